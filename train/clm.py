@@ -1,0 +1,95 @@
+"""Causal language modelling: GPT-2, GPT-NeoX, Llama and every other AutoModelForCausalLM, from scratch or continued.
+
+    accelerate launch train/clm.py --config recipes/clm/stdlib-gpt2.yaml
+    accelerate launch --config_file accelerate_configs/zero2.yaml train/clm.py --config recipes/clm/gpt2-xl-wikitext2.yaml
+    accelerate launch train/clm.py --model_name_or_path gpt2 --train_file notes.txt --block_size 512 --output_dir outputs/notes
+
+Read `main` from top to bottom: what is loaded, how text becomes batches, what the loss is, what is left behind.
+"""
+
+import sys
+
+from train.recipe import ClmRecipe, parse_recipe
+from train.recipe.errors import reports_user_errors
+from train.run.session import Session
+from train.run.timeline import Timeline
+
+
+@reports_user_errors
+def main(argv: list[str] | None = None) -> int:
+    timeline = Timeline()
+    timeline.mark("interpreter")
+
+    # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
+    recipe = parse_recipe(ClmRecipe, argv, prog="train/clm.py")
+    session = Session("clm", recipe, timeline)
+
+    from transformers import AutoModelForCausalLM
+
+    from train.data.collate import CausalCollator
+    from train.data.prepare import contents_table, padding_token, prepare_text
+    from train.model.causal import build_model, settle_loss
+    from train.model.configuration import load_configuration
+    from train.model.parameters import flops_per_token
+    from train.model.tokenizer import check_vocabulary
+    from train.run.evaluate import evaluate_loss
+    from train.run.job import Job
+    from train.run.meters import ThroughputMeter, peak_flops
+
+    timeline.mark("imports")
+
+    # Text -> documents -> token ids -> blocks. No process group exists yet that could time out meanwhile.
+    config = load_configuration(recipe)
+    data = prepare_text(recipe, config)
+    notes = [check_vocabulary(config, data.tokenizer, recipe)]
+    session.plan(len(data.train))
+    timeline.mark("data")
+
+    # The model: the same weights under every strategy, then sharded and placed as the strategy says.
+    accelerator = session.start_processes()
+    model = build_model(AutoModelForCausalLM, config, recipe, session.strategy)
+    timeline.mark("model")
+    engine = session.prepare(model)
+    notes.append(settle_loss(engine, recipe))
+
+    # The loss is a sum over next tokens (train/model/loss.py); the loop divides it by their number in the global batch.
+    job = Job(
+        recipe=recipe,
+        train_set=data.train,
+        eval_set=data.validation,
+        collate=CausalCollator(
+            padding_token(data.tokenizer), flatten=(recipe.attn_implementation or "").startswith("flash")
+        ),
+        loss_sum=lambda model, batch: model(**batch.inputs),
+        evaluate=evaluate_loss,
+    )
+    peak = peak_flops(engine.device, session.strategy.precision)
+    meter = ThroughputMeter(flops_per_token(model, data.block_size), peak and peak * engine.world_size)
+
+    session.announce(
+        f"data      {data.block_size} tokens a sample, packing: {recipe.packing}",
+        contents_table(data.train.contents, data.validation and data.validation.contents),
+        *data.hints,
+        *(note for note in notes if note),
+    )
+    results = session.train(job, meter)
+    session.finish(results, data.tokenizer, sample=_sample(engine, recipe, data.tokenizer))
+    return 0
+
+
+def _sample(engine, recipe: ClmRecipe, tokenizer) -> str | None:
+    """Text that the trained model writes after `sample_prompt`, if the recipe asks for any."""
+    if not recipe.sample_tokens:
+        return None
+    import torch
+
+    prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token
+    torch.manual_seed(recipe.seed)  # all ranks draw the same tokens
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    written = engine.generate(ids, max_new_tokens=recipe.sample_tokens, do_sample=True, temperature=0.8, top_k=50,
+                              pad_token_id=tokenizer.eos_token_id)  # fmt: skip
+    return tokenizer.decode(written[0], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

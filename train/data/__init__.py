@@ -1,0 +1,1 @@
+"""Sources, tokenising, packing, collating, and the global order of samples."""

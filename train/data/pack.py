@@ -1,0 +1,105 @@
+"""From documents to samples: full blocks with or without document boundaries, or one padded row each."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from train.data.tokenise import Documents
+from train.model.loss import IGNORE
+
+Sample = dict[str, np.ndarray]  # input_ids, labels, and position_ids where packed; each (length,) int64
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What became of the documents of a split. Counts are tokens unless they say otherwise."""
+
+    documents: int
+    tokens: int
+    samples: int
+    trained: int  # tokens that are predicted, and so trained on
+    truncated: int  # tokens cut away
+    padding: float  # share of all positions that hold padding, at most (batches may pad less)
+
+
+class SampleSet(Protocol):
+    """Samples by index. Every rank can read every sample."""
+
+    contents: Contents
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class PackedBlocks:
+    """Blocks of exactly block_size tokens, cut from the documents laid end to end.
+
+    With `boundaries`, position_ids restart at each document (which is how transformers' attention learns to keep
+    documents apart), the first token of a document is not predicted from the document before it, and the last block is
+    filled up with masked tokens. Without, the blocks are those of `group_texts`: one text, the remainder dropped.
+    """
+
+    def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int):
+        self.documents, self.block_size, self.boundaries, self.filler = documents, block_size, boundaries, filler
+        tokens = documents.num_tokens
+        self.num_blocks = -(-tokens // block_size) if boundaries else tokens // block_size
+        used = tokens if boundaries else self.num_blocks * block_size
+        unpredicted = np.arange(self.num_blocks) * block_size
+        if boundaries:
+            unpredicted = np.union1d(unpredicted, documents.offsets[:-1])
+        positions = self.num_blocks * block_size
+        self.contents = Contents(
+            documents=len(documents),
+            tokens=tokens,
+            samples=self.num_blocks,
+            trained=used - len(unpredicted),
+            truncated=tokens - used,
+            padding=(positions - used) / positions if positions else 0.0,
+        )
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __getitem__(self, index: int) -> Sample:
+        start = index * self.block_size
+        stop = min(start + self.block_size, self.documents.num_tokens)
+        missing = self.block_size - (stop - start)
+        tokens = np.concatenate([self.documents.tokens(start, stop), np.full(missing, self.filler)])
+        labels = tokens.copy()
+        if not self.boundaries:
+            return {"input_ids": tokens, "labels": labels}
+        labels[self.block_size - missing :] = IGNORE
+        first, last = np.searchsorted(self.documents.offsets, [start, stop], side="left")
+        begins = self.documents.offsets[first:last] - start  # documents that begin inside this block
+        labels[begins] = IGNORE
+        begins = np.concatenate([[0], begins, [self.block_size - missing, self.block_size]])
+        positions = np.arange(self.block_size) - np.repeat(begins[:-1], np.diff(begins))
+        return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+
+
+class SeparateDocuments:
+    """One document a sample, cut at block_size; batches pad them."""
+
+    def __init__(self, documents: Documents, block_size: int):
+        lengths = documents.lengths
+        self.documents, self.block_size = documents, block_size
+        self.lengths = np.minimum(lengths, block_size)
+        kept = int(self.lengths.sum())
+        self.contents = Contents(
+            documents=len(documents),
+            tokens=documents.num_tokens,
+            samples=len(documents),
+            trained=int((self.lengths - 1).sum()),
+            truncated=documents.num_tokens - kept,
+            padding=1 - kept / (len(documents) * int(self.lengths.max())),
+        )
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Sample:
+        start = int(self.documents.offsets[index])
+        tokens = self.documents.tokens(start, start + int(self.lengths[index]))
+        return {"input_ids": tokens, "labels": tokens.copy()}

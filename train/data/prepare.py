@@ -1,0 +1,114 @@
+"""Everything from the recipe's data options to samples, done before any process waits in a collective."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.data.cache import cache_root, one_process_at_a_time
+from train.data.pack import Contents, PackedBlocks, SampleSet, SeparateDocuments
+from train.data.sources import Records, load_records
+from train.data.tokenise import Documents, tokenise
+from train.model.tokenizer import load_tokenizer, train_tokenizer
+from train.recipe.errors import UserError
+from train.recipe.options import ClmRecipe
+
+DEFAULT_BLOCK_SIZE = 1024
+
+
+@dataclass
+class TextData:
+    """Samples of both parts, and the tokenizer that made them."""
+
+    train: SampleSet
+    validation: SampleSet | None
+    tokenizer: object
+    unit: str  # what a document was in the source: row, record, file, line, paragraph or mark
+    block_size: int
+
+    @property
+    def hints(self) -> list[str]:
+        """Advice on how the documents were cut, where the figures suggest that it was not meant so."""
+        contents = self.train.contents
+        mean = contents.tokens / contents.documents
+        if isinstance(self.train, PackedBlocks) and self.train.boundaries and mean < self.block_size / 4:
+            return [
+                f"hint      a document ({self.unit}) has {mean:.0f} tokens on average and attention stays inside it: if these "
+                "are lines of longer texts, --packing concatenate or another --document_separator gives longer contexts"
+            ]
+        if contents.truncated > 0.1 * contents.tokens:
+            return [
+                f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: a larger --block_size, or packing, keeps them"
+            ]
+        return []
+
+
+def prepare_text(recipe: ClmRecipe, config) -> TextData:
+    """Read, tokenise and pack; the first process of the machine works, the others find it done."""
+    with one_process_at_a_time(recipe.cache_dir):
+        records = load_records(recipe)
+        tokenizer = _tokenizer(recipe, records)
+        block_size = recipe.block_size or min(
+            getattr(config, "max_position_embeddings", 0) or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE
+        )
+        append_eos = recipe.append_eos if recipe.append_eos is not None else recipe.packing != "concatenate"
+        if append_eos and tokenizer.eos_token_id is None:
+            if recipe.append_eos:
+                raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")
+            append_eos = False
+        sets = {}
+        for part in ("train", "validation"):
+            dataset = getattr(records, part)
+            if dataset is None:
+                sets[part] = None
+                continue
+            encoded = tokenise(
+                dataset, tokenizer, append_eos, recipe.preprocessing_num_workers, recipe.overwrite_cache
+            )
+            sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
+    return TextData(sets["train"], sets["validation"], tokenizer, records.unit, block_size)
+
+
+def _tokenizer(recipe: ClmRecipe, records: Records):
+    if not recipe.train_tokenizer_vocab_size:
+        return load_tokenizer(recipe)
+    texts = (text for batch in records.train.iter(100) for text in batch["text"])
+    cache = cache_root(recipe.cache_dir)
+    return train_tokenizer(texts, recipe.train_tokenizer_vocab_size, records.train._fingerprint, Path(cache))
+
+
+def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer, part: str) -> SampleSet:
+    if recipe.packing == "none":
+        return SeparateDocuments(documents, block_size)
+    filler = padding_token(tokenizer)
+    blocks = PackedBlocks(documents, block_size, recipe.packing == "documents", filler)
+    if not len(blocks):
+        raise UserError(
+            f"block_size = {block_size} leaves no {part} sample: there are {documents.num_tokens} tokens. "
+            "Choose a smaller one, or --packing documents, which fills the last block up"
+        )
+    return blocks
+
+
+def padding_token(tokenizer) -> int:
+    """An id to fill rows with; it is never trained on and never attended to, so any will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0):
+        if token is not None:
+            return token
+    raise AssertionError("0 is an id")
+
+
+def contents_table(train: Contents, validation: Contents | None) -> str:
+    """The table of what was read, shown before training."""
+    from train.run.progress import table
+
+    columns = [("training", train)] + ([("held out", validation)] if validation else [])
+    rows = [("", *(name for name, _ in columns))]
+    for label, show in (
+        ("documents", lambda c: f"{c.documents:,}"),
+        ("tokens", lambda c: f"{c.tokens:,}"),
+        ("samples", lambda c: f"{c.samples:,}"),
+        ("tokens trained on", lambda c: f"{c.trained:,}"),
+        ("truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})"),
+        ("padding", lambda c: f"{c.padding:.1%}"),
+    ):
+        rows.append((label, *(show(contents) for _, contents in columns)))
+    return table(rows)

@@ -1,0 +1,88 @@
+"""From text to token ids: once, in parallel, cached, and memory-mapped from then on."""
+
+import hashlib
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+
+from train.recipe.errors import UserError
+
+
+def tokenise(dataset: Dataset, tokenizer, append_eos: bool, workers: int | None, overwrite: bool) -> Dataset:
+    """Token ids of each document (column `input_ids`, int32), empty documents left out.
+
+    Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
+    """
+
+    def encode(batch: dict) -> dict:
+        texts = [text for text in batch["text"] if text and not text.isspace()]
+        if not texts:
+            return {"input_ids": []}
+        ids = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        if append_eos:
+            end = tokenizer.eos_token_id
+            ids = [row if row and row[-1] == end else [*row, end] for row in ids]
+        return {"input_ids": [row for row in ids if row]}
+
+    key = f"{dataset._fingerprint} {fingerprint(tokenizer)} {append_eos}"
+    return dataset.map(
+        encode,
+        batched=True,
+        batch_size=200,
+        num_proc=workers,
+        remove_columns=dataset.column_names,
+        features=Features({"input_ids": List(Value("int32"))}),
+        load_from_cache_file=not overwrite,
+        new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32],
+        desc="Tokenising",
+    )
+
+
+def fingerprint(tokenizer) -> str:
+    """A hash of all that decides which ids a text becomes; stable from process to process."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{type(tokenizer).__name__} {rules}".encode()).hexdigest()
+
+
+class Documents:
+    """The token ids of all documents as one long row, read from the memory-mapped Arrow file where it lies.
+
+    `offsets` (int64, documents + 1) says where each document begins.
+    """
+
+    def __init__(self, dataset: Dataset):
+        assert dataset._indices is None, "tokenised data is read in its stored order"
+        self._chunks: list[np.ndarray] = []
+        lengths = []
+        for chunk in dataset.data.column("input_ids").chunks:
+            offsets = chunk.offsets.to_numpy()
+            self._chunks.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
+            lengths.append(np.diff(offsets))
+        lengths = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self._starts = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks])]).astype(np.int64)
+        if self.num_tokens == 0:
+            raise UserError("the data holds no text: nothing to train on. Look at train_file and text_column")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Ids [start, stop) of the long row, a copy (int64)."""
+        out = np.empty(stop - start, dtype=np.int64)
+        chunk = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            begin = self._starts[chunk]
+            end = min(stop, self._starts[chunk + 1])
+            out[len(out) - (stop - start) :][: end - start] = self._chunks[chunk][start - begin : end - begin]
+            start, chunk = end, chunk + 1
+        return out

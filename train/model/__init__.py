@@ -1,0 +1,1 @@
+"""Load or create a model and its tokenizer, the memory-saving loss head, export."""

@@ -1,0 +1,71 @@
+"""A causal model from recipe to first batch: built, its loss installed, and both checked on a few tokens."""
+
+import torch
+
+from train.model.load import check_block_size, load_model
+from train.model.loss import choose_loss, install_loss
+from train.model.probe import documents_leak, losses_differ
+from train.recipe.errors import UserError
+from train.recipe.options import ClmRecipe
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # two orders of the same sum, relative
+
+
+def build_model(auto_class, config, recipe: ClmRecipe, strategy):
+    """Pretrained or random weights in the strategy's dtype, with the memory-saving loss installed."""
+    check_block_size(recipe.block_size or 0, config, recipe.source("block_size"))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    scratch = (
+        strategy.building_from_scratch(_num_parameters(auto_class, config, strategy))
+        if not recipe.model_name_or_path
+        else None
+    )
+    model = load_model(auto_class, config, recipe, recipe.seed, strategy.model_dtype, scratch)
+    kind, _ = choose_loss(recipe.loss, device)
+    install_loss(model, kind)
+    return model
+
+
+def _num_parameters(auto_class, config, strategy) -> int:
+    """The size of a model that nobody has built yet."""
+    if not strategy.shards_parameters:
+        return 0
+    with strategy.building_from_scratch(0), torch.device("meta"):
+        return sum(parameter.numel() for parameter in auto_class.from_config(config).parameters())
+
+
+def settle_loss(engine, recipe: ClmRecipe) -> str:
+    """Check the prepared model with a few tokens. Returns the log's line on the loss.
+
+    If the memory-saving loss is not this model's loss (it caps or scales its logits, say), the plain one takes its
+    place, and the line says so.
+
+    Raises:
+        UserError: documents that are packed into one block would see each other.
+    """
+    kind, why = choose_loss(recipe.loss, engine.device)
+    vocab_size = engine.module.get_input_embeddings().num_embeddings
+    engine.model.eval()
+    if recipe.packing == "documents" and documents_leak(engine.model, vocab_size, engine.device):
+        implementation = engine.module.config._attn_implementation
+        raise UserError(
+            f"packing = documents: with attn_implementation = {implementation!r} this model ({engine.module.config.model_type}) "
+            "lets a document see the one before it in its block. Use --attn_implementation sdpa or eager, or --packing none, "
+            "or --packing concatenate to accept it"
+        )
+    if kind != "full":
+        difference = losses_differ(
+            engine.model, lambda each: setattr(engine.module, "loss_kind", each), kind, vocab_size, engine.device
+        )
+        if not difference < TOLERANCE[engine.strategy.precision]:
+            if recipe.loss != "auto":
+                raise UserError(
+                    f"loss = {recipe.loss}: for this model ({engine.module.config.model_type}) it differs from the plain loss "
+                    f"by {difference:.1e}. Use --loss full"
+                )
+            engine.module.loss_kind = "full"
+            why = (
+                f"full: all logits are held, because for this model the memory-saving loss differs by {difference:.1e}"
+            )
+    engine.model.train()
+    return f"loss      {why}"

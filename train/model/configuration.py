@@ -1,0 +1,119 @@
+"""The model's configuration: from pretrained weights, from the architectures in this tree, from a folder or the hub."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from train.recipe.errors import UserError, nearest
+from train.recipe.options import ModelOptions
+
+ARCHITECTURES = Path(__file__).parent / "architectures"
+
+
+@cache
+def known_architectures() -> dict[str, Path]:
+    """{name or alias, lower case: JSON file} of the architectures that need no network."""
+    files = {}
+    for path in sorted(ARCHITECTURES.glob("*.json")):
+        files[path.stem] = path
+        for alias in json.loads(path.read_text())["_aliases"]:
+            files[alias.lower()] = path
+    return files
+
+
+def load_configuration(recipe: ModelOptions):
+    """The transformers configuration that the recipe asks for, with its overrides applied.
+
+    A folder of that name wins, then the architectures of this tree (`config_name` only), then the hub.
+
+    Raises:
+        UserError: the name is unknown or out of reach, or an override names nothing in the configuration.
+    """
+    from transformers import AutoConfig
+
+    if recipe.model_type and not recipe.config_name:
+        config = _default_configuration(recipe.model_type)
+    else:
+        option = "model_name_or_path" if recipe.model_name_or_path else "config_name"
+        name = getattr(recipe, option)
+        published = known_architectures().get(name.lower()) if option == "config_name" else None
+        if published and not Path(name).is_dir():
+            fields = {key: value for key, value in json.loads(published.read_text()).items() if key[0] != "_"}
+            config = AutoConfig.for_model(**fields)
+        else:
+            config = from_hub_or_folder(
+                option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
+            )
+    _override(config, recipe.config_overrides)
+    config.use_cache = False
+    return config
+
+
+def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
+    """Call a `from_pretrained`, and turn its many ways of saying "not found" into one message."""
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_a_path and not Path(name).expanduser().exists():
+        raise UserError(f"{option} = {name!r}: there is no such folder")
+    try:
+        return load(name, **kwargs)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        if Path(name).is_dir():
+            raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
+        remedy = "name a local folder instead, or run once where the hub can be reached"
+        known = "" if option != "config_name" else f" (without a network these are known: {', '.join(_names())})"
+        raise UserError(
+            f"{option} = {name!r} is no local folder, and the hub did not give it: {first}; {remedy}{known}"
+        ) from None
+
+
+def _names() -> list[str]:
+    return sorted({path.stem for path in known_architectures().values()})
+
+
+def _default_configuration(model_type: str):
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        close = nearest(model_type, CONFIG_MAPPING.keys())
+        raise UserError(
+            f"model_type = {model_type!r} is not known to transformers" + (f". Did you mean {close}?" if close else "")
+        )
+    return CONFIG_MAPPING[model_type]()
+
+
+def overrides_of(text: str | None) -> dict[str, Any]:
+    """`n_layer=4,resid_pdrop=0.0` as a dict, values read as JSON where they are JSON and as text otherwise."""
+    pairs = (part.split("=", 1) for part in (text or "").split(",") if part)
+    return {name.strip(): _value(value.strip()) for name, value in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False", "None") else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _override(config, text: str | None) -> None:
+    problems = []
+    for name, value in overrides_of(text).items():
+        if not hasattr(config, name):
+            close = nearest(name, [*config.to_dict(), *config.attribute_map])
+            remedy = f"Did you mean {close}?" if close else "Its names: " + ", ".join(sorted(config.to_dict()))
+            problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
+            continue
+        now = getattr(config, name)
+        if isinstance(now, (bool, int, float)) and not _fits(value, now):
+            problems.append(f"config_overrides: {name} = {value!r}; expected {type(now).__name__}, as in {name}={now}")
+            continue
+        setattr(config, name, value)
+    if problems:
+        raise UserError(problems)
+
+
+def _fits(value: Any, like: bool | int | float) -> bool:
+    if isinstance(like, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(like, bool)
+    return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))

@@ -1,0 +1,28 @@
+"""What a run leaves for others: a folder that transformers loads, with the tokenizer and a model card."""
+
+from pathlib import Path
+
+import torch
+
+
+def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path, card: str) -> None:
+    """Write weights (safetensors), configuration, tokenizer and README.md.
+
+    Args:
+        model: the unwrapped transformers model; only its configuration and its class are used.
+        state: the whole weights by name, on the CPU.
+
+    Raises:
+        RuntimeError: a tensor of `state` is empty or is missing. A folder with half a model is never written.
+    """
+    expected = {name for name, _ in model.named_parameters()}
+    broken = sorted(name for name in expected if name in state and state[name].numel() == 0)
+    missing = sorted(expected - state.keys())
+    if broken or missing:
+        raise RuntimeError(f"the gathered weights are not whole: empty {broken[:3]}, missing {missing[:3]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.use_cache = True
+    model.save_pretrained(folder, state_dict=state)
+    model.config.use_cache = False
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,102 @@
+"""The causal loss: a sum over the trained tokens, by default without ever holding all logits.
+
+After `install_loss(model, kind)` the model is called as before, and with `labels=` it returns one number: the summed
+cross entropy of each next token, labels of -100 left out. Whoever calls it divides by the number of trained tokens in
+the whole global batch, which no single rank or micro-batch knows.
+
+The head's product with the vocabulary happens inside the head module's own forward. That is on purpose: the hooks of
+ZeRO-3 gather a module's weight around its forward and backward, and from outside the weight is an empty tensor.
+"""
+
+import functools
+import types
+
+import torch
+import torch.nn.functional as F
+
+IGNORE = -100
+CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small beside a model's activations
+
+
+def choose_loss(wanted: str, device: torch.device) -> tuple[str, str]:
+    """(kind, reason): the loss that will run, and why, as a sentence for the log.
+
+    Raises:
+        UserError: the recipe insists on a loss that this machine does not have.
+    """
+    from train.recipe.errors import UserError
+
+    if wanted == "full":
+        return "full", "full: all logits are held, as the recipe asks"
+    chunked = hasattr(F, "linear_cross_entropy")
+    liger = device.type == "cuda" and _liger() is not None
+    if wanted == "chunked" and not chunked:
+        raise UserError(
+            f"loss = chunked: torch {torch.__version__} has no linear_cross_entropy. Use --loss auto, or torch 2.13"
+        )
+    if wanted == "liger" and not liger:
+        raise UserError("loss = liger: it needs a CUDA device and `pip install liger-kernel`. Use --loss auto")
+    if wanted == "chunked" or (wanted == "auto" and chunked):
+        return "chunked", "chunked: torch's linear cross entropy, logits are never held whole"
+    if liger:
+        return "liger", "liger: Liger's fused linear cross entropy, logits are never held whole"
+    return (
+        "full",
+        f"full: torch {torch.__version__} has no linear_cross_entropy and Liger is not at hand, so all logits are held",
+    )
+
+
+@functools.cache
+def _liger():
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError:
+        return None
+    return LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+
+
+def install_loss(model: torch.nn.Module, kind: str) -> None:
+    """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full, chunked or liger).
+
+    Shapes: input_ids, labels (B, T) -> scalar. Labels are not shifted: position t is trained on label t + 1.
+    Without labels the model answers as before. Can be called again to change the kind.
+    """
+    model.loss_kind = kind
+    if "original_forward" not in model.__dict__:
+        model.original_forward = model.forward
+        model.forward = types.MethodType(_forward_with_loss, model)
+        head = model.get_output_embeddings()
+        head.original_forward = head.forward
+        head.forward = types.MethodType(_head_forward, head)
+
+
+def _forward_with_loss(self, *args, labels: torch.Tensor | None = None, **inputs):
+    if labels is None:
+        return self.original_forward(*args, **inputs)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+    if self.loss_kind == "full":
+        logits = self.original_forward(*args, **inputs).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
+    hidden = self.base_model(*args, **inputs).last_hidden_state
+    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, self.loss_kind)
+
+
+def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None, kind: str = ""):
+    if targets is None:
+        return self.original_forward(hidden)
+    weight, bias = self.weight, self.bias
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if kind == "liger":
+        return _liger()(weight, hidden, targets, bias)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _chunked(hidden, weight, bias, targets)
+
+
+def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
+    rows = max(64, CHUNK_BYTES // (4 * weight.shape[0]))
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, hidden.shape[0]))
+    return F.linear_cross_entropy(
+        hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE, options=options
+    )

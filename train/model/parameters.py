@@ -1,0 +1,56 @@
+"""Sizes of parameters as they really are: under ZeRO-3 a parameter's own shape is empty and its true one is ds_shape."""
+
+from collections.abc import Iterable
+
+import torch
+
+
+def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """The parameter's whole shape, also where this rank holds a share of it only."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def true_numel(parameter: torch.nn.Parameter) -> int:
+    return true_shape(parameter).numel()
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trainable) parameters, tied ones counted once."""
+    sizes = [(true_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not.
+
+    By dimension and not by name, so that it holds for every architecture. Empty groups are left out.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if len(true_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(true_shape(parameter)) < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
+    """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product, and
+    attention over the whole sequence (Chowdhery et al. 2022, PaLM, appendix B: 6 N + 12 L H T).
+
+    Causal masking, document boundaries and recomputed activations are not subtracted or added, so that figures of
+    different settings compare. Embedding lookups are no matrix products; a tied embedding counts as the head it is.
+    """
+    config = model.config
+    lookup = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    head = model.get_output_embeddings()
+    heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    matrices = sum(
+        true_numel(parameter)
+        for parameter in model.parameters()
+        if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
+    )
+    return 6.0 * matrices + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length

@@ -1,0 +1,43 @@
+"""Two questions to the model at hand, before it trains: do its documents stay apart, and is its cheap loss its loss?
+
+Both depend on what a model's own code does (position ids that it ignores, logits that it caps or scales after the
+head), on the attention kernel and on the versions installed. A few tokens through the prepared model settle them.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+LENGTH = 8  # tokens a document
+
+
+@torch.no_grad()
+def documents_leak(call: Callable, vocab_size: int, device: torch.device) -> bool:
+    """Whether document B's logits move when document A, before it in the same row, is replaced.
+
+    Args:
+        call: the model, ready to be called with input_ids and position_ids of shape (1, T).
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = torch.randint(0, vocab_size, (3, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).repeat(2)[None].to(device)
+    answers = [
+        call(input_ids=torch.cat([document, second])[None].to(device), position_ids=positions)
+        .logits[0, LENGTH:]
+        .float()
+        for document in (first, other)
+    ]
+    return not torch.allclose(*answers, rtol=0, atol=1e-3 * answers[0].std().item())
+
+
+@torch.no_grad()
+def losses_differ(call: Callable, set_kind: Callable[[str], None], kind: str, vocab_size: int, device) -> float:
+    """The relative difference between the loss of `kind` and the plain one, on a few tokens, some of them masked."""
+    tokens = torch.randint(0, vocab_size, (1, 2 * LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
+    labels = tokens.clone()
+    labels[0, ::5] = -100
+    losses = []
+    for each in ("full", kind):
+        set_kind(each)
+        losses.append(call(input_ids=tokens, labels=labels).float().item())
+    return abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-12)

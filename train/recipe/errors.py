@@ -1,0 +1,62 @@
+"""Mistakes of the user, told in one message without a traceback, and the exit code that goes with them."""
+
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """One or more problems that only the user can mend. Each names the option, the value and the remedy."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def report(self) -> str:
+        """The message for the terminal: one line for each problem, or one numbered list."""
+        if len(self.problems) == 1:
+            return f"error: {self.problems[0]}"
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
+        return "\n".join([f"error: {len(self.problems)} problems, nothing was trained", *lines])
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like `name`, if any does."""
+    import difflib
+
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Wrap an entry point: a `UserError` becomes one message on stderr and exit code 2.
+
+    Every rank meets the same mistake at about the same time, and a launcher stops all ranks when the first one leaves.
+    So rank 0 speaks and leaves; the others stay quiet for long enough that its message gets out, and leave after it.
+    """
+
+    @functools.wraps(main)
+    def wrapped(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            rank = int(os.environ.get("RANK", "0"))
+            if rank == 0:
+                print(error.report(), file=sys.stderr, flush=True)
+            else:
+                _wait_for_the_launcher(seconds=20)
+                print(f"[rank {rank}] {error.report()}", file=sys.stderr, flush=True)
+            return EXIT_USER_ERROR
+
+    return wrapped
+
+
+def _wait_for_the_launcher(seconds: float) -> None:
+    """Leave quietly when the launcher asks to; return only if nobody asked, because then this rank erred alone."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USER_ERROR))
+    time.sleep(seconds)

@@ -1,0 +1,90 @@
+"""How an option is declared, and how a YAML value or a flag's text becomes its type."""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def option(default: Any, help: str, *, choices: tuple = (), positive: bool = False, minimum: float | None = None):
+    """A dataclass field that is an option: its default, its help line, and what values it takes.
+
+    Args:
+        positive: the value must be above zero.
+        minimum: the smallest value allowed, inclusive.
+    """
+    metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The type of an option, taken apart: `list[float] | None` is base float, many, optional."""
+
+    base: type
+    many: bool
+    optional: bool
+
+    @property
+    def words(self) -> str:
+        name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.base]
+        return f"a list, each {name}" if self.many else name
+
+
+def kind_of(annotation: Any) -> Kind:
+    """Take a dataclass annotation apart. Supported: int, float, bool, str, lists of them, and `| None` of any."""
+    optional = False
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        optional = len(members) < len(typing.get_args(annotation))
+        (annotation,) = members
+    many = typing.get_origin(annotation) is list
+    if many:
+        (annotation,) = typing.get_args(annotation)
+    assert annotation in (int, float, bool, str), f"no such kind of option: {annotation}"
+    return Kind(annotation, many, optional)
+
+
+def from_text(text: str, base: type) -> Any:
+    """The value that a flag's text stands for. Raises ValueError if it does not stand for one of type `base`."""
+    if base is bool:
+        if text.lower() in TRUE:
+            return True
+        if text.lower() in FALSE:
+            return False
+        raise ValueError(text)
+    if base is int:
+        return int(text.replace("_", ""))
+    return base(text)
+
+
+def checked(value: Any, base: type) -> Any:
+    """A YAML value as type `base`; an integer may stand for a number, nothing else is converted. Raises ValueError."""
+    if base is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if base is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not base:
+        raise ValueError(value)
+    return value
+
+
+def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
+    """What the option's own rules (choices, sign, smallest value) hold against `value`; None if nothing."""
+    for item in value if isinstance(value, list) else [value]:
+        if item is None:
+            continue
+        if isinstance(item, float) and not math.isfinite(item):
+            return "it must be a finite number"
+        if metadata["choices"] and item not in metadata["choices"]:
+            return "it must be one of " + ", ".join(str(choice) for choice in metadata["choices"])
+        if metadata["positive"] and not item > 0:
+            return "it must be above 0"
+        if metadata["minimum"] is not None and not item >= metadata["minimum"]:
+            return f"it must be {metadata['minimum']:g} or more"
+    return None

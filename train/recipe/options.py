@@ -1,0 +1,226 @@
+"""Every option of every task, in groups. A task's recipe is a flat dataclass that joins the groups it needs."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from train.recipe.fields import option
+
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
+TRACKERS = ("all", "wandb", "tensorboard", "none")
+
+
+@dataclass
+class Recipe:
+    """Base of all recipes: remembers who set each value, and checks what one option alone cannot."""
+
+    def remember_sources(self, sources: dict[str, str]) -> None:
+        self._sources = dict(sources)
+
+    def source(self, name: str) -> str | None:
+        """Who set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None if nobody did."""
+        return self.__dict__.get("_sources", {}).get(name)
+
+    def adopt(self, name: str, value: Any, source: str) -> None:
+        """Take a value that somebody else owns (a user's DeepSpeed JSON, say) for an option that nobody set."""
+        setattr(self, name, value)
+        self.__dict__.setdefault("_sources", {})[name] = source
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def problems(self) -> list[str]:
+        """What is wrong with this combination of options; empty if nothing is."""
+        return []
+
+
+@dataclass
+class ModelOptions(Recipe):
+    """Model and tokenizer"""
+
+    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.")
+    config_name: str | None = option(
+        None, "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name."
+    )
+    model_type: str | None = option(
+        None, "Architecture family to train from scratch with its default sizes: gpt2, ..."
+    )
+    config_overrides: str | None = option(None, "Changes to the configuration: n_layer=4,n_embd=256.")
+    tokenizer_name: str | None = option(None, "Tokenizer folder or hub name, if it is not the model's own.")
+    train_tokenizer_vocab_size: int | None = option(
+        None, "Train a byte-level BPE tokenizer of this size on the training text (cached).", minimum=258
+    )
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
+    attn_implementation: str | None = option(None, "eager, sdpa, flash_attention_2, ...: the attention kernel to use.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, slower.")
+    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    loss: str = option(
+        "auto",
+        "How the loss is computed. auto: the memory-saving one where there is one; full: hold all logits.",
+        choices=("auto", "full", "chunked", "liger"),
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        starts = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
+        if not starts:
+            found.append(
+                "no model: set model_name_or_path (pretrained weights) or config_name (from scratch), e.g. --config_name gpt2"
+            )
+        if "model_name_or_path" in starts and len(starts) > 1:
+            found.append(
+                f"model_name_or_path = {self.model_name_or_path!r} and {starts[1]} = {getattr(self, starts[1])!r}: "
+                "the first loads weights, the second starts from scratch; keep one"
+            )
+        if not (self.model_name_or_path or self.tokenizer_name or self.train_tokenizer_vocab_size):
+            found.append(
+                "no tokenizer: a model from scratch needs tokenizer_name, or train_tokenizer_vocab_size to train one"
+            )
+        if self.tokenizer_name and self.train_tokenizer_vocab_size:
+            found.append("tokenizer_name and train_tokenizer_vocab_size are both set: name a tokenizer or train one")
+        found.extend(_bad_overrides(self.config_overrides))
+        return found
+
+
+def _bad_overrides(overrides: str | None) -> list[str]:
+    parts = [part for part in (overrides or "").split(",") if part]
+    return [
+        f"config_overrides: {part!r} is not of the form name=value, e.g. n_layer=4,n_embd=256"
+        for part in parts
+        if part.count("=") != 1
+    ]
+
+
+@dataclass
+class SourceOptions(Recipe):
+    """Where the data comes from"""
+
+    dataset_name: str | None = option(None, "A dataset on the hub, or a folder that the datasets library can load.")
+    dataset_config_name: str | None = option(None, "Its configuration.")
+    train_file: list[str] | None = option(None, ".txt, .json(l), .csv, .parquet, also .gz: files or globs.")
+    validation_file: list[str] | None = option(None, "The same for the held-out data.")
+    validation_split_percentage: float = option(
+        5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
+    )
+    max_train_samples: int | None = option(None, "Use only this many records for training.", positive=True)
+    max_eval_samples: int | None = option(None, "Use only this many records for evaluation.", positive=True)
+    preprocessing_num_workers: int | None = option(
+        None, "Processes that tokenise; by default the tokenizer's own threads do.", positive=True
+    )
+    cache_dir: str | None = option(None, "Where prepared data is kept; by default the datasets library's cache.")
+    overwrite_cache: bool = option(False, "Prepare the data anew.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.dataset_name and not self.train_file:
+            found.append("no data: set dataset_name, or train_file to a .txt, .jsonl, .csv or .parquet file")
+        if self.dataset_name and self.train_file:
+            found.append(
+                f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
+            )
+        if self.validation_split_percentage >= 100:
+            found.append(
+                f"validation_split_percentage = {self.validation_split_percentage:g}: it leaves no sample to train on; "
+                "choose a value below 100"
+            )
+        return found
+
+
+@dataclass
+class TextOptions(Recipe):
+    """How text becomes samples"""
+
+    text_column: str | None = option(None, "Column that holds the text; by default `text`, or the only text column.")
+    document_separator: str | None = option(
+        None,
+        "How a text file is cut into documents: line, paragraph, file, or the separator itself. By default the mark "
+        "<|endoftext|> where the file has it; else each line is one without packing, and the whole file with it.",
+    )
+    block_size: int | None = option(
+        None, "Length of a sample in tokens; by default the model's, at most 1024.", minimum=2
+    )
+    packing: str = option(
+        "documents",
+        "documents: fill blocks, attention stays inside each document; concatenate: fill blocks and ignore boundaries, "
+        "as group_texts does; none: one document a row, cut at block_size and padded.",
+        choices=("documents", "concatenate", "none"),
+    )
+    append_eos: bool | None = option(
+        None, "End each document with the end-of-text token; by default yes, except with --packing concatenate."
+    )
+
+
+@dataclass
+class BatchOptions(Recipe):
+    """Batches and length of the run"""
+
+    per_device_train_batch_size: int = option(8, "Micro-batch: samples on one device in one pass.", positive=True)
+    per_device_eval_batch_size: int = option(8, "The same in evaluation.", positive=True)
+    gradient_accumulation_steps: int | None = option(None, "Micro-batches in one update (default 1).", positive=True)
+    global_batch_size: int | None = option(
+        None, "Samples in one update over all devices; the accumulation follows from it.", positive=True
+    )
+    num_train_epochs: float = option(3.0, "Passes over the training data.", positive=True)
+    max_train_steps: int | None = option(None, "Updates to make; overrides num_train_epochs.", positive=True)
+    seed: int = option(42, "Seeds the order of samples, the initial weights and dropout.", minimum=0)
+    dataloader_num_workers: int = option(0, "Processes that load batches on each rank.", minimum=0)
+
+
+@dataclass
+class OptimizerOptions(Recipe):
+    """Optimizer, schedule and precision"""
+
+    learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0)
+    weight_decay: float = option(0.0, "AdamW's weight decay, for matrices only (not for biases and norms).", minimum=0)
+    adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
+    adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0)
+    max_grad_norm: float = option(1.0, "Clip the gradient's norm to this; 0 turns clipping off.", minimum=0)
+    lr_scheduler_type: str = option("linear", "Shape of the learning-rate schedule.", choices=SCHEDULES)
+    num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0)
+    warmup_ratio: float | None = option(None, "Warm-up as a share of all updates, in place of its number.", minimum=0)
+    min_lr_ratio: float = option(
+        0.0, "Smallest learning rate as a share of the peak (linear, cosine, wsd).", minimum=0
+    )
+    wsd_decay_ratio: float = option(0.2, "Share of all updates in which wsd decays, at its end.", positive=True)
+    precision: str | None = option(
+        None,
+        "fp32, bf16 or fp16; by default what the accelerate YAML or the DeepSpeed JSON says, else fp32.",
+        choices=("fp32", "bf16", "fp16"),
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.warmup_ratio is not None and self.num_warmup_steps:
+            found.append(
+                f"num_warmup_steps = {self.num_warmup_steps} and warmup_ratio = {self.warmup_ratio:g}: keep one of the two"
+            )
+        for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
+            value = getattr(self, name)
+            if (value is not None and value > 1) or (value == 1 and name.startswith("adam")):
+                found.append(f"{name} = {value:g}: it must be {'below' if name.startswith('adam') else 'at most'} 1")
+        return found
+
+
+@dataclass
+class RunOptions(Recipe):
+    """The run and its record"""
+
+    output_dir: str | None = option(None, "The run's folder; by default outputs/ and the recipe's name.")
+    overwrite_output_dir: bool = option(False, "Allow output_dir to hold a different run, and replace that.")
+    logging_steps: int = option(10, "Updates between two lines of the log where there is no terminal.", positive=True)
+    eval_steps: int | None = option(
+        None, "Updates between evaluations; by default at the end of each epoch.", positive=True
+    )
+    eval_on_start: bool = option(True, "Evaluate before the first update.")
+    with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
+    report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
+    report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")
+    run_name: str | None = option(None, "Name of the run at the tracker; by default the output folder's.")
+    sample_tokens: int = option(0, "Generate this many tokens after training, for a look at the result.", minimum=0)
+    sample_prompt: str | None = option(None, "Text that the generated sample continues.")
+
+
+@dataclass
+class ClmRecipe(RunOptions, OptimizerOptions, BatchOptions, TextOptions, SourceOptions, ModelOptions):
+    """Causal language modelling, from scratch or continued."""

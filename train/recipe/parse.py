@@ -1,0 +1,231 @@
+"""From a YAML file and flags to one checked recipe; flags win. All problems are reported together."""
+
+import dataclasses
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from train.recipe.errors import UserError, nearest
+from train.recipe.fields import broken_rule, checked, from_text, kind_of
+from train.recipe.options import Recipe
+
+R = TypeVar("R", bound=Recipe)
+
+
+def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None) -> R:
+    """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
+
+    Each value remembers who set it (`recipe.source(name)`): a flag, a line of the YAML file, or nobody.
+
+    Raises:
+        UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
+        SystemExit: code 0 after `--help`.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
+    if "-h" in argv or "--help" in argv:
+        print(_help(cls, prog or Path(sys.argv[0]).name))
+        raise SystemExit(0)
+
+    problems: list[str] = []
+    flags = _read_flags(argv, kinds, problems)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    config = flags.pop("config", None)
+    if config is not None:
+        for name, (value, line) in _read_yaml(config, problems).items():
+            source = f"{config}, line {line}"
+            if name not in kinds:
+                problems.append(_unknown(f"{source}: {name}", name, kinds))
+            else:
+                _take(name, value, source, kinds, values, problems)
+                sources[name] = source
+    for name, texts in flags.items():
+        _take_flag(name, texts, kinds, values, problems)
+        sources[name] = f"--{name}"
+
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name, value in values.items():
+        rule = broken_rule(value, fields[name].metadata)
+        if rule:
+            problems.append(f"{name} = {_show(value)} ({sources[name]}): {rule}")
+    recipe = cls(**values)
+    if config is not None:
+        sources["config"] = config
+    recipe.remember_sources(sources)
+    if not problems:
+        problems.extend(recipe.problems())
+    if problems:
+        raise UserError(problems)
+    return recipe
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- flags
+
+
+def _read_flags(argv: list[str], kinds: dict, problems: list[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
+    flags: dict[str, Any] = {}
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        if not word.startswith("--"):
+            problems.append(f"{word!r} stands where an option was expected. Options look like --name value")
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        texts = [text] if equals else []
+        while not equals and position < len(argv) and not _is_flag(argv[position]):
+            texts.append(argv[position])
+            position += 1
+        if name == "config":
+            flags["config"] = texts[-1] if texts else ""
+        elif name in kinds:
+            flags[name] = texts
+        else:
+            problems.append(_unknown(f"--{name}", name, kinds))
+    return flags
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and not re.fullmatch(r"-+[\d.]+(e[+-]?\d+)?", word)
+
+
+def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems: list[str]) -> None:
+    kind = kinds[name]
+    if not texts and kind.base is bool:
+        texts = ["true"]
+    if not texts or (len(texts) > 1 and not kind.many):
+        given = " ".join(texts) or "nothing"
+        problems.append(f"--{name} takes {kind.words}, and was given {given}")
+        return
+    if kind.optional and texts == ["null"]:
+        values[name] = None
+        return
+    try:
+        parsed = [from_text(text, kind.base) for text in texts]
+    except ValueError:
+        problems.append(f"--{name} {' '.join(texts)}: expected {kind.words}")
+        return
+    values[name] = parsed if kind.many else parsed[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers: PyYAML's own rule reads 5e-4, which has no dot, as a string."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+# An integer matches the float rule too; the rule added last is asked last, so integers stay integers.
+
+
+def _read_yaml(path: str, problems: list[str]) -> dict[str, tuple[Any, int]]:
+    """The file's top-level mapping as {name: (value, line number)}."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise UserError(f"--config {path}: the file is empty. A recipe holds `option: value` lines")
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file holds something else")
+        entries: dict[str, tuple[Any, int]] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in entries:
+                problems.append(f"{path}, line {line}: {name} stands here a second time, keep one of the two")
+            entries[name] = (loader.construct_object(value, deep=True), line)
+        return entries
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problems: list[str]) -> None:
+    kind = kinds[name]
+    if value is None and kind.optional:
+        values[name] = None
+        return
+    items = value if isinstance(value, list) and kind.many else [value]
+    try:
+        parsed = [checked(item, kind.base) for item in items]
+    except ValueError:
+        problems.append(
+            f"{source}: {name} is {_show(value)}, {_type_name(value)}; expected {kind.words}{_unquote_hint(value, kind)}"
+        )
+        return
+    values[name] = parsed if kind.many else parsed[0]
+
+
+def _unquote_hint(value: Any, kind) -> str:
+    if not isinstance(value, str):
+        return ""
+    try:
+        from_text(value, kind.base)
+    except ValueError:
+        return ""
+    return ". Write it without the quotes"
+
+
+def _type_name(value: Any) -> str:
+    names = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a map"}
+    return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
+
+
+def _unknown(where: str, name: str, kinds: dict) -> str:
+    close = nearest(name, kinds)
+    remedy = f"Did you mean {close}?" if close else "--help lists the options"
+    return f"{where} is not an option. {remedy}"
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------- help
+
+
+def _help(cls: type, prog: str) -> str:
+    kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
+    lines = [
+        f"usage: accelerate launch [--config_file accelerate_configs/NAME.yaml] {prog} [--config RECIPE] [--option value]",
+        "",
+        "A recipe (YAML) and flags set the same options; flags win. Options and their defaults:",
+    ]
+    for group in reversed(cls.__mro__):
+        own = (
+            [field for field in dataclasses.fields(group) if field.name in vars(group).get("__annotations__", {})]
+            if dataclasses.is_dataclass(group)
+            else []
+        )
+        if own:
+            lines += ["", (group.__doc__ or group.__name__).strip().splitlines()[0]]
+        for field in own:
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            choices = field.metadata["choices"]
+            takes = "|".join(map(str, choices)) if choices else kinds[field.name].base.__name__.upper()
+            lines.append(f"  --{field.name} {takes}  [{default}]")
+            lines.append(f"      {field.metadata['help']}")
+    return "\n".join(lines)

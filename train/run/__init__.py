@@ -1,0 +1,1 @@
+"""The loop, the schedule, evaluation, meters and the record of a run."""

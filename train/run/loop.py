@@ -1,0 +1,130 @@
+"""The loop of every task and every strategy: one update after another, each of them written down."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from train.data.collate import Batch
+from train.data.order import MicroBatches, SampleOrder, loader
+from train.run.job import Job
+from train.run.meters import MemoryMeter, ThroughputMeter
+from train.run.progress import Progress
+from train.strategy.batches import Batches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long the run is. Counts are samples and updates."""
+
+    num_samples: int  # in the training set
+    total_samples: int  # seen over the whole run
+    num_updates: int
+    batches: Batches
+
+    def consumed(self, updates: int) -> int:
+        """Samples seen after this many updates."""
+        return min(updates * self.batches.global_batch, self.total_samples)
+
+    def ends_an_epoch(self, update: int) -> bool:
+        """Whether some epoch was completed by this update (counted from 1)."""
+        return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
+
+
+def make_plan(recipe, num_samples: int, batches: Batches) -> Plan:
+    """num_train_epochs, or max_train_steps which overrides it, in samples and updates."""
+    size = batches.global_batch
+    total = max(1, round(recipe.num_train_epochs * num_samples))
+    if recipe.max_train_steps is not None:
+        total = recipe.max_train_steps * size
+    return Plan(num_samples, total, math.ceil(total / size), batches)
+
+
+def fit(
+    job: Job, engine, plan: Plan, meter: ThroughputMeter, write: Callable[[dict], None], started: Callable[[], None]
+) -> dict[str, Any]:
+    """Train from the first update to the last.
+
+    Args:
+        write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
+        started: called once, when the first update is done.
+
+    Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out).
+    """
+    recipe, accumulation = job.recipe, plan.batches.accumulation
+    memory = MemoryMeter(engine.device)
+    before = after = {}
+    if job.eval_set is not None and recipe.eval_on_start:
+        before = after = job.evaluate(engine, job)
+        write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **before})
+    progress = Progress(plan.num_updates, recipe.logging_steps, engine.is_main)
+    engine.model.train()
+    micro_batches = _micro_batches(job, engine, plan)
+    for update in range(1, plan.num_updates + 1):
+        begun = time.perf_counter()
+        memory.reset()
+        batches = [next(micro_batches) for _ in range(accumulation)]
+        line = {
+            "update": update,
+            "epoch": plan.consumed(update) / plan.num_samples,
+            "consumed_samples": plan.consumed(update),
+        }
+        line |= one_update(job, engine, batches, update - 1, memory)
+        line |= meter.of_update(line["tokens"], time.perf_counter() - begun)
+        line["seconds"] = time.perf_counter() - begun
+        if job.eval_set is not None and _evaluation_is_due(recipe, plan, update):
+            after = job.evaluate(engine, job)
+            line |= after
+            progress.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in after.items()))
+        write(line)
+        progress.update(line)
+        if update == 1:
+            started()
+    progress.close()
+    return {"before": before, "after": after}
+
+
+def one_update(job: Job, engine, batches: list[Batch], number: int, memory: MemoryMeter) -> dict[str, float]:
+    """Forward and backward over this rank's micro-batches, then one step of the optimizer.
+
+    The loss of the update is the sum over all trained tokens of the global batch divided by their number. No rank
+    knows that number alone, so it is summed first; the engine averages gradients over ranks, hence the world size.
+    """
+    targets, tokens = engine.sum_over_ranks(
+        [sum(batch.num_targets for batch in batches), sum(batch.num_tokens for batch in batches)]
+    )
+    scale = engine.world_size / max(targets, 1.0)
+    loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+    for index, batch in enumerate(batches):
+        summed = job.loss_sum(engine.model, batch.to(engine.device))
+        loss += summed.detach().float()
+        engine.backward(summed * scale, last=index == len(batches) - 1)
+    grad_norm = engine.update(number)
+    ranks = engine.per_rank([loss.item(), memory.peak_bytes()])
+    return {
+        "loss": sum(rank[0] for rank in ranks) / max(targets, 1.0),
+        "grad_norm": grad_norm,
+        "learning_rate": engine.learning_rate,
+        "targets": int(targets),
+        "tokens": int(tokens),
+        "peak_memory_bytes": int(max(rank[1] for rank in ranks)),
+    }
+
+
+def _micro_batches(job: Job, engine, plan: Plan) -> Iterator[Batch]:
+    recipe, b = job.recipe, plan.batches
+    order = SampleOrder(plan.num_samples, recipe.seed)
+    sampler = MicroBatches(
+        order, plan.total_samples, 0, b.micro_batch, b.accumulation, b.world_size, engine.accelerator.process_index
+    )
+    workers, pin = recipe.dataloader_num_workers, engine.device.type == "cuda"
+    return iter(loader(job.train_set, sampler, job.collate, workers, pin))
+
+
+def _evaluation_is_due(recipe, plan: Plan, update: int) -> bool:
+    if update == plan.num_updates:
+        return True
+    return update % recipe.eval_steps == 0 if recipe.eval_steps else plan.ends_an_epoch(update)

@@ -1,0 +1,79 @@
+"""What the machine does: tokens and floating-point operations a second, and memory. Measured, never assumed."""
+
+import resource
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+# Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (SXM / OAM form where there are two).
+PEAK_HALF = {
+    "B200": 2250e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12,
+    "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+    "MI300X": 1307e12, "MI250X": 383e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's peak FLOP/s at this precision; None where it is not known (any CPU, fp32, a device not listed)."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for model, peak in PEAK_HALF.items() if model in name), None)
+
+
+class MemoryMeter:
+    """Peak memory of this process since the last reset: the device's allocator, or resident memory on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def reset(self) -> None:
+        if self.device.type == "cpu":
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # Linux: lowers the high-water mark to what is resident
+            except OSError:
+                pass
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        if self.device.type != "cpu":
+            return torch.accelerator.max_memory_allocated()
+        try:
+            status = Path("/proc/self/status").read_text()
+            return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        except (OSError, IndexError):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass
+class ThroughputMeter:
+    """Tokens/s and FLOP/s over all ranks. Padding is no throughput.
+
+    Args:
+        flops_per_token: of the model at this run's sequence length.
+        peak: FLOP/s that all devices together could reach, None if not known.
+    """
+
+    flops_per_token: float
+    peak: float | None
+    rates: list[float] = field(default_factory=list)
+
+    def of_update(self, tokens: int, seconds: float) -> dict[str, float]:
+        """The figures of one update that handled `tokens` non-padding tokens on all ranks."""
+        rate = tokens / seconds
+        self.rates.append(rate)
+        figures = {"tokens_per_s": rate, "flops_per_s": rate * self.flops_per_token}
+        if self.peak:
+            figures["mfu"] = figures["flops_per_s"] / self.peak
+        return figures
+
+    def typical(self) -> float:
+        """Median tokens/s, the first updates (caches, compilation) left out where there are enough others."""
+        steady = self.rates[3:] if len(self.rates) >= 10 else self.rates
+        return statistics.median(steady) if steady else 0.0

@@ -1,0 +1,47 @@
+"""loss.png: the picture that a person looks at first."""
+
+from pathlib import Path
+from typing import Any
+
+
+def plot_run(metrics: list[dict[str, Any]], file: Path, title: str) -> None:
+    """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    train = [line for line in metrics if "loss" in line]
+    held = [line for line in metrics if "eval_loss" in line]
+    figure = Figure(figsize=(8, 5.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    updates = [line["update"] for line in train]
+    upper.plot(updates, [line["loss"] for line in train], color="#9ecae1", linewidth=1, label="training, each update")
+    upper.plot(
+        updates, _smooth([line["loss"] for line in train]), color="#08519c", linewidth=1.8, label="training, smoothed"
+    )
+    if held:
+        upper.plot([line["update"] for line in held], [line["eval_loss"] for line in held],
+                   "o-", color="#d94801", markersize=4, linewidth=1, label="held out")  # fmt: skip
+    upper.set(ylabel="loss, nats a token", title=title)
+    upper.grid(alpha=0.3)
+    upper.legend(frameon=False)
+    rate = lower.plot(updates, [line["learning_rate"] for line in train], color="#238b45", label="learning rate")
+    lower.set(xlabel="update", ylabel="learning rate")
+    right = lower.twinx()
+    norm = right.plot(
+        updates, [line["grad_norm"] for line in train], color="#969696", linewidth=0.8, label="gradient norm"
+    )
+    right.set_ylabel("gradient norm")
+    right.set_ylim(bottom=0)
+    lower.legend(handles=[*rate, *norm], frameon=False, fontsize="small")
+    lower.grid(alpha=0.3)
+    figure.savefig(file)
+
+
+def _smooth(values: list[float], weight: float = 0.95) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    average, smoothed = 0.0, []
+    for count, value in enumerate(values, 1):
+        average = weight * average + (1 - weight) * value
+        smoothed.append(average / (1 - weight**count))
+    return smoothed

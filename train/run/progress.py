@@ -1,0 +1,69 @@
+"""What a person sees while a run goes on: a bar at a terminal, a line now and then elsewhere. Rank 0 only."""
+
+import sys
+import time
+from typing import Any
+
+
+def say(*lines: str, main: bool = True) -> None:
+    """Print to stdout at once, on the main process."""
+    if main:
+        print(*lines, sep="\n", flush=True)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligned = (
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                  for column, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    )  # fmt: skip
+    return "\n".join("  " + line.rstrip() for line in aligned)
+
+
+def duration(seconds: float) -> str:
+    """3725.0 -> 1:02:05."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Progress:
+    """The bar, or the lines: update, loss, learning rate, tokens/s and the time left."""
+
+    def __init__(self, total: int, every: int, main: bool):
+        self.total, self.every, self.main = total, every, main
+        self.started, self.bar = time.perf_counter(), None
+        if main and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, unit="update", dynamic_ncols=True, bar_format=_BAR)
+
+    def update(self, line: dict[str, Any]) -> None:
+        if not self.main:
+            return
+        number = line["update"]
+        figures = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_s']:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.update()
+        elif number % self.every == 0 or number in (1, self.total):
+            left = (time.perf_counter() - self.started) / number * (self.total - number)
+            print(
+                f"update {number:>{len(str(self.total))}}/{self.total}  {figures}  {duration(left)} left", flush=True
+            )
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            say(text, main=self.main)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+_BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}  {postfix}  {remaining} left"

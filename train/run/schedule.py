@@ -1,0 +1,64 @@
+"""The learning rate as a pure function of the update: nothing steps, so nothing can step too often.
+
+The shapes and their first value are those of `transformers.get_scheduler`, with a smallest rate added.
+"""
+
+import math
+from dataclasses import dataclass
+
+from train.recipe.options import OptimizerOptions
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Peak rate, shape and lengths in updates. `schedule(k)` is the rate of update k, counted from 0."""
+
+    shape: str
+    peak: float
+    num_updates: int
+    num_warmup: int
+    min_ratio: float = 0.0
+    num_decay: int = 0  # wsd only
+
+    def __call__(self, update: int) -> float:
+        return self.peak * self.factor(update)
+
+    def factor(self, update: int) -> float:
+        if self.shape == "constant":
+            return 1.0
+        if update < self.num_warmup:
+            return update / self.num_warmup
+        if self.shape == "constant_with_warmup":
+            return 1.0
+        if self.shape == "wsd":
+            left = (self.num_updates - update) / max(1, self.num_decay)
+            return self.min_ratio + (1 - self.min_ratio) * min(1.0, max(0.0, left))
+        done = (update - self.num_warmup) / max(1, self.num_updates - self.num_warmup)
+        height = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_ratio + (1 - self.min_ratio) * max(0.0, height)
+
+
+def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule, list[str]]:
+    """(the recipe's schedule for a run of `num_updates`, warnings about settings without effect)."""
+    warmup = warmup_updates(recipe, num_updates)
+    warnings = []
+    if recipe.lr_scheduler_type == "constant" and warmup:
+        warnings.append(
+            f"num_warmup_steps = {warmup} has no effect with lr_scheduler_type = constant (constant_with_warmup has one)"
+        )
+    elif warmup >= num_updates:
+        warnings.append(
+            f"num_warmup_steps = {warmup} and the run has {num_updates} updates: the learning rate never reaches its peak "
+            f"of {recipe.learning_rate:g}"
+        )
+    decay = round(recipe.wsd_decay_ratio * num_updates)
+    schedule = Schedule(
+        recipe.lr_scheduler_type, recipe.learning_rate, num_updates, warmup, recipe.min_lr_ratio, decay
+    )
+    return schedule, warnings
+
+
+def warmup_updates(recipe: OptimizerOptions, num_updates: int) -> int:
+    if recipe.warmup_ratio is not None:
+        return math.ceil(recipe.warmup_ratio * num_updates)
+    return recipe.num_warmup_steps

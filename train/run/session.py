@@ -1,0 +1,188 @@
+"""The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from train.recipe.errors import UserError
+from train.recipe.options import ClmRecipe
+from train.run.folder import RunFolder, describe_environment
+from train.run.progress import duration, say
+from train.run.schedule import make_schedule
+from train.run.timeline import Timeline
+from train.strategy.strategy import Strategy, read_strategy
+
+
+class Session:
+    """One run of one task. Its methods are called in the order in which they stand here."""
+
+    def __init__(self, task: str, recipe: ClmRecipe, timeline: Timeline):
+        """Settle recipe and strategy against each other, and see that the output folder is free.
+
+        Raises:
+            UserError: anything that can be found wrong before data is read.
+        """
+        self.task, self.recipe, self.timeline = task, recipe, timeline
+        self.strategy: Strategy = read_strategy(recipe)
+        from train.run.trackers import wanted_trackers
+
+        self.trackers = wanted_trackers(recipe)
+        source = recipe.source("config")
+        self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+        self.same_run = self.folder.refuse_a_different_run(recipe, self.strategy.batches.global_batch)
+        self.main = self.strategy.launch.rank == 0
+        timeline.mark("checks")
+
+    def say(self, *lines: str) -> None:
+        say(*lines, main=self.main)
+
+    def plan(self, num_samples: int) -> None:
+        """Fix the length of the run and its schedule.
+
+        Raises:
+            UserError: there are fewer samples than one global batch takes; DeepSpeed's schedule is not the recipe's.
+        """
+        from train.run.loop import make_plan
+        from train.strategy.deepspeed_json import resolve_scheduler
+
+        size = self.strategy.batches.global_batch
+        if num_samples < size:
+            raise UserError(
+                f"the training data gives {num_samples} samples, fewer than one global batch of {size} = "
+                f"{self.strategy.batches.micro_batch} x {self.strategy.batches.accumulation} x "
+                f"{self.strategy.batches.world_size} (per_device_train_batch_size x accumulation x processes). "
+                "Make the batch smaller or block_size shorter, or train on more data"
+            )
+        self.length = make_plan(self.recipe, num_samples, self.strategy.batches)
+        deepspeed, source = self.strategy.deepspeed, self.strategy.source
+        if deepspeed is not None:
+            from train.run.schedule import warmup_updates
+
+            updates = self.length.num_updates
+            resolve_scheduler(deepspeed, source, self.recipe, updates, warmup_updates(self.recipe, updates))
+        self.schedule, warnings = make_schedule(self.recipe, self.length.num_updates)
+        for warning in warnings:
+            self.say(f"warning: {warning}")
+        if deepspeed is not None and "scheduler" in deepspeed:
+            from train.strategy.engine import check_deepspeed_schedule
+
+            check_deepspeed_schedule(deepspeed, source, self.schedule)
+
+    def start_processes(self):
+        """The Accelerator, its process group running."""
+        self.accelerator = self.strategy.accelerator(log_with=self.trackers or None, project_dir=str(self.folder.path))
+        self.timeline.mark("process group")
+        return self.accelerator
+
+    def prepare(self, model):
+        """Shard and place the model under the strategy; the engine that the loop will drive."""
+        from train.model.parameters import count_parameters
+        from train.strategy.engine import prepare_engine
+
+        recipe = self.recipe
+        if recipe.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if recipe.torch_compile:
+            model.compile()
+        self.parameters, self.trainable = count_parameters(model)
+        self.engine = prepare_engine(self.strategy, self.accelerator, model, recipe, self.schedule)
+        self.timeline.mark("preparing the model")
+        return self.engine
+
+    def announce(self, *lines: str) -> None:
+        """Say what is about to happen: the model, the strategy, and what the task has to say."""
+        recipe, length = self.recipe, self.length
+        origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
+        share = (
+            "all trained" if self.trainable == self.parameters else f"{self.trainable / self.parameters:.2%} trained"
+        )
+        warmup = f", {self.schedule.num_warmup} warm-up" if self.schedule.num_warmup else ""
+        restart = "this very run is in the folder already: it starts over" if self.same_run else ""
+        self.say(
+            f"model     {origin}: {self.parameters:,} parameters, {share}",
+            f"strategy  {self.strategy.describe}",
+            *lines,
+            f"run       {length.num_updates:,} updates, {length.total_samples / length.num_samples:.3g} epochs; "
+            f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
+            f"folder    {self.folder.path}" + (f" ({restart})" if restart else ""),
+            *(f"note      {note}" for note in self.strategy.notes),
+        )
+
+    def train(self, job, meter) -> dict[str, Any]:
+        """Run the loop and keep its record. Returns its held-out figures and the seconds it took."""
+        from train.run.loop import fit
+        from train.run.trackers import start_trackers
+
+        self.meter = meter
+        self.environment = describe_environment(self.strategy.launch.command, self.engine.device)
+        if self.main:
+            effective = self.engine.effective_strategy()
+            self.folder.start(self.recipe, self.strategy.batches.global_batch, effective, self.environment)
+        note = start_trackers(self.accelerator, self.trackers, self.recipe, self.folder.path, self.task)
+        if note:
+            self.say(f"note      {note}")
+        began = time.perf_counter()
+        results = fit(job, self.engine, self.length, meter, self._write, self._started)
+        return {**results, "seconds": time.perf_counter() - began}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.trackers:
+            self.accelerator.log({k: v for k, v in line.items() if k != "update"}, step=line["update"])
+        if self.main:
+            self.folder.add(line)
+
+    def _started(self) -> None:
+        self.timeline.mark("first update")
+        if self.main:
+            self.environment["seconds_to_first_update"] = self.timeline.seconds
+            self.folder.write_environment(self.environment)
+
+    def finish(self, results: dict[str, Any], tokenizer, sample: str | None = None) -> None:
+        """Export the model, draw the curve, say what came of it, and leave the process group."""
+        from train.model.export import export_model
+        from train.run.plot import plot_run
+
+        state = self.engine.state_dict()
+        if self.main:
+            card = model_card(self.task, self.recipe, results, self.environment)
+            export_model(self.engine.module, state, tokenizer, self.folder.model, card)
+            plot_run(self.folder.metrics(), self.folder.path / "loss.png", self.folder.path.name)
+            self.say("", *self._summary(results))
+            if sample:
+                self.say("a sample of what it writes:", *("  | " + line for line in sample.splitlines()))
+            self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
+        self.engine.close()
+
+    def _summary(self, results: dict[str, Any]) -> list[str]:
+        before, after = results["before"], results["after"]
+        lines = [
+            f"trained     {self.length.num_updates:,} updates in {duration(results['seconds'])}, "
+            f"{self.meter.typical():,.0f} tokens/s, {self.meter.typical() * self.meter.flops_per_token / 1e12:.3g} TFLOP/s"
+            + (
+                f", MFU {self.meter.typical() * self.meter.flops_per_token / self.meter.peak:.1%}"
+                if self.meter.peak
+                else ""
+            )
+        ]
+        for name, value in after.items():
+            was = f"{before[name]:.4f} -> " if name in before else ""
+            lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
+        return lines
+
+
+def model_card(task: str, recipe: ClmRecipe, results: dict[str, Any], environment: dict[str, Any]) -> str:
+    """README.md of the exported model: what it is, how it was trained, what was measured."""
+    base = recipe.model_name_or_path
+    front = ["---", "library_name: transformers", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
+    data = recipe.dataset_name or ", ".join(recipe.train_file or [])
+    figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
+    measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
+    packages = environment["packages"]
+    return "\n".join([
+        *front, "", f"# {recipe.run_name or 'A model trained with zerofit'}", "",
+        f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}.", *measured, "",
+        f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, "
+        + ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "accelerate", "deepspeed") if name in packages),
+        "", "```json", json.dumps({k: v for k, v in recipe.to_dict().items() if recipe.source(k)}, indent=2), "```", "",
+    ])  # fmt: skip

@@ -1,0 +1,37 @@
+"""Where the seconds before the first update go, from the launcher's start on."""
+
+import time
+
+
+class Timeline:
+    """Named phases that follow each other; each ends where the next begins."""
+
+    def __init__(self):
+        import psutil
+
+        process = psutil.Process()
+        self._started = process.create_time()
+        self.seconds: dict[str, float] = {}
+        for parent in process.parents():
+            try:
+                words = parent.cmdline()
+            except psutil.Error:
+                break
+            if "launch" in words and any("accelerate" in word for word in words):
+                self.seconds["launcher"] = round(self._started - parent.create_time(), 2)
+                break
+        self._last = self._started
+
+    def mark(self, phase: str) -> None:
+        """The phase that ends now."""
+        now = time.time()
+        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 2)
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return round(sum(self.seconds.values()), 2)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
+        return f"{self.total:.1f} s to the first update: {parts}"

@@ -1,0 +1,53 @@
+"""Micro-batch, accumulation and global batch: any two and the number of processes give the third."""
+
+from dataclasses import dataclass
+
+from train.recipe.errors import UserError
+from train.recipe.options import BatchOptions
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sizes in samples. global_batch = micro_batch * accumulation * world_size."""
+
+    micro_batch: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.world_size
+
+
+def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
+    """The sizes that the recipe states, checked against each other.
+
+    Raises:
+        UserError: global_batch_size is no multiple of what one pass over all processes takes, or contradicts the
+            accumulation; the message says which values would work.
+    """
+    micro, accumulation, wanted = (
+        recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
+    )  # fmt: skip
+    one_pass = micro * world_size
+    if wanted is None:
+        return Batches(micro, accumulation or 1, world_size)
+    if wanted % one_pass:
+        fitting = [size for size in range(1, wanted + 1) if wanted % (size * world_size) == 0]
+        remedy = (
+            f"per_device_train_batch_size could be {', '.join(map(str, fitting))}"
+            if fitting
+            else f"with {world_size} processes it must be a multiple of {world_size}"
+        )
+        raise UserError(
+            f"global_batch_size = {wanted} is no multiple of per_device_train_batch_size * processes = "
+            f"{micro} * {world_size} = {one_pass}: {remedy}"
+        )
+    if accumulation not in (None, wanted // one_pass):
+        raise UserError(
+            f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
+            f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) disagree: with "
+            f"per_device_train_batch_size = {micro} and {world_size} processes the accumulation is {wanted // one_pass}. "
+            "Set one of the two"
+        )
+    return Batches(micro, wanted // one_pass, world_size)

@@ -1,0 +1,271 @@
+"""The DeepSpeed side of a pair: read strictly, its "auto" filled in from the recipe, contradictions refused.
+
+The recipe owns batch sizes, clipping, precision, the optimizer's settings and the schedule. A JSON that states one of
+them must agree with it; where the recipe leaves the option unset, the JSON's value becomes the recipe's.
+"""
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from train.recipe.errors import UserError, nearest
+from train.strategy.batches import Batches, resolve_batches
+from train.strategy.launch import Launch
+
+ADAM_NAMES = ("adam", "adamw")
+# Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
+KNOWN_KEYS = {
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "data_types", "disable_allgather", "dump_state", "eigenvalue", "elasticity", "flops_profiler",
+    "fp16", "fp32_allreduce", "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor",
+    "memory_breakdown", "optimizer", "prescale_gradients", "progressive_layer_drop", "scheduler",
+    "sequence_parallel_size", "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel",
+    "tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wandb",
+    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+    "seq_parallel_communication_data_type", "use_data_before_expert_parallelism", "pipeline", "nebula", "zenflow",
+    "load_universal_checkpoint", "comet", "weight_quantization", "vocabulary_size", "load_from_fp32_weights",
+}  # fmt: skip
+SCHEDULERS = {  # DeepSpeed's names -> the recipe's
+    "WarmupDecayLR": ("linear",),
+    "WarmupLR": ("constant", "constant_with_warmup"),
+    "WarmupCosineLR": ("cosine",),
+}
+
+
+def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
+    """(configuration, name of its source): the JSON file, or what the accelerate YAML alone says.
+
+    Raises:
+        UserError: no such file, not JSON, numbers or truth values written as strings, unknown keys.
+    """
+    if launch.json_path is None:
+        return _from_yaml_alone(), launch.source
+    path = Path(launch.json_path)
+    if not path.is_file():
+        raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: expected an object with DeepSpeed's settings")
+    problems = [f"{path}: {problem}" for problem in [*_strings_for_values(config), *_unknown_keys(config)]]
+    if "zero_optimization" not in config:
+        problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
+    if problems:
+        raise UserError(problems)
+    return config, str(path)
+
+
+def _from_yaml_alone() -> dict[str, Any]:
+    """What accelerate's own environment variables state, in the words of a DeepSpeed JSON."""
+
+    def variable(name: str, default: str) -> str:
+        return os.environ.get(f"ACCELERATE_{name}", default)
+
+    def number(text: str, kind: type) -> Any:
+        return "auto" if text in ("auto", "none") else kind(text)
+
+    zero: dict[str, Any] = {"stage": int(variable("DEEPSPEED_ZERO_STAGE", "2"))}
+    for part in ("optimizer", "param"):
+        device = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE", "none")
+        if device != "none":
+            zero[f"offload_{part}"] = {"device": device}
+            path = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_NVME_PATH", "none")
+            if path != "none":
+                zero[f"offload_{part}"]["nvme_path"] = path
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": number(variable("GRADIENT_ACCUMULATION_STEPS", "auto"), int),
+        "gradient_clipping": number(variable("GRADIENT_CLIPPING", "auto"), float),
+        "zero_optimization": zero,
+    }
+
+
+def _strings_for_values(config: dict, prefix: str = "") -> list[str]:
+    problems = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            problems += _strings_for_values(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and re.fullmatch(
+            r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value.strip(), re.I
+        ):
+            problems.append(f"{prefix}{key} is the string {value!r}. Write {value.strip().lower()} without quotes")
+    return problems
+
+
+def _unknown_keys(config: dict) -> list[str]:
+    problems = []
+    for key in config.keys() - KNOWN_KEYS:
+        close = nearest(key, KNOWN_KEYS)
+        remedy = f"Did you mean {close}?" if close else "Remove it"
+        problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
+    return sorted(problems)
+
+
+# -------------------------------------------------------------------------------------------------- filling and checking
+
+
+def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[dict, Batches]:
+    """Fill every "auto" that the recipe owns, in a copy.
+
+    The number of updates and so the scheduler's own "auto" are not known yet: see `resolve_scheduler`.
+
+    Raises:
+        UserError: every statement of the configuration that the recipe contradicts, both values and sources named.
+    """
+    config = json.loads(json.dumps(config))
+    owner = _Owner(config, source, recipe)
+    owner.claim("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+    if recipe.global_batch_size is None:
+        owner.claim("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
+    owner.claim("max_grad_norm", "gradient_clipping")
+    _claim_optimizer(owner)
+    owner.stop_if_wrong()
+
+    batches = resolve_batches(recipe, launch.world_size)
+    owner.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
+    owner.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps")
+    owner.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes")
+    owner.fill("gradient_clipping", recipe.max_grad_norm, "max_grad_norm")
+    zero = config["zero_optimization"]
+    if zero.get("stage") == 3:
+        owner.fill(
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            True,
+            "saving the model, else its tensors are empty",
+        )
+    owner.stop_if_wrong()
+    config.setdefault("steps_per_print", 2**31)
+    return config, batches
+
+
+def _claim_optimizer(owner: "_Owner") -> None:
+    optimizer = owner.config.get("optimizer")
+    if not optimizer:
+        return
+    if str(optimizer.get("type", "")).lower() not in ADAM_NAMES:
+        known = "the recipe's optimizer is AdamW. Name AdamW, or remove the block: then the recipe's own is used"
+        owner.problems.append(f"{owner.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
+        return
+    params = optimizer.setdefault("params", {})
+    for key in ("lr", "weight_decay", "betas", "eps"):
+        params.setdefault(key, "auto")
+    if params["betas"] != "auto" and not (isinstance(params["betas"], list) and len(params["betas"]) == 2):
+        owner.problems.append(f"{owner.source}: optimizer.params.betas = {params['betas']!r}: expected two numbers")
+        return
+    if params["betas"] != "auto":
+        owner.claim_value("adam_beta1", "optimizer.params.betas[0]", params["betas"][0])
+        owner.claim_value("adam_beta2", "optimizer.params.betas[1]", params["betas"][1])
+    params["betas"] = [owner.recipe.adam_beta1, owner.recipe.adam_beta2]
+    owner.claim("learning_rate", "optimizer.params.lr")
+    owner.claim("weight_decay", "optimizer.params.weight_decay")
+    owner.claim("adam_epsilon", "optimizer.params.eps")
+
+
+class _Owner:
+    """Settles who says what: fills "auto", adopts what the recipe leaves unset, collects contradictions."""
+
+    def __init__(self, config: dict, source: str, recipe):
+        self.config, self.source, self.recipe = config, source, recipe
+        self.problems: list[str] = []
+
+    def claim(self, option: str, key: str, default: Any = None) -> None:
+        """The recipe owns `key` as `option`: agree with it, or adopt the stated value if the option is unset."""
+        node, name = _node(self.config, key)
+        stated = node.get(name, "auto")
+        if stated == "auto":
+            value = getattr(self.recipe, option)
+            node[name] = default if value is None else value
+        else:
+            self.claim_value(option, key, stated)
+
+    def claim_value(self, option: str, key: str, stated: Any) -> None:
+        if isinstance(stated, bool) or not isinstance(stated, (int, float)):
+            self.problems.append(f'{self.source}: {key} = {stated!r}: expected a number or "auto"')
+            return
+        if self.recipe.source(option) is None:
+            self.recipe.adopt(option, stated, self.source)
+            return
+        ours = getattr(self.recipe, option)
+        if ours is None or not math.isclose(stated, ours, rel_tol=1e-9):
+            self.problems.append(self._contradiction(key, stated, option, ours))
+
+    def fill(self, key: str, value: Any, what: str) -> None:
+        """Set `key` where it is absent or "auto"; anything else than `value` is a contradiction."""
+        node, name = _node(self.config, key)
+        stated = node.get(name, "auto")
+        if stated == "auto":
+            node[name] = value
+        elif stated != value:
+            self.problems.append(self._contradiction(key, stated, what, value))
+
+    def _contradiction(self, key: str, stated: Any, option: str, ours: Any) -> str:
+        where = self.recipe.source(option) if hasattr(self.recipe, option) else None
+        return (
+            f"{self.source} says {key} = {json.dumps(stated)}, and {option} = {json.dumps(ours)}"
+            f'{f" ({where})" if where else ""}. Make them agree, or write "auto" in the DeepSpeed configuration'
+        )
+
+    def stop_if_wrong(self) -> None:
+        if self.problems:
+            raise UserError(self.problems)
+
+
+def _node(config: dict, key: str) -> tuple[dict, str]:
+    *parents, name = key.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    return config, name
+
+
+def stated_precision(config: dict, source: str) -> str | None:
+    """The precision that a DeepSpeed configuration states; None if it leaves it open.
+
+    Raises:
+        UserError: bf16 and fp16 are both on.
+    """
+    on = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
+    off = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is False]
+    if len(on) == 2:
+        raise UserError(f'{source}: bf16 and fp16 are both enabled. Keep one, or write "auto" in both')
+    return on[0] if on else ("fp32" if len(off) == 2 else None)
+
+
+def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmup: int) -> None:
+    """Fill a scheduler block from the recipe, in place, counted in updates. Raises UserError where they disagree."""
+    scheduler = config.get("scheduler")
+    if not scheduler:
+        return
+    kind, shape = scheduler.get("type"), recipe.lr_scheduler_type
+    if kind not in SCHEDULERS or (shape not in SCHEDULERS[kind] and recipe.source("lr_scheduler_type")):
+        close = nearest(str(kind), SCHEDULERS) if kind not in SCHEDULERS else None
+        raise UserError(
+            f"{source} says scheduler.type = {kind!r}{f' (did you mean {close}?)' if close else ''}, and "
+            f"lr_scheduler_type = {shape!r} ({recipe.source('lr_scheduler_type') or 'default'}). "
+            "Make them agree, or remove the block: then the recipe's schedule is used"
+        )
+    if shape not in SCHEDULERS[kind]:
+        recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
+    owner = _Owner(config, source, recipe)
+    params = scheduler.setdefault("params", {})
+    stated_warmup = params.get("warmup_num_steps", "auto")
+    if stated_warmup != "auto" and recipe.source("num_warmup_steps") is None and recipe.warmup_ratio is None:
+        recipe.adopt("num_warmup_steps", stated_warmup, source)
+        warmup = stated_warmup
+    owner.fill("scheduler.params.warmup_num_steps", warmup, "num_warmup_steps")
+    owner.fill("scheduler.params.warmup_type", "linear", "the recipe's warm-up")
+    if kind == "WarmupCosineLR":
+        owner.fill("scheduler.params.warmup_min_ratio", 0, "the recipe's warm-up start")
+        owner.fill("scheduler.params.cos_min_ratio", recipe.min_lr_ratio, "min_lr_ratio")
+    else:
+        owner.fill("scheduler.params.warmup_min_lr", 0, "the recipe's warm-up start")
+        owner.fill("scheduler.params.warmup_max_lr", recipe.learning_rate, "learning_rate")
+    if kind != "WarmupLR":
+        owner.fill("scheduler.params.total_num_steps", num_updates, "the number of updates")
+    owner.stop_if_wrong()

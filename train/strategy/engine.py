@@ -1,0 +1,230 @@
+"""The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from train.model.parameters import decay_groups
+from train.recipe.options import OptimizerOptions
+from train.run.schedule import Schedule
+from train.strategy.strategy import Strategy
+
+FUSED_ADAMW_DEVICES = ("cuda", "cpu", "xpu", "mps")
+
+
+def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule) -> "Engine":
+    """Shard, wrap and place the model and its optimizer as the strategy says."""
+    kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    return kind(strategy, accelerator, model, recipe, schedule)
+
+
+def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.AdamW:
+    """The recipe's AdamW, fused where torch has it for this device."""
+    return torch.optim.AdamW(
+        decay_groups(model.parameters(), recipe.weight_decay),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        fused=True if device.type in FUSED_ADAMW_DEVICES else None,
+    )
+
+
+class Engine:
+    """Common to all strategies. Gradients of `backward` are averaged over ranks and summed over micro-batches."""
+
+    def __init__(self, strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule):
+        self.strategy, self.accelerator, self.module = strategy, accelerator, model
+        self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
+        self.model = self._prepare(model, recipe)  # what is called: the wrapped model
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add this micro-batch's gradients; `last` of an update brings the ranks together."""
+        raise NotImplementedError
+
+    def update(self, number: int) -> float:
+        """Clip and move the weights, at update `number`'s learning rate. Returns the gradient norm before clipping."""
+        raise NotImplementedError
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the optimizer holds now."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
+        raise NotImplementedError
+
+    def sum_over_ranks(self, values: Iterable[float]) -> list[float]:
+        """Each value summed over all ranks."""
+        return [float(total) for total in self._gathered(values).sum(dim=0)]
+
+    def per_rank(self, values: Iterable[float]) -> list[list[float]]:
+        """The values of each rank, one list a rank."""
+        return self._gathered(values).tolist()
+
+    def _gathered(self, values: Iterable[float]) -> torch.Tensor:
+        wide = torch.float32 if self.device.type in ("mps", "hpu") else torch.float64
+        row = torch.tensor([list(values)], dtype=wide)
+        return row if self.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
+
+    @torch.no_grad()
+    def generate(self, input_ids: torch.Tensor, **kwargs) -> torch.Tensor:
+        """`generate` of the model, on all ranks together."""
+        self.model.eval()
+        return self.module.generate(
+            input_ids.to(self.device), synced_gpus=self.strategy.shards_parameters and self.world_size > 1, **kwargs
+        )
+
+    def close(self) -> None:
+        """Leave the process group in order, so that the exit code tells the truth."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def effective_strategy(self) -> dict[str, Any]:
+        """What is in force, with nothing left open."""
+        launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
+        return {
+            "name": launch.name,
+            "accelerate_config": launch.config_file,
+            "deepspeed_config": launch.json_path,
+            "distributed_type": str(state.distributed_type.value),
+            "num_processes": self.world_size,
+            "num_machines": int(launch.yaml.get("num_machines", 1)),
+            "backend": str(state.backend),
+            "device": str(self.device.type),
+            "precision": self.strategy.precision,
+            "micro_batch": batches.micro_batch,
+            "gradient_accumulation_steps": batches.accumulation,
+            "global_batch": batches.global_batch,
+            "deepspeed": getattr(self.accelerator, "deepspeed_config", None)
+            if self.strategy.deepspeed is not None
+            else None,
+        }
+
+
+class TorchEngine(Engine):
+    """One process, or DDP."""
+
+    def _prepare(self, model, recipe):
+        self.optimizer = adamw(model, recipe, self.device)
+        model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model
+
+    def backward(self, loss, last):
+        if last or self.world_size == 1:
+            self.accelerator.backward(loss)
+        else:
+            with self.accelerator.no_sync(self.model):
+                self.accelerator.backward(loss)
+
+    def update(self, number):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(number)
+        if self.max_grad_norm > 0:
+            norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        else:
+            self.accelerator.unscale_gradients()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    @property
+    def learning_rate(self):
+        return self.optimizer.param_groups[0]["lr"]
+
+    def state_dict(self):
+        if not self.is_main:
+            return None
+        return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO of any stage, with or without offload."""
+
+    def _prepare(self, model, recipe):
+        from accelerate.utils import DummyOptim, DummyScheduler
+
+        config = self.strategy.deepspeed
+        if "optimizer" in config:  # DeepSpeed builds it from the JSON
+            groups = decay_groups(model.parameters(), recipe.weight_decay)
+            optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+        else:
+            optimizer = adamw(model, recipe, self.device)
+        self.has_scheduler = "scheduler" in config
+        prepared = [model, optimizer]
+        if self.has_scheduler:
+            self.accelerator.deepspeed_plugin.deepspeed_config["scheduler"] = config["scheduler"]  # resolved by now
+            prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
+        self.engine = self.accelerator.prepare(*prepared)[0]
+        if self.has_scheduler:
+            self.engine.lr_scheduler.step(0)  # DeepSpeed's own start lags one update behind
+        return self.engine
+
+    def backward(self, loss, last):
+        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def update(self, number):
+        rate = self.schedule(number)
+        if not self.has_scheduler:
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = rate
+        self._rate = self.engine.optimizer.param_groups[0]["lr"]
+        if abs(self._rate - rate) > 1e-6 * self.schedule.peak:
+            raise RuntimeError(
+                f"update {number + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
+            )
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm())
+
+    @property
+    def learning_rate(self):
+        return self._rate
+
+    def state_dict(self):
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
+
+
+def check_deepspeed_schedule(config: dict, source: str, schedule: Schedule) -> None:
+    """Run DeepSpeed's scheduler over the whole run without a model, and hold it against the recipe's curve.
+
+    Raises:
+        UserError: the first update at which the two differ, with both values.
+    """
+    if "scheduler" not in config:
+        return
+    import deepspeed.runtime.lr_schedules as lr_schedules
+
+    from train.recipe.errors import UserError
+
+    block = config["scheduler"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=schedule.peak)
+    scheduler = getattr(lr_schedules, block["type"])(optimizer, **block["params"])
+    stride = max(1, schedule.num_updates // 20_000)
+    for update in [*range(min(2000, schedule.num_updates)), *range(2000, schedule.num_updates, stride)]:
+        scheduler.step(update)
+        theirs, ours = optimizer.param_groups[0]["lr"], schedule(update)
+        if abs(theirs - ours) > 1e-6 * schedule.peak:
+            raise UserError(
+                f"{source}: at update {update + 1} scheduler {block['type']} gives a learning rate of {theirs:g}, and the "
+                f"recipe ({schedule.shape}, {schedule.num_warmup} warm-up updates of {schedule.num_updates}) states "
+                f"{ours:g}. Remove the scheduler block: then the recipe's schedule is used"
+            )

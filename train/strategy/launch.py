@@ -1,0 +1,123 @@
+"""What the launcher says: how many processes there are, which strategy, and which files it read."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.recipe.errors import UserError, nearest
+
+# Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
+DEEPSPEED_YAML_KEYS = {
+    "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names", "gradient_accumulation_steps",
+    "gradient_clipping", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
+    "offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "zero_stage",
+}  # fmt: skip
+PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass
+class Launch:
+    """The launcher's side of a run, read from the environment before anything heavy is imported."""
+
+    world_size: int
+    rank: int
+    local_rank: int
+    deepspeed: bool
+    precision: str | None  # None where the launcher says nothing
+    json_path: str | None  # DeepSpeed JSON
+    config_file: str | None  # accelerate YAML, where it can be found out
+    yaml: dict[str, Any] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """A short name of the strategy for the log: the YAML's own, else what accelerate was told."""
+        if self.config_file:
+            return Path(self.config_file).stem
+        return "deepspeed" if self.deepspeed else ("ddp" if self.world_size > 1 else "single")
+
+    @property
+    def source(self) -> str:
+        """How messages name the accelerate configuration."""
+        return self.config_file or "accelerate launch"
+
+
+def read_launch() -> Launch:
+    """Read the environment that `accelerate launch` made, and the YAML file behind it.
+
+    Raises:
+        UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not served.
+    """
+    environment = os.environ
+    command, config_file = _launcher_command()
+    content = yaml.safe_load(Path(config_file).read_text()) if config_file else {}
+    launch = Launch(
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        rank=int(environment.get("RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "true",
+        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no")),
+        json_path=environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+        config_file=config_file,
+        yaml=content,
+        command=command,
+    )
+    problems = _yaml_problems(launch)
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        problems.append(f"{launch.source}: FSDP is not served. Use one of accelerate_configs/, e.g. zero3.yaml")
+    if problems:
+        raise UserError(problems)
+    return launch
+
+
+def _launcher_command() -> tuple[list[str], str | None]:
+    """(command line, --config_file) of the `accelerate launch` above this process; ([], None) if there is none.
+
+    accelerate hands its settings down as environment variables, but not the name of the file that they came from.
+    """
+    import psutil
+
+    try:
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            if "launch" in words and any("accelerate" in word for word in words):
+                named = _option(words, "--config_file")
+                if named is None:
+                    default = Path("~/.cache/huggingface/accelerate/default_config.yaml").expanduser()
+                    named = str(default) if default.is_file() else None
+                return words, named if named and Path(named).is_file() else None
+    except psutil.Error:
+        pass
+    return [], None
+
+
+def _option(words: list[str], name: str) -> str | None:
+    for word, following in zip(words, [*words[1:], ""]):
+        if word == name:
+            return following
+        if word.startswith(name + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _yaml_problems(launch: Launch) -> list[str]:
+    section = launch.yaml.get("deepspeed_config") or {}
+    problems = []
+    for key in section:
+        if key not in DEEPSPEED_YAML_KEYS:
+            close = nearest(key, DEEPSPEED_YAML_KEYS)
+            remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted(DEEPSPEED_YAML_KEYS))}"
+            problems.append(f"{launch.config_file}: deepspeed_config has the unknown key {key}. {remedy}")
+    if "deepspeed_config_file" in section:
+        only_without = {"gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model",
+                        "offload_optimizer_device", "offload_param_device"} & section.keys()  # fmt: skip
+        for key in sorted(only_without):
+            problems.append(
+                f"{launch.config_file}: {key} = {section[key]!r} stands beside deepspeed_config_file = "
+                f"{section['deepspeed_config_file']!r}, which has its own. Keep it in the JSON only"
+            )
+    return problems

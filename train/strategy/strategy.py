@@ -1,0 +1,151 @@
+"""The strategy of a run: everything that can be checked is checked before data is read or a process group exists."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from train.recipe.errors import UserError
+from train.recipe.options import Recipe
+from train.strategy.batches import Batches, resolve_batches
+from train.strategy.deepspeed_json import read_config, resolve_config, stated_precision
+from train.strategy.launch import Launch, read_launch
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass
+class Strategy:
+    """How the run is laid out. `deepspeed` is the resolved DeepSpeed configuration, or None under DDP and alone."""
+
+    launch: Launch
+    batches: Batches
+    precision: str
+    deepspeed: dict[str, Any] | None
+    source: str  # who stated the DeepSpeed configuration
+    notes: list[str] = field(default_factory=list)
+    plugin: Any = None
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each rank holds a share of the weights only (ZeRO-3)."""
+        return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
+
+    @property
+    def describe(self) -> str:
+        """One line for the log."""
+        processes = self.launch.world_size
+        parts = [self.launch.name, f"{processes} process{'es' if processes > 1 else ''}", self.precision]
+        b = self.batches
+        sizes = f"global batch {b.global_batch} = {b.micro_batch} x {b.accumulation} accumulation x {b.world_size}"
+        return ", ".join([*parts, sizes])
+
+    # ------------------------------------------------------------------------------------------------------- building
+
+    def accelerator(self, **kwargs):
+        """Start the process group and build the Accelerator.
+
+        Raises:
+            UserError: fp16 without a GPU.
+            RuntimeError: the processes do not find each other (each would train alone, without a word).
+        """
+        import torch
+        from accelerate import Accelerator, InitProcessGroupKwargs
+
+        on_cpu = not torch.accelerator.is_available()
+        if on_cpu and self.precision == "fp16":
+            raise UserError("precision = fp16 needs a GPU: its loss scaling has no CPU kernels. Use bf16 or fp32")
+        backend = {"backend": "gloo"} if on_cpu else {}
+        if self.deepspeed is not None:
+            self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
+        accelerator = Accelerator(
+            cpu=on_cpu and self.deepspeed is None,
+            mixed_precision={"fp32": "no"}.get(self.precision, self.precision),
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
+            **kwargs,
+        )
+        if accelerator.num_processes != self.launch.world_size:
+            raise RuntimeError(
+                f"the launcher started {self.launch.world_size} processes, and accelerate sees {accelerator.num_processes} "
+                f"({accelerator.distributed_type}): each would train alone"
+            )
+        return accelerator
+
+    def _deepspeed_plugin(self):
+        from accelerate import DeepSpeedPlugin
+
+        # accelerate's own comparison of YAML and JSON is ours by now (launch.py, deepspeed_json.py), and it would take
+        # the resolved configuration for a second opinion.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
+        return DeepSpeedPlugin(hf_ds_config=self.deepspeed, zero3_init_flag=init and self.shards_parameters)
+
+    @property
+    def model_dtype(self):
+        """The dtype in which weights are held: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
+        import torch
+
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return half.get(self.precision, torch.float32) if self.deepspeed is not None else torch.float32
+
+    def building_from_scratch(self, num_parameters: int) -> AbstractContextManager:
+        """The context in which random weights are drawn.
+
+        Under ZeRO-3, weights drawn share by share differ from those of every other strategy at the same seed. So where
+        each process of this machine can hold the whole model for a moment, it is drawn whole, and then shared out.
+        """
+        if not (self.shards_parameters and self.plugin.zero3_init_flag):
+            return contextlib.nullcontext()
+        import psutil
+
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed, available = 4 * num_parameters * local, psutil.virtual_memory().available
+        if needed < available / 2:
+            return self._whole()
+        self.notes.append(
+            f"random weights are drawn share by share (whole ones would take {needed / 2**30:.1f} GiB of this machine's "
+            f"{available / 2**30:.1f}): they differ from those of other strategies at the same seed"
+        )
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        with self.plugin.zero3_init_context_manager(enable=False):
+            yield
+
+
+def read_strategy(recipe: Recipe) -> Strategy:
+    """Read the launcher's environment and the pair behind it, and settle recipe against YAML against JSON.
+
+    Values that the recipe leaves open and the pair states are adopted into the recipe.
+
+    Raises:
+        UserError: any contradiction, with both values and both sources.
+    """
+    launch = read_launch()
+    if not launch.deepspeed:
+        recipe.precision = _settle_precision(recipe, [(launch.precision, launch.source)])
+        return Strategy(launch, resolve_batches(recipe, launch.world_size), recipe.precision, None, launch.source)
+    config, source = read_config(launch)
+    statements = [(launch.precision, launch.source), (stated_precision(config, source), source)]
+    recipe.precision = _settle_precision(recipe, statements)
+    resolved, batches = resolve_config(config, source, recipe, launch)
+    for half in ("bf16", "fp16"):
+        resolved[half] = {**resolved.get(half, {}), "enabled": recipe.precision == half}
+    return Strategy(launch, batches, recipe.precision, resolved, source)
+
+
+def _settle_precision(recipe, statements: list[tuple[str | None, str]]) -> str:
+    said = [(value, source) for value, source in statements if value]
+    if recipe.source("precision"):
+        said.append((recipe.precision, recipe.source("precision")))
+    if len({value for value, _ in said}) > 1:
+        sides = " and ".join(f"{value} ({source})" for value, source in said)
+        raise UserError(
+            f"precision is {sides}: make them agree. The recipe's `precision` is its place, the others may leave it open"
+        )
+    return said[0][0] if said else "fp32"
