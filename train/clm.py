@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    accelerator = session.start_processes()
+    session.start_processes()
     model = build_model(AutoModelForCausalLM, config, recipe, session.strategy)
     timeline.mark("model")
     engine = session.prepare(model)

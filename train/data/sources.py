@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import os
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,10 +108,14 @@ def _from_files(recipe: ClmRecipe) -> tuple[dict[str, Dataset], str]:
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:
-    """The files that paths and globs name, in a fixed order. Raises UserError for what is missing, a folder or empty."""
+    """The files that paths and globs name, in a fixed order. `{stdlib}` stands for Python's own library.
+
+    Raises:
+        UserError: something is missing, a folder, or empty.
+    """
     problems, found = [], []
     for pattern in patterns:
-        pattern = os.path.expanduser(pattern)
+        pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
         matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
         files = [Path(match) for match in matches if not os.path.isdir(match) or not glob.has_magic(pattern)]
         if not files:

@@ -1,6 +1,7 @@
 """The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ class Session:
 
     def start_processes(self):
         """The Accelerator, its process group running."""
+        if not (self.main and sys.stderr.isatty()):
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
         self.accelerator = self.strategy.accelerator(log_with=self.trackers or None, project_dir=str(self.folder.path))
         self.timeline.mark("process group")
         return self.accelerator

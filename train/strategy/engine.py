@@ -84,8 +84,10 @@ class Engine:
     def generate(self, input_ids: torch.Tensor, **kwargs) -> torch.Tensor:
         """`generate` of the model, on all ranks together."""
         self.model.eval()
+        input_ids = input_ids.to(self.device)
+        together = self.strategy.shards_parameters and self.world_size > 1
         return self.module.generate(
-            input_ids.to(self.device), synced_gpus=self.strategy.shards_parameters and self.world_size > 1, **kwargs
+            input_ids, attention_mask=torch.ones_like(input_ids), synced_gpus=together, **kwargs
         )
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ class Launch:
     config_file: str | None  # accelerate YAML, where it can be found out
     yaml: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
+    threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
 
     @property
     def name(self) -> str:
@@ -53,7 +54,7 @@ def read_launch() -> Launch:
         UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not served.
     """
     environment = os.environ
-    command, config_file = _launcher_command()
+    command, config_file, threads_are_the_users = _launcher()
     content = yaml.safe_load(Path(config_file).read_text()) if config_file else {}
     launch = Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
@@ -65,6 +66,7 @@ def read_launch() -> Launch:
         config_file=config_file,
         yaml=content,
         command=command,
+        threads_are_the_users=threads_are_the_users,
     )
     problems = _yaml_problems(launch)
     if environment.get("ACCELERATE_USE_FSDP") == "true":
@@ -74,8 +76,8 @@ def read_launch() -> Launch:
     return launch
 
 
-def _launcher_command() -> tuple[list[str], str | None]:
-    """(command line, --config_file) of the `accelerate launch` above this process; ([], None) if there is none.
+def _launcher() -> tuple[list[str], str | None, bool]:
+    """(command line, --config_file, whether it was given OMP_NUM_THREADS) of the `accelerate launch` above this process.
 
     accelerate hands its settings down as environment variables, but not the name of the file that they came from.
     """
@@ -89,10 +91,11 @@ def _launcher_command() -> tuple[list[str], str | None]:
                 if named is None:
                     default = Path("~/.cache/huggingface/accelerate/default_config.yaml").expanduser()
                     named = str(default) if default.is_file() else None
-                return words, named if named and Path(named).is_file() else None
+                threads = "OMP_NUM_THREADS" in parent.environ() or _option(words, "--num_cpu_threads_per_process")
+                return words, named if named and Path(named).is_file() else None, bool(threads)
     except psutil.Error:
         pass
-    return [], None
+    return [], None, "OMP_NUM_THREADS" in os.environ
 
 
 def _option(words: list[str], name: str) -> str | None:

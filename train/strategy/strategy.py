@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -55,10 +56,18 @@ class Strategy:
         import torch
         from accelerate import Accelerator, InitProcessGroupKwargs
 
+        warnings.filterwarnings(
+            "ignore", message="`torch.distributed.*deprecated", category=FutureWarning
+        )  # DeepSpeed's
         on_cpu = not torch.accelerator.is_available()
+        if on_cpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            if not self.launch.threads_are_the_users:
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         if on_cpu and self.precision == "fp16":
             raise UserError("precision = fp16 needs a GPU: its loss scaling has no CPU kernels. Use bf16 or fp32")
-        backend = {"backend": "gloo"} if on_cpu else {}
+        grouped = self.launch.world_size > 1 or self.deepspeed is not None
+        backend = {"backend": "gloo"} if on_cpu and grouped else {}
         if self.deepspeed is not None:
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
         accelerator = Accelerator(
