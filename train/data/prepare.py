@@ -5,7 +5,7 @@ from pathlib import Path
 
 from train.data.cache import cache_root, one_process_at_a_time
 from train.data.pack import Contents, PackedBlocks, SampleSet, SeparateDocuments
-from train.data.sources import Records, load_records
+from train.data.sources import Records, load_records, not_utf8
 from train.data.tokenise import Documents, tokenise
 from train.model.tokenizer import load_tokenizer, train_tokenizer
 from train.recipe.errors import UserError
@@ -43,12 +43,10 @@ class TextData:
 
 def prepare_text(recipe: ClmRecipe, config) -> TextData:
     """Read, tokenise and pack; the first process of the machine works, the others find it done."""
+    block_size = choose_block_size(recipe, config)
     with one_process_at_a_time(recipe.cache_dir):
         records = load_records(recipe)
         tokenizer = _tokenizer(recipe, records)
-        block_size = recipe.block_size or min(
-            getattr(config, "max_position_embeddings", 0) or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE
-        )
         append_eos = recipe.append_eos if recipe.append_eos is not None else recipe.packing != "concatenate"
         if append_eos and tokenizer.eos_token_id is None:
             if recipe.append_eos:
@@ -65,6 +63,17 @@ def prepare_text(recipe: ClmRecipe, config) -> TextData:
             )
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
     return TextData(sets["train"], sets["validation"], tokenizer, records.unit, block_size)
+
+
+def choose_block_size(recipe: ClmRecipe, config) -> int:
+    """The recipe's block size, else the model's positions up to 1024. Raises UserError if the model has fewer."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if recipe.block_size and positions and recipe.block_size > positions:
+        raise UserError(
+            f"block_size = {recipe.block_size} ({recipe.source('block_size')}): the model has {positions} positions. "
+            f"Choose {positions} or less"
+        )
+    return recipe.block_size or min(positions or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
 
 
 def _tokenizer(recipe: ClmRecipe, records: Records):

@@ -34,6 +34,26 @@ class Records:
 
 
 def load_records(recipe: ClmRecipe) -> Records:
+    """Read, split and limit the records; see `_load`, which this wraps to name the file where text turns out broken."""
+    try:
+        return _load(recipe)
+    except UnicodeDecodeError as error:
+        raise not_utf8(recipe, error) from None
+
+
+def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
+    """The user's message for text that is not UTF-8 (JSON files show it only when their text is looked at)."""
+    for option in ("train_file", "validation_file"):
+        patterns = getattr(recipe, option)
+        if patterns:
+            files = find_files(option, patterns)
+            found = unreadable(files, _format_of(files), error)
+            if "UTF-8" in str(found):
+                return found
+    return error
+
+
+def _load(recipe: ClmRecipe) -> Records:
     """Read what the recipe names, split off the held-out part if there is none, and apply max_*_samples.
 
     Raises:
@@ -102,7 +122,7 @@ def _from_files(recipe: ClmRecipe) -> tuple[dict[str, Dataset], str]:
                 kind, data_files={part: [str(path) for path in paths]}, cache_dir=_cache_dir(recipe), **kwargs
             )
         except Exception as error:
-            raise UserError(_diagnosis(paths, kind, error)) from None
+            raise unreadable(paths, kind, error) from None
         parts[part] = loaded[part]
     return parts, unit
 
@@ -172,8 +192,8 @@ def _contains(path: Path, mark: str) -> bool:
     return False
 
 
-def _diagnosis(files: list[Path], kind: str, error: Exception) -> str:
-    """Why these files could not be read: the first file that is not UTF-8 or not of its format, and where."""
+def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
+    """Why these files could not be read: the first that is not UTF-8 or not of its format, and where in it."""
     for path in files if kind != "parquet" else []:
         with _open(path) as file:
             data = file.read()
@@ -181,7 +201,7 @@ def _diagnosis(files: list[Path], kind: str, error: Exception) -> str:
             data.decode("utf-8")
         except UnicodeDecodeError as wrong:
             line = data.count(b"\n", 0, wrong.start) + 1
-            return (
+            return UserError(
                 f"{path} is not UTF-8: byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line}). "
                 "Convert it, e.g. iconv -f latin1 -t utf-8"
             )
@@ -190,9 +210,9 @@ def _diagnosis(files: list[Path], kind: str, error: Exception) -> str:
                 try:
                     json.loads(line or b"{}")
                 except json.JSONDecodeError as wrong:
-                    return f"{path}, line {number}: not valid JSON: {wrong}"
+                    return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
     cause = error.__cause__ or error
-    return f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}"
+    return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 
 
 # -------------------------------------------------------------------------------------------------------------- records

@@ -2,7 +2,7 @@
 
 import torch
 
-from train.model.load import check_block_size, load_model
+from train.model.load import load_model
 from train.model.loss import choose_loss, install_loss
 from train.model.probe import documents_leak, losses_differ
 from train.recipe.errors import UserError
@@ -13,7 +13,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # two orders of the same
 
 def build_model(auto_class, config, recipe: ClmRecipe, strategy):
     """Pretrained or random weights in the strategy's dtype, with the memory-saving loss installed."""
-    check_block_size(recipe.block_size or 0, config, recipe.source("block_size"))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     scratch = (
         strategy.building_from_scratch(_num_parameters(auto_class, config, strategy))

@@ -43,13 +43,3 @@ def load_model(
         raise UserError(
             f"attn_implementation = {recipe.attn_implementation!r}: {' '.join(str(error).split())}"
         ) from None
-
-
-def check_block_size(block_size: int, config, block_size_source: str | None) -> None:
-    """Refuse samples that are longer than the positions that the model knows."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and block_size > positions:
-        raise UserError(
-            f"block_size = {block_size} ({block_size_source or 'default'}): the model has {positions} positions. "
-            f"Choose {positions} or less"
-        )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small beside a model's activations
+SMALLEST_CHUNK = 64  # rows
 
 
 def choose_loss(wanted: str, device: torch.device) -> tuple[str, str]:
@@ -95,7 +96,7 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
 
 
 def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
-    rows = max(64, CHUNK_BYTES // (4 * weight.shape[0]))
+    rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * weight.shape[0]))
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, hidden.shape[0]))
     return F.linear_cross_entropy(
         hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE, options=options

@@ -1,0 +1,173 @@
+"""What zerofit's loop costs beside a bare PyTorch loop, and what it gains or loses beside transformers' Trainer.
+
+    python benchmarks/loop_speed.py                   # 5 rounds of 5 contenders: 35 updates each
+    python benchmarks/loop_speed.py --rounds 2 --updates 6 --warmup 2
+    python benchmarks/loop_speed.py --startup         # seconds from `accelerate launch` to the first update
+
+Each round trains the same small GPT-2 from the same weights on the same batches of random tokens (full blocks, fp32)
+through every contender, one after another in one process:
+
+    bare full        a loop of nine lines: transformers' own mean loss, fused AdamW, clipping, linear decay
+    zerofit full     Session.train, that is train.run.loop.fit with its engine, its data and its record on disk
+    bare chunked     the bare loop with zerofit's memory-saving loss, so that loops are compared at an equal loss
+    zerofit chunked  zerofit as it comes
+    Trainer          transformers.Trainer: logs each update to nobody, no progress bar, no evaluation, no saving
+
+The order rotates from round to round and turns around in every other one; a pair that is compared stays side by side.
+Tokens/s are those of the wall clock over the updates after the warm-up, the device synchronised at both ends. Ratios
+are taken within a round. All contenders must arrive at the same loss, or there is nothing to compare: then it stops.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import CONTENDERS, Options, Stopwatch, Workload
+from startup import measure_startup
+
+from train.model.parameters import count_parameters
+from train.run.folder import describe_environment
+from train.run.progress import duration, table
+
+RATIOS = {  # shown name: (whose tokens/s, divided by whose)
+    "zerofit / bare, full loss": ("zerofit full", "bare full"),
+    "zerofit / bare, chunked loss": ("zerofit chunked", "bare chunked"),
+    "zerofit (chunked) / Trainer": ("zerofit chunked", "Trainer"),
+}
+SAME_LOSS = 1e-3  # relative; far above rounding, far below any other training
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def measure(name: str, work: Workload) -> dict[str, Any]:
+    """One contender, from fresh weights, with all cores and nothing left behind by the one before."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.set_num_threads(os.cpu_count() or 1)
+    gc.collect()
+    watch = Stopwatch(work.options, work.device)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        CONTENDERS[name](work, watch)
+    return watch.figures()
+
+
+def order_of(round_: int) -> list[str]:
+    """The contenders' order in this round, counted from 0."""
+    names = list(CONTENDERS)
+    first = round_ % len(names)
+    turned = names[first:] + names[:first]
+    return turned[::-1] if round_ % 2 else turned
+
+
+def measure_rounds(work: Workload) -> list[dict[str, dict[str, Any]]]:
+    """{contender: figures} of each round."""
+    rounds = []
+    for number in range(work.options.rounds):
+        figures = {}
+        for name in order_of(number):
+            figures[name] = measure(name, work)
+            print(f"round {number + 1}  {name:15}  {figures[name]['tokens_per_s']:10,.0f} tokens/s", flush=True)
+        check_same_training(figures)
+        rounds.append(figures)
+    return rounds
+
+
+def check_same_training(figures: dict[str, dict[str, Any]]) -> None:
+    """Raises RuntimeError if the last losses of a round are not the same."""
+    losses = {name: each["last_loss"] for name, each in figures.items()}
+    if not max(losses.values()) - min(losses.values()) <= SAME_LOSS * min(losses.values()):
+        raise RuntimeError(f"the contenders did not train the same: their last losses are {losses}")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    speeds = {name: [figures[name]["tokens_per_s"] for figures in rounds] for name in CONTENDERS}
+    updates = {name: [figures[name]["median_update_s"] for figures in rounds] for name in CONTENDERS}
+    return {
+        "tokens_per_s": {name: spread(speeds[name]) for name in CONTENDERS},
+        "median_update_s": {name: statistics.median(updates[name]) for name in CONTENDERS},
+        "ratios": {
+            shown: spread([mine / other for mine, other in zip(speeds[a], speeds[b])])
+            for shown, (a, b) in RATIOS.items()
+        },
+    }
+
+
+def tables(summary: dict[str, dict[str, Any]]) -> str:
+    speeds = [("tokens/s over the rounds", "median", "min", "max", "ms/update")]
+    for name, s in summary["tokens_per_s"].items():
+        milliseconds = f"{1000 * summary['median_update_s'][name]:.2f}"
+        speeds.append((name, *(f"{s[key]:,.0f}" for key in ("median", "min", "max")), milliseconds))
+    ratios = [("ratio of tokens/s in a round", "median", "min", "max")]
+    for name, s in summary["ratios"].items():
+        ratios.append((name, *(f"{s[key]:.3f}" for key in ("median", "min", "max"))))
+    return table(speeds) + "\n\n" + table(ratios)
+
+
+def measure_loops(options: Options, device: torch.device) -> dict[str, Any]:
+    """Measure, print, and return all figures."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Workload(options, device, Path(folder))
+        parameters = count_parameters(work.model())[0]
+        print(
+            f"GPT-2 with {parameters:,} parameters, fp32, {options.tokens_per_update:,} tokens an update, "
+            f"{options.warmup} + {options.updates} updates, on {device.type}, {os.cpu_count()} threads",
+            flush=True,
+        )
+        rounds = measure_rounds(work)
+    summary, seconds = summarise(rounds), time.perf_counter() - began
+    print(f"\n{tables(summary)}\n\n{duration(seconds)} in all")
+    return {**summary, "rounds": rounds, "parameters": parameters, "seconds": seconds}
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+def parse_options(argv: list[str] | None) -> tuple[Options, bool]:
+    """(options, whether the start is to be measured in place of the loop)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for each in dataclasses.fields(Options):
+        parser.add_argument(f"--{each.name}", type=each.type, default=each.default, help=f"[{each.default}]")
+    parser.add_argument("--startup", action="store_true", help="seconds from `accelerate launch` to the first update")
+    values = vars(parser.parse_args(argv))
+    startup = values.pop("startup")
+    wanting = [name for name in ("rounds", "updates", "warmup") if values[name] < 1]
+    if wanting:
+        parser.error(f"{', '.join('--' + name for name in wanting)}: at least 1")
+    return Options(**values), startup
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, startup = parse_options(argv)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    figures = measure_startup() if startup else measure_loops(options, device)
+    path = Path(options.output or f"outputs/benchmarks/{'startup' if startup else 'loop_speed'}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = describe_environment([sys.executable, *sys.argv], device)
+    content = {**figures, "options": dataclasses.asdict(options), "environment": environment}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What several test files use: tiny models of each family, and runs of the product."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+
+TINY = {
+    "gpt2": dict(n_layer=2, n_head=2, n_embd=32, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt_neox": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                     max_position_embeddings=64, tie_word_embeddings=False),
+    "llama": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True),
+}  # fmt: skip
+
+
+def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int = 97, **changes):
+    """A small random causal model of one of the families, in evaluation mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=vocab_size, **{**TINY[family], **changes})
+    config.use_cache = False  # as train.model.configuration sets it: with a cache, transformers sees no documents
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+
+
+def launch(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
+           task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> list[dict]:  # fmt: skip
+    """Run `accelerate launch train/TASK.py` for real and return the lines of its metrics.jsonl."""
+    done = launched(output, *arguments, strategy=strategy, processes=processes, task=task, cwd=cwd, timeout=timeout)
+    assert done.returncode == 0, f"{' '.join(map(str, done.args))}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return metrics(output)
+
+
+def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
+             task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> subprocess.CompletedProcess:  # fmt: skip
+    """The same without a look at how it ended."""
+    command = [str(BIN / "accelerate"), "launch", "--main_process_port", "0"]
+    if strategy:
+        named = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
+        command += ["--config_file", named]
+    if processes:
+        command += ["--num_processes", str(processes)]
+    command += [str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment without what an outer launcher may have left in it."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in
+            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")}  # fmt: skip
+    return {**ours, **changes}
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def updates(lines: list[dict]) -> list[dict]:
+    """The lines of updates, without that of update 0."""
+    return [line for line in lines if line["update"] > 0]

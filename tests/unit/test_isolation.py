@@ -1,0 +1,75 @@
+"""Packed documents do not see each other: change document A and watch the logits of document B."""
+
+import pytest
+import torch
+from helpers import TINY, tiny_model
+
+from train.data.collate import CausalCollator
+from train.data.pack import PackedBlocks
+from train.model.probe import documents_leak
+
+A, OTHER, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [25, 26, 27]
+SDPA_AND_EAGER = [(family, attention) for family in TINY for attention in ("sdpa", "eager")]
+
+
+class FakeDocuments:
+    """Documents held in a list."""
+
+    def __init__(self, texts: list[list[int]]):
+        import numpy as np
+
+        self.row = np.array([token for text in texts for token in text])
+        self.offsets = np.cumsum([0, *map(len, texts)])
+        self.num_tokens = len(self.row)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def tokens(self, start: int, stop: int):
+        return self.row[start:stop].copy()
+
+
+def logits_of_b(model, first: list[int], batch_size: int, boundaries: bool, flatten: bool = False) -> torch.Tensor:
+    blocks = PackedBlocks(FakeDocuments([first, B] * batch_size), 8, boundaries, filler=0)
+    batch = CausalCollator(pad_id=0, flatten=flatten)([(blocks[index], True) for index in range(batch_size)])
+    inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    return logits.reshape(batch_size, 8, -1)[:, len(first) :]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize(("family", "attention"), SDPA_AND_EAGER)
+def test_documents_stay_apart(family, attention, batch_size):
+    model = tiny_model(family, attention)
+    with_a, with_other = (logits_of_b(model, first, batch_size, boundaries=True) for first in (A, OTHER))
+    torch.testing.assert_close(with_a, with_other, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        alone = model(input_ids=torch.tensor([B])).logits
+    torch.testing.assert_close(with_a[:1], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "attention"), SDPA_AND_EAGER)
+def test_plain_concatenation_does_let_them_see_each_other(family, attention):
+    model = tiny_model(family, attention)
+    with_a, with_other = (logits_of_b(model, first, 2, boundaries=False) for first in (A, OTHER))
+    assert (with_a - with_other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_flattened_batch_is_the_same_batch(family):
+    """The form that FlashAttention needs: one row, documents told apart by position_ids alone."""
+    model = tiny_model(family, "sdpa")
+    rows, row = (logits_of_b(model, A, 3, boundaries=True, flatten=flatten) for flatten in (False, True))
+    torch.testing.assert_close(rows, row, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_probe_tells_a_leak_from_none(family):
+    model = tiny_model(family)
+    assert not documents_leak(model, 97, torch.device("cpu"))
+
+    def ignoring_positions(input_ids, position_ids):
+        return model(input_ids=input_ids)
+
+    assert documents_leak(ignoring_positions, 97, torch.device("cpu"))

@@ -1,0 +1,115 @@
+"""Published architectures, parameter counts, weight decay, vocabulary."""
+
+import pytest
+import torch
+from helpers import TINY, tiny_model
+from transformers import AutoModelForCausalLM
+
+from train.model.configuration import ARCHITECTURES, load_configuration
+from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from train.model.tokenizer import check_vocabulary
+from train.recipe import ClmRecipe, UserError
+
+PUBLISHED = {  # parameters, from the papers or the hub's model pages
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "open-calm-1b": 1.4e9,
+    "open-calm-7b": 6.8e9,
+    "gpt-22b": 22e9,
+}
+
+
+def test_all_architectures_in_the_tree_are_tested():
+    assert {path.stem for path in ARCHITECTURES.glob("*.json")} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_architectures_need_no_network(name):
+    config = load_configuration(ClmRecipe(config_name=name))
+    with torch.device("meta"):
+        counted, _ = count_parameters(AutoModelForCausalLM.from_config(config))
+    expected = PUBLISHED[name]
+    assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
+
+
+def test_a_folder_of_that_name_wins(tmp_path, monkeypatch):
+    tiny_model("gpt2").config.save_pretrained(tmp_path / "gpt2-xl")
+    monkeypatch.chdir(tmp_path)
+    assert load_configuration(ClmRecipe(config_name="gpt2-xl")).n_layer == 2
+    monkeypatch.chdir("/")
+    assert load_configuration(ClmRecipe(config_name="gpt2-xl")).n_layer == 48
+
+
+def test_overrides():
+    config = load_configuration(ClmRecipe(config_name="gpt2", config_overrides="n_layer=3,resid_pdrop=0,n_embd=96"))
+    assert (config.n_layer, config.resid_pdrop, config.n_embd, config.use_cache) == (3, 0, 96, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [("n_layers=3", ["no n_layers", "Did you mean n_layer?"]), ("n_layer=deep", ["n_layer", "int"]),
+     ("n_layer=2.5", ["n_layer", "int"])],
+)  # fmt: skip
+def test_overrides_that_fit_nothing(overrides, words):
+    with pytest.raises(UserError) as caught:
+        load_configuration(ClmRecipe(config_name="gpt2", config_overrides=overrides))
+    for word in words:
+        assert word in caught.value.report()
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_decay_goes_by_dimension(family):
+    model = tiny_model(family)
+    matrices, vectors = decay_groups(model.parameters(), 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert {parameter.ndim for parameter in matrices["params"]} == {2}
+    assert {parameter.ndim for parameter in vectors["params"]} == {1}
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
+
+
+def test_decay_sees_through_a_partitioned_parameter():
+    partitioned = torch.nn.Parameter(torch.empty(0))
+    partitioned.ds_shape = torch.Size((4, 3))
+    assert true_shape(partitioned) == (4, 3)
+    assert len(decay_groups([partitioned], 0.1)[0]["params"]) == 1
+    assert decay_groups([partitioned], 0.1)[0]["weight_decay"] == 0.1
+
+
+def test_flops_of_a_token_by_hand():
+    model = tiny_model("gpt2")  # 2 layers, hidden 32, vocabulary 97, tied
+    layer = 32 * 96 + 32 * 32 + 32 * 128 + 128 * 32
+    assert flops_per_token(model, 64) == 6 * (2 * layer + 97 * 32) + 12 * 2 * 32 * 64
+
+
+class Tokenizer:
+    name_or_path = "some tokenizer"
+    bos_token_id = eos_token_id = pad_token_id = 0
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def test_from_scratch_the_model_takes_the_tokenizers_size():
+    recipe = ClmRecipe(config_name="gpt2")
+    config = load_configuration(recipe)
+    assert check_vocabulary(config, Tokenizer(50257), recipe) is None
+    assert "300 tokens" in check_vocabulary(config, Tokenizer(300), recipe)
+    assert config.vocab_size == 300
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [(ClmRecipe(model_name_or_path="x"), 60000), (ClmRecipe(model_name_or_path="x"), 30000),
+     (ClmRecipe(config_name="gpt2", config_overrides="vocab_size=400"), 600)],
+)  # fmt: skip
+def test_vocabularies_that_do_not_belong_together(recipe, size):
+    config = load_configuration(ClmRecipe(config_name="gpt2", config_overrides=recipe.config_overrides))
+    with pytest.raises(UserError, match="do not belong together"):
+        check_vocabulary(config, Tokenizer(size), recipe)

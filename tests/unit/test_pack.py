@@ -1,0 +1,82 @@
+"""Packing: what lies in a block, what is trained on, and the counts in the table."""
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, List, Value
+
+from train.data.collate import CausalCollator
+from train.data.pack import PackedBlocks, SeparateDocuments
+from train.data.tokenise import Documents
+from train.model.loss import IGNORE
+
+TEXTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18]]  # 18 tokens
+FLAT = np.concatenate([np.array(text) for text in TEXTS])
+
+
+@pytest.fixture(params=[1, 2, 5])
+def documents(request, tmp_path) -> Documents:
+    """The same documents in Arrow files with different chunks."""
+    features = Features({"input_ids": List(Value("int32"))})
+    dataset = Dataset.from_dict({"input_ids": TEXTS}, features=features)
+    return Documents(dataset.map(lambda row: row, batched=True, batch_size=request.param, features=features))
+
+
+def test_documents_are_one_row(documents):
+    assert documents.num_tokens == 18
+    assert documents.offsets.tolist() == [0, 3, 5, 6, 15, 18]
+    for start in range(18):
+        for stop in range(start, 19):
+            assert documents.tokens(start, stop).tolist() == FLAT[start:stop].tolist()
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 7, 18, 32])
+def test_blocks_with_boundaries(documents, size):
+    blocks = PackedBlocks(documents, size, boundaries=True, filler=99)
+    tokens = np.concatenate([block["input_ids"] for block in blocks_of(blocks)])
+    assert tokens[:18].tolist() == FLAT.tolist()
+    assert set(tokens[18:]) <= {99}
+    starts = {0, 3, 5, 6, 15}
+    for place in range(len(tokens)):
+        block, offset = divmod(place, size)
+        sample = blocks[block]
+        begin = max(start for start in {*starts, block * size, 18} if start <= place)
+        assert sample["position_ids"][offset] == place - max(begin, block * size), place
+        trained = place < 18 and place not in starts
+        assert sample["labels"][offset] == (tokens[place] if trained else IGNORE), place
+    counted = sum(int((block["labels"][1:] != IGNORE).sum()) for block in blocks_of(blocks))
+    assert blocks.contents.trained == counted
+    assert blocks.contents.padding == pytest.approx((len(tokens) - 18) / len(tokens))
+    assert blocks.contents.truncated == 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 7, 18])
+def test_concatenation_is_group_texts(documents, size):
+    def group_texts(ids: list[int]) -> list[list[int]]:  # transformers, examples/pytorch/language-modeling/run_clm.py
+        total = (len(ids) // size) * size
+        return [ids[i : i + size] for i in range(0, total, size)]
+
+    blocks = PackedBlocks(documents, size, boundaries=False, filler=99)
+    assert [block["input_ids"].tolist() for block in blocks_of(blocks)] == group_texts(FLAT.tolist())
+    for block in blocks_of(blocks):
+        assert block["labels"].tolist() == block["input_ids"].tolist()
+        assert "position_ids" not in block
+    assert blocks.contents.trained == len(blocks) * (size - 1)
+    assert blocks.contents.truncated == 18 % size
+
+
+def test_separate_documents_are_cut_and_padded(documents):
+    samples = SeparateDocuments(documents, block_size=4)
+    assert [len(sample["input_ids"]) for sample in blocks_of(samples)] == [3, 2, 1, 4, 3]
+    assert samples.contents.truncated == 5
+    assert samples.contents.trained == 2 + 1 + 0 + 3 + 2
+    batch = CausalCollator(pad_id=0)([(samples[index], index != 1) for index in range(5)])
+    assert batch.inputs["input_ids"].shape == (5, 8)
+    assert batch.inputs["attention_mask"].sum(1).tolist() == [3, 2, 1, 4, 3]
+    assert (batch.inputs["labels"][1] == IGNORE).all(), "a sample that does not count is not trained on"
+    assert batch.num_targets == 2 + 0 + 3 + 2
+    assert batch.num_tokens == 3 + 1 + 4 + 3
+
+
+def blocks_of(samples) -> list[dict]:
+    assert len(samples) > 0
+    return [samples[index] for index in range(len(samples))]

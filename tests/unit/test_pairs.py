@@ -1,0 +1,233 @@
+"""Strategy pairs: every file through the real parsers, "auto" filled in, contradictions refused."""
+
+import json
+
+import pytest
+import yaml
+from helpers import ROOT
+
+from train.recipe import ClmRecipe, UserError
+from train.strategy import launch as launch_module
+from train.strategy.batches import resolve_batches
+from train.strategy.deepspeed_json import read_config, resolve_config
+from train.strategy.launch import Launch, read_launch
+from train.strategy.strategy import read_strategy
+
+YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
+NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain"}
+
+
+def recipe(**options) -> ClmRecipe:
+    made = ClmRecipe(config_name="gpt2", **options)
+    made.remember_sources({name: f"--{name}" for name in options})
+    return made
+
+
+def launch(json_path=None, world_size=2, **changes) -> Launch:
+    settings = dict(world_size=world_size, rank=0, local_rank=0, deepspeed=True, precision=None,
+                    json_path=None if json_path is None else str(json_path), config_file="some.yaml")  # fmt: skip
+    return Launch(**{**settings, **changes})
+
+
+def test_the_pairs_are_there():
+    assert {path.stem for path in YAMLS} == NAMES
+    assert {path.stem for path in JSONS} == NAMES - {"single", "ddp", "zero2_plain"}
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_yaml_through_accelerate(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes >= 1
+    content = yaml.safe_load(path.read_text())
+    section = content.get("deepspeed_config") or {}
+    assert set(section) <= launch_module.DEEPSPEED_YAML_KEYS
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert len(header) >= 3, "what it does, what it needs, the command"
+    assert f"accelerate launch --config_file accelerate_configs/{path.stem}.yaml" in " ".join(header)
+    if "deepspeed_config_file" in section:
+        assert section["deepspeed_config_file"] == f"ds_configs/{path.stem}.json"
+        assert (ROOT / section["deepspeed_config_file"]).is_file()
+    for owned in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
+        assert owned not in content
+        assert owned not in section, f"{owned} belongs to the recipe"
+
+
+@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_json_through_deepspeed(path, precision, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config, source = read_config(launch(path))
+    options = recipe(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
+    resolved, batches = resolve_config(config, source, options, launch(path))
+    resolved["bf16"] = {"enabled": precision == "bf16"}
+    left_to_accelerate = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
+    zero = resolved["zero_optimization"]
+    assert {key for key, value in zero.items() if value == "auto"} <= left_to_accelerate
+    zero.update({key: 1000 for key in left_to_accelerate & zero.keys()})
+    resolved["fp16"] = {"enabled": False}
+    assert "auto" not in json.dumps(resolved)
+    assert (batches.micro_batch, batches.accumulation, batches.global_batch) == (4, 2, 16)
+    assert resolved["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    parsed = DeepSpeedConfig({**resolved, "train_batch_size": 8})  # the parser believes in one process
+    assert parsed.zero_optimization_stage == zero["stage"]
+    assert parsed.bfloat16_config.enabled == (precision == "bf16")
+
+
+# ------------------------------------------------------------------------------------------------ what a user's JSON says
+
+
+def resolve(tmp_path, content: dict, options: ClmRecipe) -> tuple[dict, ClmRecipe]:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **content}))
+    config, source = read_config(launch(path))
+    resolved, _ = resolve_config(config, source, options, launch(path))
+    return resolved, options
+
+
+def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
+    adam = {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.99]}}
+    content = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 2}
+    resolved, options = resolve(tmp_path, {**content, "optimizer": adam}, recipe())
+    assert resolved["train_batch_size"] == 16
+    assert (options.max_grad_norm, options.learning_rate, options.adam_beta2) == (0.5, 3e-4, 0.99)
+    assert options.source("learning_rate").endswith("mine.json")
+    assert resolved["optimizer"]["params"]["eps"] == 1e-8
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ({"gradient_clipping": 0.5}, dict(max_grad_norm=1.0), ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
+        ({"gradient_accumulation_steps": 4}, dict(gradient_accumulation_steps=2), ["= 4", "= 2"]),
+        ({"train_micro_batch_size_per_gpu": 4}, dict(per_device_train_batch_size=8), ["= 4", "= 8"]),
+        ({"train_batch_size": 5}, dict(per_device_train_batch_size=8), ["train_batch_size = 5", "16"]),
+        ({"gradient_accumulation_steps": 4}, dict(global_batch_size=32), ["gradient_accumulation_steps = 4", "= 2"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, dict(learning_rate=1e-4), ["lr = 0.001", "0.0001"]),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, dict(adam_beta2=0.95), ["betas[1]", "0.95"]),
+        ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
+    ],
+)  # fmt: skip
+def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path, content, recipe(**options))
+    message = caught.value.report()
+    assert "mine.json" in message
+    for word in words:
+        assert word in message, message
+    for name in options:
+        assert f"--{name}" in message or name == "global_batch_size" or "train_batch_size" in content, message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"fp16": {"enabled": "true"}}, ["fp16.enabled", "'true'", "true without quotes"]),
+        ({"gradient_clipping": "1.0"}, ["gradient_clipping", "'1.0'", "1.0 without quotes"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}, ["optimizer.params.lr", "5e-4 without quotes"]),
+        ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
+        ({"gradient_clipping": True}, ["gradient_clipping", "expected a number"]),
+    ],
+)
+def test_wrong_types_and_unknown_keys(tmp_path, content, words):
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path, content, recipe())
+    for word in words:
+        assert word in caught.value.report(), caught.value.report()
+
+
+def test_a_broken_json(tmp_path):
+    (tmp_path / "broken.json").write_text("{,}")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_config(launch(tmp_path / "broken.json"))
+    with pytest.raises(UserError, match="no such file"):
+        read_config(launch(tmp_path / "absent.json"))
+    (tmp_path / "empty.json").write_text("{}")
+    with pytest.raises(UserError, match="zero_optimization"):
+        read_config(launch(tmp_path / "empty.json"))
+
+
+# ---------------------------------------------------------------------------------------------------- what accelerate says
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Pretend that `accelerate launch --config_file FILE` started this process."""
+
+    def pretend(content: dict, **variables: str) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump(content))
+        monkeypatch.setattr(launch_module, "_launcher", lambda: (["accelerate", "launch"], str(path), False))
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return pretend
+
+
+def test_unknown_nested_keys_are_found(launched):
+    launched({"deepspeed_config": {"zero_stage": 2, "offload_optimiser_device": "cpu"}})
+    with pytest.raises(UserError, match="offload_optimiser_device. Did you mean offload_optimizer_device?"):
+        read_launch()
+
+
+def test_a_setting_beside_the_json_is_refused(launched):
+    launched({"deepspeed_config": {"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}})
+    with pytest.raises(UserError, match="gradient_clipping = 1.0 stands beside deepspeed_config_file"):
+        read_launch()
+
+
+def test_precision_in_two_places(launched):
+    launched({"mixed_precision": "bf16"}, ACCELERATE_MIXED_PRECISION="bf16")
+    with pytest.raises(UserError, match=r"bf16 \(.*mine.yaml\) and fp32 \(--precision\)"):
+        read_strategy(recipe(precision="fp32"))
+    assert read_strategy(recipe(precision="bf16")).precision == "bf16"
+    assert read_strategy(recipe()).precision == "bf16"
+
+
+def test_precision_of_a_json(launched, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    variables = dict(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path))
+    launched({}, **variables)
+    assert read_strategy(recipe()).deepspeed["bf16"]["enabled"] is True
+    with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp16 \(--precision\)"):
+        read_strategy(recipe(precision="fp16"))
+
+
+def test_clipping_in_a_plain_yaml(launched):
+    launched({}, ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_GRADIENT_CLIPPING="0.5")
+    assert read_strategy(recipe()).deepspeed["gradient_clipping"] == 0.5
+    with pytest.raises(UserError, match="mine.yaml says gradient_clipping = 0.5, and max_grad_norm = 1.0"):
+        read_strategy(recipe(max_grad_norm=1.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "expected"),
+    [
+        (dict(per_device_train_batch_size=4), 2, (4, 1, 8)),
+        (dict(per_device_train_batch_size=4, gradient_accumulation_steps=3), 2, (4, 3, 24)),
+        (dict(per_device_train_batch_size=4, global_batch_size=64), 2, (4, 8, 64)),
+        (dict(per_device_train_batch_size=4, global_batch_size=64, gradient_accumulation_steps=8), 2, (4, 8, 64)),
+    ],
+)
+def test_batches(options, world_size, expected):
+    sizes = resolve_batches(recipe(**options), world_size)
+    assert (sizes.micro_batch, sizes.accumulation, sizes.global_batch) == expected
+
+
+def test_batches_that_do_not_fit_say_what_would():
+    with pytest.raises(UserError, match="per_device_train_batch_size could be 1, 2, 3, 4, 6, 12"):
+        resolve_batches(recipe(per_device_train_batch_size=5, global_batch_size=24), 2)
+    with pytest.raises(UserError, match="multiple of 2"):
+        resolve_batches(recipe(per_device_train_batch_size=5, global_batch_size=25), 2)
+    with pytest.raises(UserError, match="the accumulation is 3"):
+        resolve_batches(recipe(per_device_train_batch_size=4, global_batch_size=24, gradient_accumulation_steps=2), 2)

@@ -1,0 +1,145 @@
+"""Options from YAML and flags: names, types, who wins, and what is refused."""
+
+import dataclasses
+import shlex
+
+import pytest
+from helpers import ROOT
+
+from train.recipe import ClmRecipe, UserError, parse_recipe
+
+PUBLISHED = """--config_name "gpt2-xl" --tokenizer_name "gpt2-xl" --dataset_name "wikitext"
+  --dataset_config_name "wikitext-2-raw-v1" --block_size 128 --output_dir "outputs/clm_deepspeed_stage3_offload__accelerate"
+  --learning_rate 5e-4 --per_device_train_batch_size 16 --per_device_eval_batch_size 1 --num_train_epochs 1
+  --with_tracking --report_to "wandb" """
+
+MINIMAL = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
+
+
+def parse(*flags: str) -> ClmRecipe:
+    return parse_recipe(ClmRecipe, [*MINIMAL, *flags])
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(*flags)
+    return caught.value.report()
+
+
+def recipe_file(tmp_path, text: str) -> list[str]:
+    (tmp_path / "recipe.yaml").write_text(text)
+    return ["--config", str(tmp_path / "recipe.yaml")]
+
+
+def test_the_published_command():
+    recipe = parse_recipe(ClmRecipe, shlex.split(PUBLISHED))
+    assert (recipe.config_name, recipe.block_size, recipe.learning_rate) == ("gpt2-xl", 128, 5e-4)
+    assert recipe.with_tracking
+    assert recipe.report_to == "wandb"
+    assert recipe.num_train_epochs == 1.0
+
+
+def test_every_recipe_in_the_tree_parses():
+    files = sorted((ROOT / "recipes").rglob("*.yaml"))
+    assert len(files) >= 3
+    for file in files:
+        recipe = parse_recipe(ClmRecipe, ["--config", str(file)])
+        assert recipe.output_dir, file
+        header = file.read_text().splitlines()
+        assert header[0].startswith("#")
+        assert any("accelerate launch" in line for line in header if line.startswith("#")), f"{file}: no command"
+
+
+def test_flags_override_the_file_and_both_are_remembered(tmp_path):
+    file = recipe_file(tmp_path, "learning_rate: 5e-4\nweight_decay: 1\nblock_size: 64\n")
+    recipe = parse(*file, "--learning_rate", "1e-5")
+    assert (recipe.learning_rate, recipe.weight_decay, recipe.block_size) == (1e-5, 1.0, 64)
+    assert recipe.source("learning_rate") == "--learning_rate"
+    assert recipe.source("block_size").endswith("recipe.yaml, line 3")
+    assert recipe.source("seed") is None
+
+
+def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
+    assert parse(*recipe_file(tmp_path, "learning_rate: 5e-4\n")).learning_rate == 5e-4
+
+
+def test_forms_of_flags():
+    recipe = parse(
+        "--gradient-checkpointing", "--learning_rate=3e-4", "--train_file", "a.txt", "b.txt", "--append_eos", "no"
+    )
+    assert recipe.gradient_checkpointing
+    assert recipe.learning_rate == 3e-4
+    assert recipe.train_file == ["a.txt", "b.txt"]
+    assert recipe.append_eos is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
+        (["--block_size", "12.5"], ["--block_size 12.5", "an integer"]),
+        (["--learning_rate", "fast"], ["--learning_rate fast", "a number"]),
+        (["--learning_rate", "nan"], ["finite"]),
+        (["--learning_rate", "-1"], ["learning_rate = -1.0", "0 or more"]),
+        (["--lr_scheduler_type", "cosin"], ["cosin", "linear, cosine"]),
+        (["--seed"], ["--seed", "an integer", "nothing"]),
+        (["--packing", "none", "stray"], ["--packing", "stray"]),
+        (["--num_warmup_steps", "5", "--warmup_ratio", "0.1"], ["num_warmup_steps = 5", "warmup_ratio = 0.1"]),
+        (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
+        (["--model_name_or_path", "gpt2"], ["model_name_or_path", "config_name", "keep one"]),
+        (["--config_overrides", "n_layer"], ["n_layer", "name=value"]),
+        (["--validation_split_percentage", "100"], ["validation_split_percentage = 100", "no sample"]),
+        (["--config", "no/such.yaml"], ["no/such.yaml"]),
+    ],
+)  # fmt: skip
+def test_what_is_refused(flags, words):
+    message = refusal(*flags)
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learnin_rate: 1\n", ["line 1", "learnin_rate", "Did you mean learning_rate?"]),
+        ('learning_rate: "5e-4"\n', ["line 1", "'5e-4'", "a number", "without the quotes"]),
+        ("seed: true\n", ["seed", "an integer"]),
+        ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
+        ("seed: 1\nseed: 2\n", ["line 2", "second time"]),
+        ("- a\n- b\n", ["option: value"]),
+        ("", ["empty"]),
+        ("a: [1\n", ["not valid YAML"]),
+    ],
+)
+def test_what_is_refused_in_a_file(tmp_path, text, words):
+    message = refusal(*recipe_file(tmp_path, text))
+    for word in words:
+        assert word in message, message
+
+
+def test_all_problems_come_together(tmp_path):
+    message = refusal(
+        *recipe_file(tmp_path, "learnin_rate: 1\nseed: x\n"), "--block_size", "no", "--max_grad_norm", "-1"
+    )
+    assert message.startswith("error: 4 problems")
+    for word in ("learnin_rate", "seed", "block_size", "max_grad_norm"):
+        assert word in message
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_recipe(ClmRecipe, ["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    names = [field.name for field in dataclasses.fields(ClmRecipe)]
+    assert len(names) > 40
+    for name in names:
+        assert f"--{name} " in shown
+
+
+def test_the_recipe_room_is_light():
+    import subprocess
+    import sys
+
+    code = "import sys, train.recipe; print([m for m in ('torch', 'accelerate', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,103 @@
+"""The learning rate: transformers' shapes, counted in updates, and DeepSpeed's scheduler held against it."""
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from train.recipe import ClmRecipe, UserError
+from train.run.schedule import Schedule, make_schedule
+from train.strategy.deepspeed_json import resolve_scheduler
+from train.strategy.engine import check_deepspeed_schedule
+
+
+def curve(schedule: Schedule) -> list[float]:
+    return [schedule(update) for update in range(schedule.num_updates)]
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_shapes_are_those_of_transformers(shape, warmup):
+    if shape == "constant" and warmup:
+        pytest.skip("constant takes no warm-up")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    theirs = get_scheduler(shape, optimizer, num_warmup_steps=warmup, num_training_steps=50)
+    expected = []
+    for _ in range(50):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert curve(Schedule(shape, 3e-4, 50, warmup)) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_wsd_rises_stays_and_falls_to_the_smallest_rate():
+    values = curve(Schedule("wsd", 1.0, 100, 10, min_ratio=0.1, num_decay=20))
+    assert values[:10] == pytest.approx([update / 10 for update in range(10)])
+    assert set(values[10:81]) == {1.0}
+    assert values[-1] == pytest.approx(0.1 + 0.9 / 20)
+    assert all(later < earlier for earlier, later in zip(values[80:], values[81:]))
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_the_smallest_rate_is_approached_and_never_undercut(shape):
+    values = curve(Schedule(shape, 1.0, 1000, 0, min_ratio=0.1))
+    assert min(values) >= 0.1
+    assert values[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_warmup_as_a_ratio_is_counted_in_updates():
+    schedule, warnings = make_schedule(ClmRecipe(warmup_ratio=0.1), 205)
+    assert schedule.num_warmup == 21
+    assert not warnings
+
+
+def test_a_warmup_longer_than_the_run_is_announced():
+    _, warnings = make_schedule(ClmRecipe(num_warmup_steps=100), 50)
+    assert "never reaches its peak" in warnings[0]
+
+
+def deepspeed(kind: str, **params) -> dict:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def recipe(**options) -> ClmRecipe:
+    made = ClmRecipe(**options)
+    made.remember_sources({name: f"--{name}" for name in options})
+    return made
+
+
+def settle(config: dict, options: ClmRecipe, updates: int = 100) -> Schedule:
+    resolve_scheduler(config, "ds.json", options, updates, options.num_warmup_steps)
+    schedule, _ = make_schedule(options, updates)
+    check_deepspeed_schedule(config, "ds.json", schedule)
+    return schedule
+
+
+def test_deepspeeds_linear_schedule_is_the_recipes():
+    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    config = deepspeed("WarmupDecayLR", **auto)
+    settle(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
+    params = config["scheduler"]["params"]
+    assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (100, 10, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (deepspeed("WarmupDecayLR", warmup_type="log"), dict(num_warmup_steps=10), ["warmup_type", "log", "linear"]),
+        (deepspeed("WarmupDecayLR", total_num_steps=50), dict(num_warmup_steps=10), ["total_num_steps = 50", "100"]),
+        (
+            deepspeed("WarmupDecayLR", warmup_num_steps=5),
+            dict(num_warmup_steps=10),
+            ["= 5", "10", "--num_warmup_steps"],
+        ),
+        (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), dict(num_warmup_steps=9), ["warmup_max_lr = 1.0", "5e-05"]),
+        (deepspeed("WarmupDecayLR"), dict(num_warmup_steps=1), ["update 2", "Remove the scheduler block"]),
+        (deepspeed("WarmupLR"), dict(lr_scheduler_type="cosine"), ["WarmupLR", "cosine", "--lr_scheduler_type"]),
+        (deepspeed("WarmupDecay"), dict(num_warmup_steps=9), ["did you mean WarmupDecayLR"]),
+    ],
+)
+def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):
+    with pytest.raises(UserError) as caught:
+        settle(config, recipe(**options))
+    for word in words:
+        assert word in caught.value.report(), caught.value.report()

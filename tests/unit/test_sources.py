@@ -1,0 +1,162 @@
+"""Reading text from every format, cutting it into documents, splitting off the held-out part."""
+
+import gzip
+import json
+
+import pytest
+from datasets import Dataset
+
+from train.data.prepare import prepare_text
+from train.data.sources import find_files, load_records, split_off
+from train.model.configuration import load_configuration
+from train.recipe import ClmRecipe, UserError
+
+ROWS = [f"This is text number {number}, and it says little." for number in range(40)]
+
+
+def write(tmp_path, name: str):
+    path = tmp_path / name
+    if ".jsonl" in name:
+        content = "".join(json.dumps({"text": row, "n": 1}) + "\n" for row in ROWS)
+    elif name.endswith(".json"):
+        content = json.dumps([{"text": row} for row in ROWS])
+    elif ".csv" in name:
+        content = "id,text\n" + "".join(f'{number},"{row}"\n' for number, row in enumerate(ROWS))
+    else:
+        content = "\n".join(ROWS) + "\n"
+    if name.endswith(".parquet"):
+        Dataset.from_dict({"text": ROWS}).to_parquet(path)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(content.encode()))
+    else:
+        path.write_text(content)
+    return path
+
+
+def records(cache, *files, **options):
+    recipe = ClmRecipe(train_file=[str(file) for file in files], cache_dir=cache, **options)
+    return load_records(recipe)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
+def test_formats(tmp_path, cache, name):
+    found = records(cache, write(tmp_path, name), validation_split_percentage=10)
+    assert sorted([*found.train["text"], *found.validation["text"]]) == sorted(ROWS)
+    assert len(found.validation) == 4
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md"])
+def test_text_is_one_document_unless_told_otherwise(tmp_path, cache, name):
+    path = write(tmp_path, name)
+    whole = records(cache, path, validation_split_percentage=0)
+    assert (len(whole.train), whole.unit, whole.validation) == (1, "file", None)
+    lines = records(cache, path, validation_split_percentage=0, document_separator="line")
+    assert lines.train["text"][:] == ROWS
+    assert records(cache, path, validation_split_percentage=0, packing="none").unit == "line"
+
+
+def test_marks_and_other_separators(tmp_path, cache):
+    (tmp_path / "marked.txt").write_text("one\ntwo\n<|endoftext|>\nthree\n<|endoftext|>\n")
+    found = records(cache, tmp_path / "marked.txt", validation_split_percentage=0)
+    assert found.train["text"][:] == ["one\ntwo", "three"]
+    assert found.unit == "mark"
+    (tmp_path / "own.txt").write_text("one@@two@@three")
+    found = records(cache, tmp_path / "own.txt", validation_split_percentage=0, document_separator="@@")
+    assert found.train["text"][:] == ["one", "two", "three"]
+
+
+def test_globs_are_read_in_a_fixed_order(tmp_path, cache):
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (tmp_path / name).write_text(name[0] * 5)
+    (tmp_path / "empty.txt").write_text("")
+    found = records(cache, tmp_path / "*.txt", validation_split_percentage=0)
+    assert found.train["text"][:] == ["aaaaa", "bbbbb", "ccccc"]
+
+
+def test_an_edited_file_is_read_anew(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["before"]
+    path.write_text("afterwards")
+    assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["afterwards"]
+
+
+def test_the_split_is_the_same_every_time_and_loses_nothing():
+    data = Dataset.from_dict({"text": ROWS})
+    (train, held), (again, _) = split_off(data, 0.25), split_off(data, 0.25)
+    assert train["text"][:] == again["text"][:]
+    assert len(held) == 10
+    assert sorted([*train["text"], *held["text"]]) == sorted(ROWS)
+
+
+def test_of_a_long_text_the_end_is_held_out_at_a_line():
+    train, held = split_off(Dataset.from_dict({"text": ["\n".join(ROWS)]}), 0.1)
+    assert train["text"][0] + held["text"][0] == "\n".join(ROWS)
+    assert train["text"][0].endswith("\n")
+    assert 0.08 < len(held["text"][0]) / len("\n".join(ROWS)) < 0.13
+
+
+def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
+    path = write(tmp_path, "a.jsonl")
+    recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], cache_dir=cache,
+                       block_size=32, validation_split_percentage=10)  # fmt: skip
+    config = load_configuration(recipe)
+    first, second = prepare_text(recipe, config), prepare_text(recipe, config)
+    assert len(first.tokenizer) == 280
+    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
+    assert first.train[0]["input_ids"].tolist() == second.train[0]["input_ids"].tolist()
+    written = "".join(first.tokenizer.decode(first.train[index]["input_ids"]) for index in range(2))
+    assert "text number" in written
+    assert first.tokenizer.eos_token in written
+
+
+def test_workers_change_nothing(tmp_path, cache):
+    path = write(tmp_path, "a.jsonl")
+    options = dict(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], block_size=32,
+                   validation_split_percentage=0)  # fmt: skip
+    sets = []
+    for number, workers in enumerate((None, 2)):
+        recipe = ClmRecipe(**options, preprocessing_num_workers=workers, cache_dir=f"{tmp_path}/cache{number}")
+        sets.append(prepare_text(recipe, load_configuration(recipe)).train)
+    assert len(sets[0]) == len(sets[1])
+    assert all((sets[0][index]["input_ids"] == sets[1][index]["input_ids"]).all() for index in range(len(sets[0])))
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    return caught.value.report()
+
+
+def test_files_that_cannot_be_read(tmp_path, cache):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("line\ncaf\xe9 au lait".encode("latin-1"))
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "table.xls").write_text("x")
+    assert "there is no such file" in refusal(find_files, "train_file", [str(tmp_path / "absent.txt")])
+    assert "no file matches" in refusal(find_files, "train_file", [str(tmp_path / "*.nothing")])
+    assert "is a folder" in refusal(find_files, "train_file", [str(tmp_path)])
+    assert "empty" in refusal(find_files, "train_file", [str(tmp_path / "empty.txt")])
+    message = refusal(records, cache, tmp_path / "latin.txt")
+    assert "not UTF-8" in message
+    assert "0xe9 at offset 8 (line 2)" in message
+    message = refusal(records, cache, tmp_path / "broken.jsonl")
+    assert "broken.jsonl, line 2: not valid JSON" in message
+    assert "no known format" in refusal(records, cache, tmp_path / "table.xls")
+
+
+@pytest.mark.parametrize("name", ["latin.csv", "latin.jsonl"])
+def test_not_utf8_in_other_formats(tmp_path, cache, name):
+    (tmp_path / name).write_bytes(write(tmp_path, "x" + name[5:]).read_bytes() + b'{"text": "caf\xe9"}\n')
+    recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(tmp_path / name)],
+                       cache_dir=cache, block_size=32)  # fmt: skip
+    assert "not UTF-8: byte 0xe9" in refusal(prepare_text, recipe, load_configuration(recipe))
+
+
+def test_columns(tmp_path, cache):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"title": "a", "body": "b", "n": 1}\n')
+    assert "the columns are title, body, n" in refusal(records, cache, path)
+    assert "no such column; the columns are" in refusal(records, cache, path, text_column="words")
+    assert "holds no text" in refusal(records, cache, path, text_column="n")
+    assert records(cache, path, text_column="body", validation_split_percentage=0).train["text"][:] == ["b"]
