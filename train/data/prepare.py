@@ -44,25 +44,33 @@ class TextData:
 def prepare_text(recipe: ClmRecipe, config) -> TextData:
     """Read, tokenise and pack; the first process of the machine works, the others find it done."""
     block_size = choose_block_size(recipe, config)
-    with one_process_at_a_time(recipe.cache_dir):
-        records = load_records(recipe)
-        tokenizer = _tokenizer(recipe, records)
-        append_eos = recipe.append_eos if recipe.append_eos is not None else recipe.packing != "concatenate"
-        if append_eos and tokenizer.eos_token_id is None:
-            if recipe.append_eos:
-                raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")
-            append_eos = False
-        sets = {}
-        for part in ("train", "validation"):
-            dataset = getattr(records, part)
-            if dataset is None:
-                sets[part] = None
-                continue
-            encoded = tokenise(
-                dataset, tokenizer, append_eos, recipe.preprocessing_num_workers, recipe.overwrite_cache
-            )
+    try:
+        with one_process_at_a_time(recipe.cache_dir):
+            return _prepare(recipe, block_size)
+    except UnicodeDecodeError as error:
+        raise not_utf8(recipe, error) from None
+
+
+def _prepare(recipe: ClmRecipe, block_size: int) -> TextData:
+    records = load_records(recipe)
+    tokenizer = _tokenizer(recipe, records)
+    append_eos = _append_eos(recipe, tokenizer)
+    sets: dict[str, SampleSet | None] = {"train": None, "validation": None}
+    for part in sets:
+        dataset = getattr(records, part)
+        if dataset is not None:
+            workers = recipe.preprocessing_num_workers
+            encoded = tokenise(dataset, tokenizer, append_eos, workers, recipe.overwrite_cache)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
     return TextData(sets["train"], sets["validation"], tokenizer, records.unit, block_size)
+
+
+def _append_eos(recipe: ClmRecipe, tokenizer) -> bool:
+    if tokenizer.eos_token_id is None:
+        if recipe.append_eos:
+            raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")
+        return False
+    return recipe.packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
 
 
 def choose_block_size(recipe: ClmRecipe, config) -> int:

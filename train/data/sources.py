@@ -33,14 +33,6 @@ class Records:
     unit: str
 
 
-def load_records(recipe: ClmRecipe) -> Records:
-    """Read, split and limit the records; see `_load`, which this wraps to name the file where text turns out broken."""
-    try:
-        return _load(recipe)
-    except UnicodeDecodeError as error:
-        raise not_utf8(recipe, error) from None
-
-
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
     """The user's message for text that is not UTF-8 (JSON files show it only when their text is looked at)."""
     for option in ("train_file", "validation_file"):
@@ -53,7 +45,7 @@ def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
     return error
 
 
-def _load(recipe: ClmRecipe) -> Records:
+def load_records(recipe: ClmRecipe) -> Records:
     """Read what the recipe names, split off the held-out part if there is none, and apply max_*_samples.
 
     Raises:
