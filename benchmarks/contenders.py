@@ -47,6 +47,7 @@ class Options:
     learning_rate: float = 1e-3
     max_grad_norm: float = 1.0
     seed: int = 42
+    threads: int = 0  # of torch; 0: one for each core
     output: str = ""  # by default outputs/benchmarks/loop_speed.json, or startup.json
 
     @property
@@ -78,13 +79,14 @@ class Stopwatch:
         self.moments.append(time.perf_counter())
 
     def figures(self) -> dict[str, Any]:
-        """tokens/s over the timed updates, the median update, and the loss of the last."""
+        """tokens/s over the timed updates, the median and the fastest update, and the loss of the last."""
         assert len(self.moments) == len(self.losses) == self.options.num_updates, "an update was missed"
         timed = self.moments[self.options.warmup - 1 :]
         seconds = [after - before for before, after in itertools.pairwise(timed)]
         return {
             "tokens_per_s": self.options.updates * self.options.tokens_per_update / (timed[-1] - timed[0]),
             "median_update_s": statistics.median(seconds),
+            "fastest_update_s": min(seconds),
             "last_loss": self.losses[-1],
             "num_threads": torch.get_num_threads(),
         }
@@ -103,6 +105,8 @@ class Workload:
         order = SampleOrder(options.num_samples, options.seed).places(0, options.num_samples)
         self.rows = tokens[order]  # (samples, block size), as zerofit will see them
         self.batches = self.rows.reshape(options.num_updates, options.accumulation, options.micro_batch, -1)
+        if device.type == "cuda":
+            self.batches = self.batches.pin_memory()
 
     def recipe(self, loss: str) -> ClmRecipe:
         o = self.options
@@ -129,9 +133,8 @@ class Workload:
 
         torch.manual_seed(self.options.seed)
         model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).to(self.device)
-        model.loss_type = (
-            "ForCausalLM"  # transformers 5.23 finds none for GPT-2, and its Trainer then divides by T, not T - 1
-        )
+        # transformers 5.23 finds no loss type for GPT-2, and its Trainer would then divide by T in place of T - 1.
+        model.loss_type = "ForCausalLM"
         return model
 
 

@@ -55,7 +55,7 @@ def environment(**changes: str) -> dict[str, str]:
     """This environment without what an outer launcher may have left in it."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in
             ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")}  # fmt: skip
-    return {**ours, **changes}
+    return {**ours, "OMP_NUM_THREADS": "1", **changes}  # tiny models: threads would only wait for each other
 
 
 def metrics(output: Path) -> list[dict]:

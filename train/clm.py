@@ -7,10 +7,8 @@
 Read `main` from top to bottom: what is loaded, how text becomes batches, what the loss is, what is left behind.
 """
 
-import sys
-
 from train.recipe import ClmRecipe, parse_recipe
-from train.recipe.errors import reports_user_errors
+from train.recipe.errors import leave, reports_user_errors
 from train.run.session import Session
 from train.run.timeline import Timeline
 
@@ -92,4 +90,4 @@ def _sample(engine, recipe: ClmRecipe, tokenizer) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -46,14 +46,14 @@ def prepare_text(recipe: ClmRecipe, config) -> TextData:
     block_size = choose_block_size(recipe, config)
     try:
         with one_process_at_a_time(recipe.cache_dir):
-            return _prepare(recipe, block_size)
+            return _prepare(recipe, config, block_size)
     except UnicodeDecodeError as error:
         raise not_utf8(recipe, error) from None
 
 
-def _prepare(recipe: ClmRecipe, block_size: int) -> TextData:
+def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
     records = load_records(recipe)
-    tokenizer = _tokenizer(recipe, records)
+    tokenizer = _tokenizer(recipe, config, records)
     append_eos = _append_eos(recipe, tokenizer)
     sets: dict[str, SampleSet | None] = {"train": None, "validation": None}
     for part in sets:
@@ -84,9 +84,9 @@ def choose_block_size(recipe: ClmRecipe, config) -> int:
     return recipe.block_size or min(positions or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
 
 
-def _tokenizer(recipe: ClmRecipe, records: Records):
+def _tokenizer(recipe: ClmRecipe, config, records: Records):
     if not recipe.train_tokenizer_vocab_size:
-        return load_tokenizer(recipe)
+        return load_tokenizer(recipe, config)
     texts = (text for batch in records.train.iter(100) for text in batch["text"])
     cache = cache_root(recipe.cache_dir)
     return train_tokenizer(texts, recipe.train_tokenizer_vocab_size, records.train._fingerprint, Path(cache))

@@ -20,6 +20,7 @@ FORMATS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
+NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the text and not from the list of documents
 
@@ -251,6 +252,8 @@ def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
         return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
     cuts = [_cut_near_the_end(text, share) for text in dataset["text"]]
     parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
+    if not any(parts):
+        raise UserError(NO_TEXT)
     if not all(parts):
         raise UserError(
             f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "

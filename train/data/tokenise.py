@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
+from train.data.sources import NO_TEXT
 from train.recipe.errors import UserError
 
 
@@ -63,7 +64,7 @@ class Documents:
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self._starts = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks])]).astype(np.int64)
         if self.num_tokens == 0:
-            raise UserError("the data holds no text: nothing to train on. Look at train_file and text_column")
+            raise UserError(NO_TEXT)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

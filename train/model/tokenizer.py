@@ -12,14 +12,23 @@ from train.recipe.options import ModelOptions
 END_OF_TEXT = "<|endoftext|>"
 
 
-def load_tokenizer(recipe: ModelOptions):
-    """The tokenizer that the recipe names, else the one that comes with the pretrained weights."""
+def load_tokenizer(recipe: ModelOptions, config):
+    """The tokenizer that the recipe names, else the one that comes with the pretrained weights.
+
+    A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not say which kind of
+    tokenizer it is for; the model's configuration does.
+    """
+    import transformers
     from transformers import AutoTokenizer
 
     from train.model.configuration import from_hub_or_folder
 
     option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
     name = getattr(recipe, option)
+    bare = Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").exists()
+    kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
+    if kind:
+        return from_hub_or_folder(option, name, kind.from_pretrained)
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 
 

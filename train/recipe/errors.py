@@ -1,6 +1,7 @@
 """Mistakes of the user, told in one message without a traceback, and the exit code that goes with them."""
 
 import functools
+import logging
 import os
 import signal
 import sys
@@ -60,3 +61,15 @@ def _wait_for_the_launcher(seconds: float) -> None:
     """Leave quietly when the launcher asks to; return only if nobody asked, because then this rank erred alone."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USER_ERROR))
     time.sleep(seconds)
+
+
+def leave(code: int) -> None:
+    """End the process with this exit code and nothing in between.
+
+    A finished run that left it to the interpreter to take down torch's and DeepSpeed's native threads ended with
+    "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

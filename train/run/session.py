@@ -1,6 +1,7 @@
 """The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -76,6 +77,10 @@ class Session:
             from transformers.utils.logging import disable_progress_bar
 
             disable_progress_bar()
+        # Rows are packed full or come with their mask; transformers cannot know, and asks for one at every run.
+        logging.getLogger("transformers.modeling_utils").addFilter(
+            lambda line: "attention_mask" not in line.getMessage()
+        )
         self.accelerator = self.strategy.accelerator(log_with=self.trackers or None, project_dir=str(self.folder.path))
         self.timeline.mark("process group")
         return self.accelerator

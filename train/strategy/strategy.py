@@ -70,6 +70,7 @@ class Strategy:
         backend = {"backend": "gloo"} if on_cpu and grouped else {}
         if self.deepspeed is not None:
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
+            kwargs["gradient_accumulation_steps"] = self.batches.accumulation
         accelerator = Accelerator(
             cpu=on_cpu and self.deepspeed is None,
             mixed_precision={"fp32": "no"}.get(self.precision, self.precision),
@@ -107,7 +108,7 @@ class Strategy:
         Under ZeRO-3, weights drawn share by share differ from those of every other strategy at the same seed. So where
         each process of this machine can hold the whole model for a moment, it is drawn whole, and then shared out.
         """
-        if not (self.shards_parameters and self.plugin.zero3_init_flag):
+        if not self.shards_parameters:
             return contextlib.nullcontext()
         import psutil
 
@@ -123,8 +124,14 @@ class Strategy:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        with self.plugin.zero3_init_context_manager(enable=False):
+        """Let transformers forget for a while that ZeRO-3 is on (accelerate's zero3_init_flag does not reach it)."""
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        try:
             yield
+        finally:
+            self.plugin.set_deepspeed_weakref()
 
 
 def read_strategy(recipe: Recipe) -> Strategy:

@@ -1,0 +1,259 @@
+"""Real launches of the causal task: real weights, from scratch, user's own DeepSpeed JSON, the published command, ..."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+import torch
+import yaml
+from helpers import ROOT, environment, launch, launched, metrics, tiny_model, updates
+from transformers import AutoModelForCausalLM
+
+SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--block_size", "64",
+           "--config_overrides", "n_layer=2,n_head=2,n_embd=32,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+           "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--learning_rate", "1e-3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text that every machine has, as one short file a document."""
+    folder = tmp_path_factory.mktemp("text")
+    for file in sorted((ROOT / "train").rglob("*.py")):
+        (folder / f"{file.parent.name}_{file.stem}.txt").write_text(file.read_text())
+    return str(folder / "*.txt")
+
+
+# ----------------------------------------------------------------------------------------------------- real weights
+
+
+def test_the_real_llama_has_its_known_loss(stories, shared, cache, tmp_path):
+    """About 1.30 nats a token on the first 40 stories (../shared/data/README.md)."""
+    story_file = shared / "text" / "tinystories_a.txt"
+    lines = launch(
+        tmp_path / "run", "--model_name_or_path", stories, "--train_file", story_file, "--validation_file", story_file,
+        "--max_eval_samples", "40", "--max_train_samples", "8", "--packing", "none", "--append_eos", "false",
+        "--block_size", "512", "--max_train_steps", "1", "--learning_rate", "0", "--cache_dir", cache,
+    )  # fmt: skip
+    assert lines[0]["eval_loss"] == pytest.approx(1.30, abs=0.01)
+    assert lines[-1]["eval_loss"] == pytest.approx(lines[0]["eval_loss"], rel=1e-6), (
+        "a learning rate of 0 changes nothing"
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_the_real_llama_continues_below_that(stories, shared, cache, tmp_path, strategy):
+    story_file = shared / "text" / "tinystories_a.txt"
+    lines = launch(
+        tmp_path / "run", "--model_name_or_path", stories, "--train_file", story_file, "--max_eval_samples", "40",
+        "--packing", "none", "--append_eos", "false", "--block_size", "256", "--max_train_steps", "60",
+        "--per_device_train_batch_size", "4", "--learning_rate", "3e-4", "--lr_scheduler_type", "cosine",
+        "--num_warmup_steps", "5", "--eval_steps", "30", "--cache_dir", cache, strategy=strategy, processes=2,
+    )  # fmt: skip
+    held = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(held) == 3
+    assert held[-1] < held[0] - 0.005
+    assert held[0] == pytest.approx(1.28, abs=0.05), "first 256 tokens of other stories"
+
+
+def test_wikitext_with_the_real_gpt2_tokenizer(shared, cache, tmp_path):
+    lines = launch(
+        tmp_path / "run", "--config_name", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32",
+        "--tokenizer_name", shared / "tokenizers" / "gpt2", "--train_file", shared / "wikitext-2" / "test.txt",
+        "--validation_file", shared / "wikitext-2" / "valid.txt", "--max_train_steps", "12", "--block_size", "128",
+        "--max_eval_samples", "1", "--eval_steps", "100", "--eval_on_start", "false", "--packing", "concatenate",
+        "--document_separator", "paragraph", "--learning_rate", "3e-3", "--per_device_train_batch_size", "4",
+        "--max_train_samples", "300", "--cache_dir", cache,
+    )  # fmt: skip
+    losses = [line["loss"] for line in updates(lines)]
+    assert losses[0] == pytest.approx(10.8, abs=0.2), "ln 50257 is 10.8"
+    assert losses[-1] < losses[0] - 0.5
+
+
+# ----------------------------------------------------------------------------------------------------- from scratch
+
+
+@pytest.fixture(scope="module")
+def scratch(text, cache, tmp_path_factory):
+    """One process from scratch over a whole number of epochs and a bit, with tensorboard and wandb."""
+    output = tmp_path_factory.mktemp("scratch") / "run"
+    options = ["--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12", "--with_tracking",
+               "--sample_tokens", "8", "--cache_dir", cache]  # fmt: skip
+    done = launched(output, *SCRATCH, *options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output, metrics(output), done.stdout
+
+
+def test_the_run_folder(scratch):
+    output, lines, shown = scratch
+    names = {path.name for path in output.iterdir()}
+    assert {"recipe.yaml", "strategy.yaml", "environment.json", "metrics.jsonl", "loss.png", "model"} <= names
+    assert (output / "loss.png").stat().st_size > 10_000
+    recipe = yaml.safe_load((output / "recipe.yaml").read_text())
+    assert recipe["learning_rate"] == 1e-3
+    assert recipe["precision"] == "fp32"
+    assert "auto" not in (output / "strategy.yaml").read_text()
+    environment = json.loads((output / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["seconds_to_first_update"]["first update"] > 0
+    assert "launch" in environment["command"]
+    assert (output / "model" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
+    for word in ("documents", "tokens trained on", "truncated", "padding", "loss      ", "a sample of what it writes"):
+        assert word in shown
+
+
+def test_every_update_is_one_line(scratch):
+    _, lines, _ = scratch
+    assert [line["update"] for line in lines] == list(range(len(lines)))
+    needed = {"update", "epoch", "consumed_samples", "loss", "grad_norm", "learning_rate", "tokens_per_s",
+              "flops_per_s", "peak_memory_bytes"}  # fmt: skip
+    assert needed <= lines[1].keys()
+    assert all(line["peak_memory_bytes"] > 10 * 2**20 for line in updates(lines))
+
+
+def test_an_epoch_is_every_sample_once(scratch):
+    _, lines, _ = scratch
+    last = lines[-1]
+    samples = round(last["consumed_samples"] / last["epoch"])
+    assert last["epoch"] == pytest.approx(1.5, abs=0.5 / samples)
+    assert last["consumed_samples"] == round(1.5 * samples)
+    assert last["update"] == -(-last["consumed_samples"] // 8)
+    held = [line["update"] for line in lines if "eval_loss" in line]
+    assert held == [0, -(-samples // 8), last["update"]], "before training, at the end of the epoch, at the end"
+
+
+def test_trackers_were_fed(scratch):
+    output, _, shown = scratch
+    assert list(output.rglob("events.out.tfevents*")), "tensorboard"
+    assert list(output.rglob("*.wandb")), "wandb, offline"
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_random_weights_are_the_same_under_every_strategy(scratch, text, cache, tmp_path, strategy):
+    """Also under ZeRO-3, where weights drawn share by share would differ (a trap of zero.Init)."""
+    lines = launch(
+        tmp_path / "run", *SCRATCH, "--train_file", text, "--max_train_steps", "2", "--max_train_samples", "12",
+        "--sample_tokens", "8", "--cache_dir", cache, strategy=strategy, processes=2,
+    )  # fmt: skip
+    reference = scratch[1]
+    assert lines[0]["eval_loss"] == pytest.approx(reference[0]["eval_loss"], rel=1e-6)
+    assert updates(lines)[0]["loss"] == pytest.approx(updates(reference)[0]["loss"], rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert all(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [
+        ("loss full", ["--loss", "full"], 1e-5),
+        ("gradient checkpointing", ["--gradient_checkpointing"], 1e-5),
+        ("eager attention", ["--attn_implementation", "eager"], 1e-5),
+        ("workers", ["--dataloader_num_workers", "1"], 1e-5),
+        ("torch.compile", ["--torch_compile", "--max_train_steps", "3"], 1e-4),
+        ("bf16", ["--precision", "bf16"], 2e-2),
+    ],
+)
+def test_options_that_change_the_cost_and_not_the_curve(scratch, text, cache, tmp_path, name, options, tolerance):
+    lines = launch(
+        tmp_path / "run", *SCRATCH, "--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12",
+        "--cache_dir", cache, *options,
+    )  # fmt: skip
+    ours, expected = ([line["loss"] for line in updates(each)] for each in (lines, scratch[1]))
+    assert len(ours) >= 3
+    assert ours == pytest.approx(expected[: len(ours)], rel=tolerance)
+
+
+def test_a_second_run_in_the_same_folder(scratch, text, cache):
+    """The same run may start over; a different one is refused."""
+    output, lines, _ = scratch
+    again = ["--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12", "--cache_dir", cache]
+    done = launched(output, *SCRATCH, *again, "--learning_rate", "2e-3")
+    assert done.returncode != 0
+    assert "holds a different run: learning_rate was 0.001, now 0.002" in done.stderr
+    assert "--overwrite_output_dir" in done.stderr
+    assert metrics(output) == lines
+
+
+# --------------------------------------------------------------------------------------------- pairs of the user's own
+
+
+def pair(folder, content: dict) -> str:
+    """A user's own DeepSpeed JSON and the YAML that names it."""
+    (folder / "mine.json").write_text(json.dumps(content))
+    settings = {"deepspeed_config_file": str(folder / "mine.json"), "zero3_init_flag": False}
+    config = dict(compute_environment="LOCAL_MACHINE", distributed_type="DEEPSPEED", num_processes=2, num_machines=1,
+                  machine_rank=0, deepspeed_config=settings)  # fmt: skip
+    (folder / "mine.yaml").write_text(yaml.safe_dump(config))
+    return str(folder / "mine.yaml")
+
+
+def test_deepspeeds_own_scheduler_gives_the_recipes_curve(text, cache, tmp_path):
+    """With 2 processes and "auto" everywhere: where accelerate alone would reach zero at half of the run."""
+    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    config = pair(tmp_path, {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": auto},
+    })  # fmt: skip
+    lines = launch(
+        tmp_path / "run", *SCRATCH, "--train_file", text, "--max_train_steps", "20", "--num_warmup_steps", "4",
+        "--lr_scheduler_type", "linear", "--cache_dir", cache, strategy=config,
+    )  # fmt: skip
+    expected = [1e-3 * (k / 4 if k < 4 else (20 - k) / 16) for k in range(20)]
+    assert [line["learning_rate"] for line in updates(lines)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    effective = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())["deepspeed"]
+    assert effective["scheduler"]["params"]["total_num_steps"] == 20
+    assert "auto" not in json.dumps(effective)
+
+
+def test_a_contradiction_stops_the_launch_with_one_message(text, cache, tmp_path):
+    config = pair(tmp_path, {"gradient_clipping": 0.3, "zero_optimization": {"stage": 2}})
+    done = launched(tmp_path / "run", *SCRATCH, "--train_file", text, "--max_grad_norm", "1.0", strategy=config)
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert (
+        f"{tmp_path / 'mine.json'} says gradient_clipping = 0.3, and max_grad_norm = 1.0 (--max_grad_norm)"
+        in done.stderr
+    )
+    assert "exitcode: 2" in done.stderr.replace(" ", "").replace("exitcode:2", "exitcode: 2"), done.stderr[-1500:]
+    assert not (tmp_path / "run").exists()
+
+
+# ----------------------------------------------------------------------------------------------- the published command
+
+
+def test_the_published_command_word_for_word(shared, tmp_path):
+    """Its names resolve to folders here, as the hub cannot be reached: a small gpt2-xl, and a WikiText of our own."""
+    tiny_model("gpt2", vocab_size=50257, n_positions=128).config.save_pretrained(tmp_path / "gpt2-xl")
+    for file in (shared / "tokenizers" / "gpt2").iterdir():
+        shutil.copy(file, tmp_path / "gpt2-xl" / file.name) if file.name != "config.json" else None
+    (tmp_path / "wikitext").mkdir()
+    front = ["---", "configs:", "- config_name: wikitext-2-raw-v1", "  data_files:"]
+    for split in ("train", "validation"):
+        rows = (shared / "wikitext-2" / "valid.txt").read_text().splitlines(keepends=True)
+        rows = rows[:400] if split == "train" else rows[400:420]
+        (tmp_path / "wikitext" / f"{split}.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        )
+        front += [f"  - split: {split}", f"    path: {split}.jsonl"]
+    (tmp_path / "wikitext" / "README.md").write_text("\n".join([*front, "---", ""]))
+
+    import subprocess
+
+    from helpers import BIN
+
+    published = """accelerate launch train/clm.py --config_name "gpt2-xl" --tokenizer_name "gpt2-xl"
+      --dataset_name "wikitext" --dataset_config_name "wikitext-2-raw-v1" --block_size 128
+      --output_dir "outputs/clm_deepspeed_stage3_offload__accelerate" --learning_rate 5e-4
+      --per_device_train_batch_size 16 --per_device_eval_batch_size 1 --num_train_epochs 1 --with_tracking
+      --report_to "wandb" """
+    words = shlex.split(published)
+    words[0], words[2] = str(BIN / "accelerate"), str(ROOT / "train" / "clm.py")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    output = tmp_path / "outputs" / "clm_deepspeed_stage3_offload__accelerate"
+    lines = metrics(output)
+    assert lines[-1]["epoch"] == 1.0
+    assert updates(lines)[0]["learning_rate"] == 5e-4
+    assert list(output.rglob("*.wandb"))
