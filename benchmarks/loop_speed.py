@@ -18,7 +18,9 @@ Tokens/s are those of the wall clock over the updates after the warm-up, the dev
 are taken within a round. All contenders must arrive at the same loss, or there is nothing to compare: then it stops.
 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
-updates in all rounds, is disturbed least; many short rounds (--rounds 15 --updates 6) help there too.
+updates in all rounds, is disturbed least; many short rounds help there too (--rounds 15 --updates 6 --warmup 2), and so
+does OMP_WAIT_POLICY=passive in front of the command: OpenMP's threads then sleep while they wait for one whose core has
+been taken away, where spinning can cost many times over. It holds for all contenders alike.
 """
 
 import argparse
@@ -178,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     path = Path(options.output or f"outputs/benchmarks/{'startup' if startup else 'loop_speed'}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = describe_environment([sys.executable, *sys.argv], device)
-    content = {**figures, "options": dataclasses.asdict(options), "environment": environment}
+    openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "GOMP_", "KMP_"))}
+    content = {**figures, "options": dataclasses.asdict(options), "openmp": openmp, "environment": environment}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
     return 0

@@ -1,8 +1,10 @@
-"""Causal language modelling: GPT-2, GPT-NeoX, Llama and every other AutoModelForCausalLM, from scratch or continued.
+r"""Causal language modelling: GPT-2, GPT-NeoX, Llama and every other AutoModelForCausalLM, from scratch or continued.
 
     accelerate launch train/clm.py --config recipes/clm/stdlib-gpt2.yaml
-    accelerate launch --config_file accelerate_configs/zero2.yaml train/clm.py --config recipes/clm/gpt2-xl-wikitext2.yaml
-    accelerate launch train/clm.py --model_name_or_path gpt2 --train_file notes.txt --block_size 512 --output_dir outputs/notes
+    accelerate launch --config_file accelerate_configs/zero2.yaml \
+        train/clm.py --config recipes/clm/gpt2-xl-wikitext2.yaml
+    accelerate launch train/clm.py --model_name_or_path gpt2 --train_file notes.txt \
+        --block_size 512 --output_dir outputs/notes
 
 Read `main` from top to bottom: what is loaded, how text becomes batches, what the loss is, what is left behind.
 """
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     engine = session.prepare(model)
     notes.append(settle_loss(engine, recipe))
 
-    # The loss is a sum over next tokens (train/model/loss.py); the loop divides it by their number in the global batch.
+    # The loss is a sum over next tokens (train/model/loss.py); the loop divides by their number in the global batch.
     job = Job(
         recipe=recipe,
         train_set=data.train,

@@ -42,10 +42,11 @@ def run(stories, shared, cache, tmp_path_factory):
             strategy, processes, micro = LAYOUTS[layout]
             output = folder / f"{data}-{layout.replace(' ', '_')}"
             lines = launch(
-                output, "--model_name_or_path", stories, "--train_file", shared / "text" / "tinystories_a.txt", *DATA[data],
-                "--per_device_train_batch_size", micro, "--global_batch_size", GLOBAL_BATCH, "--max_train_steps", UPDATES,
-                "--learning_rate", "5e-4", "--num_warmup_steps", "5", "--weight_decay", "0.1", "--max_eval_samples", "17",
-                "--precision", "fp32", "--cache_dir", cache, strategy=strategy, processes=processes,
+                output, "--model_name_or_path", stories, "--train_file", shared / "text" / "tinystories_a.txt",
+                *DATA[data], "--per_device_train_batch_size", micro, "--global_batch_size", GLOBAL_BATCH,
+                "--max_train_steps", UPDATES, "--learning_rate", "5e-4", "--num_warmup_steps", "5",
+                "--weight_decay", "0.1", "--max_eval_samples", "17", "--precision", "fp32", "--cache_dir", cache,
+                strategy=strategy, processes=processes,
             )  # fmt: skip
             done[data, layout] = lines, output
         return done[data, layout]

@@ -26,7 +26,9 @@ def folder(tmp_path_factory):
 
 CASES = {
     "unknown key": (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
-    "unknown key in a file": (["--config", "{folder}/typo.yaml"], ["typo.yaml, line 1", "learnin_rate", "learning_rate?"]),
+    "unknown key in a file": (
+        ["--config", "{folder}/typo.yaml"], ["typo.yaml, line 1", "learnin_rate", "learning_rate?"],
+    ),
     "wrong type": (["--block_size", "big"], ["--block_size big", "an integer"]),
     "wrong type in a file": (["--config", "{folder}/text.yaml"], ["learning_rate", "'1e-3'", "without the quotes"]),
     "missing file": (["--train_file", "{folder}/absent.txt"], ["train_file", "absent.txt", "no such file"]),
@@ -34,7 +36,9 @@ CASES = {
     "a file without text": (["--train_file", "{folder}/blank.txt", "--document_separator", "line"], ["no text"]),
     "not UTF-8": (["--train_file", "{folder}/latin.txt"], ["latin.txt is not UTF-8", "0xe9 at offset 3", "iconv"]),
     "block size": (["--block_size", "65"], ["block_size = 65 (--block_size)", "64 positions", "64 or less"]),
-    "a split without samples": (["--validation_split_percentage", "100"], ["validation_split_percentage = 100", "no sample"]),
+    "a split without samples": (
+        ["--validation_split_percentage", "100"], ["validation_split_percentage = 100", "no sample"],
+    ),
     "a split that holds out nothing": (
         ["--validation_split_percentage", "0.0001", "--document_separator", "file"],
         ["validation_split_percentage = 0.0001", "no sample"],
@@ -46,7 +50,9 @@ CASES = {
     "a hub model without a network": (
         ["--config_name", "no_such_org/no_such_model"], ["config_name = 'no_such_org/no_such_model'", "gpt2-xl"],
     ),
-    "a model folder that is not there": (["--config_name", "./no/such"], ["config_name = './no/such'", "no such folder"]),
+    "a model folder that is not there": (
+        ["--config_name", "./no/such"], ["config_name = './no/such'", "no such folder"],
+    ),
     "fewer samples than one global batch": (
         ["--global_batch_size", "4096"], ["fewer than one global batch of 4096", "per_device_train_batch_size"],
     ),

@@ -1,4 +1,4 @@
-"""Real launches of the causal task: real weights, from scratch, user's own DeepSpeed JSON, the published command, ..."""
+"""Real launches of the causal task: real weights, scratch, a user's own DeepSpeed JSON, the published command, ..."""
 
 import json
 import shlex
@@ -85,7 +85,7 @@ def scratch(text, cache, tmp_path_factory):
 
 
 def test_the_run_folder(scratch):
-    output, lines, shown = scratch
+    output, _, shown = scratch
     names = {path.name for path in output.iterdir()}
     assert {"recipe.yaml", "strategy.yaml", "environment.json", "metrics.jsonl", "loss.png", "model"} <= names
     assert (output / "loss.png").stat().st_size > 10_000
@@ -123,7 +123,7 @@ def test_an_epoch_is_every_sample_once(scratch):
 
 
 def test_trackers_were_fed(scratch):
-    output, _, shown = scratch
+    output, _, _ = scratch
     assert list(output.rglob("events.out.tfevents*")), "tensorboard"
     assert list(output.rglob("*.wandb")), "wandb, offline"
 
@@ -181,8 +181,8 @@ def pair(folder, content: dict) -> str:
     """A user's own DeepSpeed JSON and the YAML that names it."""
     (folder / "mine.json").write_text(json.dumps(content))
     settings = {"deepspeed_config_file": str(folder / "mine.json"), "zero3_init_flag": False}
-    config = dict(compute_environment="LOCAL_MACHINE", distributed_type="DEEPSPEED", num_processes=2, num_machines=1,
-                  machine_rank=0, deepspeed_config=settings)  # fmt: skip
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 2,
+              "num_machines": 1, "machine_rank": 0, "deepspeed_config": settings}  # fmt: skip
     (folder / "mine.yaml").write_text(yaml.safe_dump(config))
     return str(folder / "mine.yaml")
 

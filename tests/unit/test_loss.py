@@ -113,9 +113,13 @@ def test_without_labels_the_model_answers_as_before():
 def test_a_model_that_scales_its_logits_is_found_out():
     from transformers import AutoModelForCausalLM, GraniteConfig
 
-    sizes = dict(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64
-    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(GraniteConfig(vocab_size=97, logits_scaling=0.1, **sizes)).eval()
     install_loss(model, "chunked")

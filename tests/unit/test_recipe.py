@@ -9,9 +9,10 @@ from helpers import ROOT
 from train.recipe import ClmRecipe, UserError, parse_recipe
 
 PUBLISHED = """--config_name "gpt2-xl" --tokenizer_name "gpt2-xl" --dataset_name "wikitext"
-  --dataset_config_name "wikitext-2-raw-v1" --block_size 128 --output_dir "outputs/clm_deepspeed_stage3_offload__accelerate"
-  --learning_rate 5e-4 --per_device_train_batch_size 16 --per_device_eval_batch_size 1 --num_train_epochs 1
-  --with_tracking --report_to "wandb" """
+  --dataset_config_name "wikitext-2-raw-v1" --block_size 128
+  --output_dir "outputs/clm_deepspeed_stage3_offload__accelerate" --learning_rate 5e-4
+  --per_device_train_batch_size 16 --per_device_eval_batch_size 1 --num_train_epochs 1 --with_tracking
+  --report_to "wandb" """
 
 MINIMAL = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
 

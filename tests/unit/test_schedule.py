@@ -1,5 +1,7 @@
 """The learning rate: transformers' shapes, counted in updates, and DeepSpeed's scheduler held against it."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import get_scheduler
@@ -34,7 +36,7 @@ def test_wsd_rises_stays_and_falls_to_the_smallest_rate():
     assert values[:10] == pytest.approx([update / 10 for update in range(10)])
     assert set(values[10:81]) == {1.0}
     assert values[-1] == pytest.approx(0.1 + 0.9 / 20)
-    assert all(later < earlier for earlier, later in zip(values[80:], values[81:]))
+    assert all(later < earlier for earlier, later in itertools.pairwise(values[80:]))
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
@@ -83,17 +85,17 @@ def test_deepspeeds_linear_schedule_is_the_recipes():
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        (deepspeed("WarmupDecayLR", warmup_type="log"), dict(num_warmup_steps=10), ["warmup_type", "log", "linear"]),
-        (deepspeed("WarmupDecayLR", total_num_steps=50), dict(num_warmup_steps=10), ["total_num_steps = 50", "100"]),
+        (deepspeed("WarmupDecayLR", warmup_type="log"), {"num_warmup_steps": 10}, ["warmup_type", "log", "linear"]),
+        (deepspeed("WarmupDecayLR", total_num_steps=50), {"num_warmup_steps": 10}, ["total_num_steps = 50", "100"]),
         (
             deepspeed("WarmupDecayLR", warmup_num_steps=5),
-            dict(num_warmup_steps=10),
+            {"num_warmup_steps": 10},
             ["= 5", "10", "--num_warmup_steps"],
         ),
-        (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), dict(num_warmup_steps=9), ["warmup_max_lr = 1.0", "5e-05"]),
-        (deepspeed("WarmupDecayLR"), dict(num_warmup_steps=1), ["update 2", "Remove the scheduler block"]),
-        (deepspeed("WarmupLR"), dict(lr_scheduler_type="cosine"), ["WarmupLR", "cosine", "--lr_scheduler_type"]),
-        (deepspeed("WarmupDecay"), dict(num_warmup_steps=9), ["did you mean WarmupDecayLR"]),
+        (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), {"num_warmup_steps": 9}, ["warmup_max_lr = 1.0", "5e-05"]),
+        (deepspeed("WarmupDecayLR"), {"num_warmup_steps": 1}, ["update 2", "Remove the scheduler block"]),
+        (deepspeed("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["WarmupLR", "cosine", "--lr_scheduler_type"]),
+        (deepspeed("WarmupDecay"), {"num_warmup_steps": 9}, ["did you mean WarmupDecayLR"]),
     ],
 )
 def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):

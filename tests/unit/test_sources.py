@@ -112,8 +112,8 @@ def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
 
 def test_workers_change_nothing(tmp_path, cache):
     path = write(tmp_path, "a.jsonl")
-    options = dict(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], block_size=32,
-                   validation_split_percentage=0)  # fmt: skip
+    options = {"config_name": "gpt2", "train_tokenizer_vocab_size": 280, "train_file": [str(path)], "block_size": 32,
+               "validation_split_percentage": 0}  # fmt: skip
     sets = []
     for number, workers in enumerate((None, 2)):
         recipe = ClmRecipe(**options, preprocessing_num_workers=workers, cache_dir=f"{tmp_path}/cache{number}")

@@ -33,8 +33,8 @@ class CausalCollator:
 
     Args:
         pad_id: the token that fills rows; its label is ignored and attention does not see it.
-        flatten: lay the micro-batch out as one row (1, B * T). FlashAttention finds document boundaries in position_ids
-            only in that form.
+        flatten: lay the micro-batch out as one row (1, B * T). FlashAttention finds document boundaries in
+            position_ids only in that form.
     """
 
     pad_id: int

@@ -31,12 +31,14 @@ class TextData:
         mean = contents.tokens / contents.documents
         if isinstance(self.train, PackedBlocks) and self.train.boundaries and mean < self.block_size / 4:
             return [
-                f"hint      a document ({self.unit}) has {mean:.0f} tokens on average and attention stays inside it: if these "
-                "are lines of longer texts, --packing concatenate or another --document_separator gives longer contexts"
+                f"hint      a document ({self.unit}) has {mean:.0f} tokens on average and attention stays inside it: "
+                "if these are lines of longer texts, --packing concatenate or another --document_separator gives "
+                "longer contexts"
             ]
         if contents.truncated > 0.1 * contents.tokens:
             return [
-                f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: a larger --block_size, or packing, keeps them"
+                f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: "
+                "a larger --block_size, or packing, keeps them"
             ]
         return []
 

@@ -72,7 +72,7 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
     return dataset if limit is None or limit >= len(dataset) else dataset.select(range(limit))
 
 
-# ------------------------------------------------------------------------------------------------------------------ hub
+# ----------------------------------------------------------------------------------------------------------------- hub
 
 
 def _from_hub(recipe: SourceOptions) -> dict[str, Dataset]:
@@ -95,7 +95,7 @@ def _from_hub(recipe: SourceOptions) -> dict[str, Dataset]:
     return {part: found[part] for part in ("train", "validation") if part in found}
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# --------------------------------------------------------------------------------------------------------------- files
 
 
 def _from_files(recipe: ClmRecipe) -> tuple[dict[str, Dataset], str]:
@@ -208,7 +208,7 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 
 
-# -------------------------------------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------------------------------------- records
 
 
 def _text_column(dataset: Dataset, wanted: str | None) -> str:

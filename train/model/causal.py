@@ -44,12 +44,13 @@ def settle_loss(engine, recipe: ClmRecipe) -> str:
     """
     kind, why = choose_loss(recipe.loss, engine.device)
     vocab_size = engine.module.get_input_embeddings().num_embeddings
+    this_model = f"this model ({engine.module.config.model_type})"
     engine.model.eval()
     if recipe.packing == "documents" and documents_leak(engine.model, vocab_size, engine.device):
         implementation = engine.module.config._attn_implementation
         raise UserError(
-            f"packing = documents: with attn_implementation = {implementation!r} this model ({engine.module.config.model_type}) "
-            "lets a document see the one before it in its block. Use --attn_implementation sdpa or eager, or --packing none, "
+            f"packing = documents: with attn_implementation = {implementation!r} {this_model} lets a document "
+            "see the one before it in its block. Use --attn_implementation sdpa or eager, or --packing none, "
             "or --packing concatenate to accept it"
         )
     if kind != "full":
@@ -59,8 +60,8 @@ def settle_loss(engine, recipe: ClmRecipe) -> str:
         if not difference < TOLERANCE[engine.strategy.precision]:
             if recipe.loss != "auto":
                 raise UserError(
-                    f"loss = {recipe.loss}: for this model ({engine.module.config.model_type}) it differs from the plain loss "
-                    f"by {difference:.1e}. Use --loss full"
+                    f"loss = {recipe.loss}: for {this_model} it differs from the plain loss by {difference:.1e}. "
+                    "Use --loss full"
                 )
             engine.module.loss_kind = "full"
             why = (

@@ -1,4 +1,4 @@
-"""The model's configuration: from pretrained weights, from the architectures in this tree, from a folder or the hub."""
+"""The model's configuration: from pretrained weights, the architectures in this tree, a folder or the hub."""
 
 import json
 from functools import cache

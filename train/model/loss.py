@@ -41,10 +41,8 @@ def choose_loss(wanted: str, device: torch.device) -> tuple[str, str]:
         return "chunked", "chunked: torch's linear cross entropy, logits are never held whole"
     if liger:
         return "liger", "liger: Liger's fused linear cross entropy, logits are never held whole"
-    return (
-        "full",
-        f"full: torch {torch.__version__} has no linear_cross_entropy and Liger is not at hand, so all logits are held",
-    )
+    why = f"torch {torch.__version__} has no linear_cross_entropy and Liger is not at hand, so all logits are held"
+    return "full", f"full: {why}"
 
 
 @functools.cache

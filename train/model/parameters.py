@@ -1,4 +1,4 @@
-"""Sizes of parameters as they really are: under ZeRO-3 a parameter's own shape is empty and its true one is ds_shape."""
+"""Sizes of parameters as they really are: under ZeRO-3 a parameter's own shape is empty, its true one is ds_shape."""
 
 from collections.abc import Iterable
 

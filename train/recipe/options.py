@@ -65,7 +65,8 @@ class ModelOptions(Recipe):
         starts = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
         if not starts:
             found.append(
-                "no model: set model_name_or_path (pretrained weights) or config_name (from scratch), e.g. --config_name gpt2"
+                "no model: set model_name_or_path (pretrained weights) or config_name (from scratch), "
+                "e.g. --config_name gpt2"
             )
         if "model_name_or_path" in starts and len(starts) > 1:
             found.append(
@@ -97,8 +98,11 @@ class SourceOptions(Recipe):
 
     dataset_name: str | None = option(None, "A dataset on the hub, or a folder that the datasets library can load.")
     dataset_config_name: str | None = option(None, "Its configuration.")
-    train_file: list[str] | None = option(None, ".txt, .json(l), .csv, .parquet, also .gz: files or globs.")
-    validation_file: list[str] | None = option(None, "The same for the held-out data.")
+    # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
+    train_file: list[str] | None = option(  # noqa: RUF009
+        None, ".txt, .json(l), .csv, .parquet, also .gz: files or globs."
+    )
+    validation_file: list[str] | None = option(None, "The same for the held-out data.")  # noqa: RUF009
     validation_split_percentage: float = option(
         5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
     )
@@ -120,8 +124,8 @@ class SourceOptions(Recipe):
             )
         if self.validation_split_percentage >= 100:
             found.append(
-                f"validation_split_percentage = {self.validation_split_percentage:g}: it leaves no sample to train on; "
-                "choose a value below 100"
+                f"validation_split_percentage = {self.validation_split_percentage:g}: "
+                "it leaves no sample to train on; choose a value below 100"
             )
         return found
 
@@ -141,8 +145,8 @@ class TextOptions(Recipe):
     )
     packing: str = option(
         "documents",
-        "documents: fill blocks, attention stays inside each document; concatenate: fill blocks and ignore boundaries, "
-        "as group_texts does; none: one document a row, cut at block_size and padded.",
+        "documents: fill blocks, attention stays inside each document; concatenate: fill blocks and ignore "
+        "boundaries, as group_texts does; none: one document a row, cut at block_size and padded.",
         choices=("documents", "concatenate", "none"),
     )
     append_eos: bool | None = option(
@@ -193,7 +197,8 @@ class OptimizerOptions(Recipe):
         found = super().problems()
         if self.warmup_ratio is not None and self.num_warmup_steps:
             found.append(
-                f"num_warmup_steps = {self.num_warmup_steps} and warmup_ratio = {self.warmup_ratio:g}: keep one of the two"
+                f"num_warmup_steps = {self.num_warmup_steps} and warmup_ratio = {self.warmup_ratio:g}: "
+                "keep one of the two"
             )
         for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
             value = getattr(self, name)

@@ -69,7 +69,7 @@ def _annotations(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-# ---------------------------------------------------------------------------------------------------------------- flags
+# --------------------------------------------------------------------------------------------------------------- flags
 
 
 def _read_flags(argv: list[str], kinds: dict, problems: list[str]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems:
     values[name] = parsed if kind.many else parsed[0]
 
 
-# ----------------------------------------------------------------------------------------------------------------- YAML
+# ---------------------------------------------------------------------------------------------------------------- YAML
 
 
 class _Loader(yaml.SafeLoader):
@@ -144,7 +144,9 @@ def _read_yaml(path: str, problems: list[str]) -> dict[str, tuple[Any, int]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/")
+        raise UserError(
+            f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/"
+        ) from None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -173,7 +175,8 @@ def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problem
         parsed = [checked(item, kind.base) for item in items]
     except ValueError:
         problems.append(
-            f"{source}: {name} is {_show(value)}, {_type_name(value)}; expected {kind.words}{_unquote_hint(value, kind)}"
+            f"{source}: {name} is {_show(value)}, {_type_name(value)}; "
+            f"expected {kind.words}{_unquote_hint(value, kind)}"
         )
         return
     values[name] = parsed if kind.many else parsed[0]
@@ -204,13 +207,14 @@ def _show(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-# ----------------------------------------------------------------------------------------------------------------- help
+# ---------------------------------------------------------------------------------------------------------------- help
 
 
 def _help(cls: type, prog: str) -> str:
     kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
+    launcher = "accelerate launch [--config_file accelerate_configs/NAME.yaml]"
     lines = [
-        f"usage: accelerate launch [--config_file accelerate_configs/NAME.yaml] {prog} [--config RECIPE] [--option value]",
+        f"usage: {launcher} {prog} [--config RECIPE] [--option value]",
         "",
         "A recipe (YAML) and flags set the same options; flags win. Options and their defaults:",
     ]

@@ -1,5 +1,6 @@
 """What the machine does: tokens and floating-point operations a second, and memory. Measured, never assumed."""
 
+import contextlib
 import resource
 import statistics
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (SXM / OAM form where there are two).
+# Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (of two forms, the SXM / OAM one).
 PEAK_HALF = {
     "B200": 2250e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12,
@@ -33,10 +34,8 @@ class MemoryMeter:
 
     def reset(self) -> None:
         if self.device.type == "cpu":
-            try:
+            with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # Linux: lowers the high-water mark to what is resident
-            except OSError:
-                pass
         else:
             torch.accelerator.reset_peak_memory_stats()
 

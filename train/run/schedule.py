@@ -44,12 +44,13 @@ def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule,
     warnings = []
     if recipe.lr_scheduler_type == "constant" and warmup:
         warnings.append(
-            f"num_warmup_steps = {warmup} has no effect with lr_scheduler_type = constant (constant_with_warmup has one)"
+            f"num_warmup_steps = {warmup} has no effect with lr_scheduler_type = constant "
+            "(constant_with_warmup has one)"
         )
     elif warmup >= num_updates:
         warnings.append(
-            f"num_warmup_steps = {warmup} and the run has {num_updates} updates: the learning rate never reaches its peak "
-            f"of {recipe.learning_rate:g}"
+            f"num_warmup_steps = {warmup} and the run has {num_updates} updates: "
+            f"the learning rate never reaches its peak of {recipe.learning_rate:g}"
         )
     decay = round(recipe.wsd_decay_ratio * num_updates)
     schedule = Schedule(

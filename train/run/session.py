@@ -166,14 +166,12 @@ class Session:
 
     def _summary(self, results: dict[str, Any]) -> list[str]:
         before, after = results["before"], results["after"]
+        tokens_per_s = self.meter.typical()
+        flops_per_s = tokens_per_s * self.meter.flops_per_token
+        mfu = f", MFU {flops_per_s / self.meter.peak:.1%}" if self.meter.peak else ""
         lines = [
             f"trained     {self.length.num_updates:,} updates in {duration(results['seconds'])}, "
-            f"{self.meter.typical():,.0f} tokens/s, {self.meter.typical() * self.meter.flops_per_token / 1e12:.3g} TFLOP/s"
-            + (
-                f", MFU {self.meter.typical() * self.meter.flops_per_token / self.meter.peak:.1%}"
-                if self.meter.peak
-                else ""
-            )
+            f"{tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}"
         ]
         for name, value in after.items():
             was = f"{before[name]:.4f} -> " if name in before else ""
@@ -189,10 +187,12 @@ def model_card(task: str, recipe: ClmRecipe, results: dict[str, Any], environmen
     figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
+    shown = [name for name in ("torch", "transformers", "accelerate", "deepspeed") if name in packages]
+    versions = ", ".join(f"{name} {packages[name]}" for name in shown)
+    options = {name: value for name, value in recipe.to_dict().items() if recipe.source(name)}
     return "\n".join([
         *front, "", f"# {recipe.run_name or 'A model trained with zerofit'}", "",
         f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}.", *measured, "",
-        f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, "
-        + ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "accelerate", "deepspeed") if name in packages),
-        "", "```json", json.dumps({k: v for k, v in recipe.to_dict().items() if recipe.source(k)}, indent=2), "```", "",
+        f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
+        "", "```json", json.dumps(options, indent=2), "```", "",
     ])  # fmt: skip

@@ -1,1 +1,4 @@
-"""HOW to train: reads and checks the strategy pair, builds the Accelerator and the engine. Only here is DeepSpeed named."""
+"""HOW to train: reads and checks the strategy pair, builds the Accelerator and the engine.
+
+Only here is DeepSpeed named.
+"""

@@ -47,7 +47,7 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
         raise UserError(
             f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
             f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) disagree: with "
-            f"per_device_train_batch_size = {micro} and {world_size} processes the accumulation is {wanted // one_pass}. "
-            "Set one of the two"
+            f"per_device_train_batch_size = {micro} and {world_size} processes the accumulation is "
+            f"{wanted // one_pass}. Set one of the two"
         )
     return Batches(micro, wanted // one_pass, world_size)

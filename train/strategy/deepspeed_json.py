@@ -108,7 +108,7 @@ def _unknown_keys(config: dict) -> list[str]:
     return sorted(problems)
 
 
-# -------------------------------------------------------------------------------------------------- filling and checking
+# ------------------------------------------------------------------------------------------------ filling and checking
 
 
 def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[dict, Batches]:

@@ -226,7 +226,7 @@ def check_deepspeed_schedule(config: dict, source: str, schedule: Schedule) -> N
         theirs, ours = optimizer.param_groups[0]["lr"], schedule(update)
         if abs(theirs - ours) > 1e-6 * schedule.peak:
             raise UserError(
-                f"{source}: at update {update + 1} scheduler {block['type']} gives a learning rate of {theirs:g}, and the "
-                f"recipe ({schedule.shape}, {schedule.num_warmup} warm-up updates of {schedule.num_updates}) states "
-                f"{ours:g}. Remove the scheduler block: then the recipe's schedule is used"
+                f"{source}: at update {update + 1} scheduler {block['type']} gives a learning rate of {theirs:g}, "
+                f"and the recipe ({schedule.shape}, {schedule.num_warmup} warm-up updates of {schedule.num_updates}) "
+                f"states {ours:g}. Remove the scheduler block: then the recipe's schedule is used"
             )

@@ -77,7 +77,7 @@ def read_launch() -> Launch:
 
 
 def _launcher() -> tuple[list[str], str | None, bool]:
-    """(command line, --config_file, whether it was given OMP_NUM_THREADS) of the `accelerate launch` above this process.
+    """(command line, --config_file, whether OMP_NUM_THREADS was given) of the `accelerate launch` above this process.
 
     accelerate hands its settings down as environment variables, but not the name of the file that they came from.
     """

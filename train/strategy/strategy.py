@@ -80,8 +80,8 @@ class Strategy:
         )
         if accelerator.num_processes != self.launch.world_size:
             raise RuntimeError(
-                f"the launcher started {self.launch.world_size} processes, and accelerate sees {accelerator.num_processes} "
-                f"({accelerator.distributed_type}): each would train alone"
+                f"the launcher started {self.launch.world_size} processes, and accelerate sees "
+                f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
             )
         return accelerator
 
@@ -96,7 +96,7 @@ class Strategy:
 
     @property
     def model_dtype(self):
-        """The dtype in which weights are held: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
+        """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
         import torch
 
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,8 +117,8 @@ class Strategy:
         if needed < available / 2:
             return self._whole()
         self.notes.append(
-            f"random weights are drawn share by share (whole ones would take {needed / 2**30:.1f} GiB of this machine's "
-            f"{available / 2**30:.1f}): they differ from those of other strategies at the same seed"
+            f"random weights are drawn share by share (whole ones would take {needed / 2**30:.1f} GiB of this "
+            f"machine's {available / 2**30:.1f}): they differ from those of other strategies at the same seed"
         )
         return contextlib.nullcontext()
 
@@ -162,6 +162,7 @@ def _settle_precision(recipe, statements: list[tuple[str | None, str]]) -> str:
     if len({value for value, _ in said}) > 1:
         sides = " and ".join(f"{value} ({source})" for value, source in said)
         raise UserError(
-            f"precision is {sides}: make them agree. The recipe's `precision` is its place, the others may leave it open"
+            f"precision is {sides}: make them agree. The recipe's `precision` is its place, "
+            "the others may leave it open"
         )
     return said[0][0] if said else "fp32"
