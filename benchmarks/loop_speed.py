@@ -18,9 +18,9 @@ Tokens/s are those of the wall clock over the updates after the warm-up, the dev
 are taken within a round. All contenders must arrive at the same loss, or there is nothing to compare: then it stops.
 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
-updates in all rounds, is disturbed least; many short rounds help there too (--rounds 15 --updates 6 --warmup 2), and so
-does OMP_WAIT_POLICY=passive in front of the command: OpenMP's threads then sleep while they wait for one whose core has
-been taken away, where spinning can cost many times over. It holds for all contenders alike.
+updates in all rounds, is disturbed least. Many short rounds help there too (--rounds 15 --updates 6 --warmup 2), and
+so does OMP_WAIT_POLICY=passive in front of the command: OpenMP's threads then sleep while they wait for one whose core
+has been taken away, where spinning can cost many times over. It holds for all contenders alike.
 """
 
 import argparse

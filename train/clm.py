@@ -73,21 +73,30 @@ def main(argv: list[str] | None = None) -> int:
         *(note for note in notes if note),
     )
     results = session.train(job, meter)
-    session.finish(results, data.tokenizer, sample=_sample(engine, recipe, data.tokenizer))
+    session.export(results, data.tokenizer)
+    if recipe.sample_tokens:
+        text = sample(engine, recipe, data.tokenizer)
+        session.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
+    session.close()
     return 0
 
 
-def _sample(engine, recipe: ClmRecipe, tokenizer) -> str | None:
-    """Text that the trained model writes after `sample_prompt`, if the recipe asks for any."""
-    if not recipe.sample_tokens:
-        return None
+def sample(engine, recipe: ClmRecipe, tokenizer) -> str:
+    """Text that the trained model writes after `sample_prompt`, as long as its positions allow."""
     import torch
 
-    prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token
-    torch.manual_seed(recipe.seed)  # all ranks draw the same tokens
+    prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token or "\n"
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    written = engine.generate(ids, max_new_tokens=recipe.sample_tokens, do_sample=True, temperature=0.8, top_k=50,
-                              pad_token_id=tokenizer.eos_token_id)  # fmt: skip
+    room = getattr(engine.module.config, "max_position_embeddings", 10**6) - ids.shape[1]
+    torch.manual_seed(recipe.seed)  # all ranks draw the same tokens
+    written = engine.generate(
+        ids,
+        max_new_tokens=max(1, min(recipe.sample_tokens, room)),
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     return tokenizer.decode(written[0], skip_special_tokens=True)
 
 

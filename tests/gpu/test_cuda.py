@@ -50,7 +50,9 @@ def test_documents_stay_apart(attention, dtype):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain"])
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain"]
+)
 def test_every_pair_trains_in_every_precision(tmp_path, cache, strategy, precision):
     lines = launch(
         tmp_path / "run", *SCRATCH, "--precision", precision, "--cache_dir", cache, strategy=strategy, processes=1

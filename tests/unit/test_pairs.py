@@ -135,6 +135,9 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}, ["optimizer.params.lr", "5e-4 without quotes"]),
         ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
         ({"gradient_clipping": True}, ["gradient_clipping", "expected a number"]),
+        ({"bf16": True}, ["bf16 = true", "expected an object"]),
+        ({"optimizer": "AdamW"}, ['optimizer = "AdamW"', "expected an object"]),
+        ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
@@ -202,6 +205,11 @@ def test_precision_of_a_json(launched, tmp_path):
     assert read_strategy(recipe()).deepspeed["bf16"]["enabled"] is True
     with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp16 \(--precision\)"):
         read_strategy(recipe(precision="fp16"))
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
+    assert read_strategy(recipe()).precision == "bf16", "DeepSpeed's older name"
+    launched({}, ACCELERATE_MIXED_PRECISION="fp8")
+    with pytest.raises(UserError, match="fp8 is not served"):
+        read_strategy(recipe())
 
 
 def test_clipping_in_a_plain_yaml(launched):

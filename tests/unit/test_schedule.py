@@ -8,7 +8,7 @@ from transformers import get_scheduler
 
 from train.recipe import ClmRecipe, UserError
 from train.run.schedule import Schedule, make_schedule
-from train.strategy.deepspeed_json import resolve_scheduler
+from train.strategy.deepspeed_json import adopt_scheduler, resolve_scheduler
 from train.strategy.engine import check_deepspeed_schedule
 
 
@@ -68,6 +68,7 @@ def recipe(**options) -> ClmRecipe:
 
 
 def settle(config: dict, options: ClmRecipe, updates: int = 100) -> Schedule:
+    adopt_scheduler(config, "ds.json", options)
     resolve_scheduler(config, "ds.json", options, updates, options.num_warmup_steps)
     schedule, _ = make_schedule(options, updates)
     check_deepspeed_schedule(config, "ds.json", schedule)
@@ -80,6 +81,12 @@ def test_deepspeeds_linear_schedule_is_the_recipes():
     settle(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
     params = config["scheduler"]["params"]
     assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (100, 10, 1e-3)
+
+
+def test_what_the_recipe_leaves_open_the_block_decides():
+    options = recipe()
+    adopt_scheduler(deepspeed("WarmupLR", warmup_num_steps=12), "ds.json", options)
+    assert (options.lr_scheduler_type, options.num_warmup_steps) == ("constant_with_warmup", 12)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,28 @@ def test_of_a_long_text_the_end_is_held_out_at_a_line():
     assert 0.08 < len(held["text"][0]) / len("\n".join(ROWS)) < 0.13
 
 
+def test_a_long_line_is_cut_inside_itself():
+    _, held = split_off(Dataset.from_dict({"text": ["Title\n" + "x" * 10_000]}), 0.05)
+    assert len(held["text"][0]) == pytest.approx(500, abs=2)
+
+
+def test_a_split_that_takes_everything_is_refused():
+    with pytest.raises(UserError, match="validation_split_percentage = 98"):
+        split_off(Dataset.from_dict({"text": ROWS[:20]}), 0.98)
+
+
+def test_tokens_of_a_cut_text_are_kept_for_the_next_process(tmp_path):
+    """The two parts of one long file exist in memory only; their tokens must still be made once."""
+    path = write(tmp_path, "a.txt")
+    recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], block_size=32,
+                       cache_dir=str(tmp_path / "cache"))  # fmt: skip
+    prepare_text(recipe, load_configuration(recipe))
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("tokens-*.arrow")}
+    assert len(kept) == 2
+    prepare_text(recipe, load_configuration(recipe))
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("tokens-*.arrow")} == kept
+
+
 def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
     path = write(tmp_path, "a.jsonl")
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], cache_dir=cache,

@@ -1,5 +1,6 @@
 """Everything from the recipe's data options to samples, done before any process waits in a collective."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +62,9 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
     for part in sets:
         dataset = getattr(records, part)
         if dataset is not None:
-            workers = recipe.preprocessing_num_workers
-            encoded = tokenise(dataset, tokenizer, append_eos, workers, recipe.overwrite_cache)
+            anew = recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
+            cache, workers = cache_root(recipe.cache_dir), recipe.preprocessing_num_workers
+            encoded = tokenise(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
     return TextData(sets["train"], sets["validation"], tokenizer, records.unit, block_size)
 

@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from datasets import Dataset, DatasetDict, get_dataset_config_names, load_datase
 
 from train.data.cache import cache_root
 from train.model.tokenizer import END_OF_TEXT
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, first_line
 from train.recipe.options import ClmRecipe, SourceOptions, TextOptions
 
 FORMATS = {
@@ -84,7 +85,9 @@ def _from_hub(recipe: SourceOptions) -> dict[str, Dataset]:
             known = get_dataset_config_names(name)
             if config not in known:
                 raise UserError(f"dataset_config_name = {config!r}: {name} has {', '.join(known)}") from None
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
+        if Path(name).is_dir():
+            raise UserError(f"dataset_name = {name!r}: the folder cannot be loaded: {first}") from None
         raise UserError(
             f"dataset_name = {name!r}: it is no local folder, and the hub did not give it: {first}. "
             "Name a file with train_file, or run once where the hub can be reached"
@@ -241,7 +244,8 @@ def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
         pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
         return {"text": [piece for piece in pieces if piece.strip()]}
 
-    return dataset.map(cut, batched=True, batch_size=16, desc="Cutting into documents")
+    name = sha256(f"{dataset._fingerprint} cut at {mark}".encode()).hexdigest()[:32]
+    return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
 
 
 def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
@@ -249,25 +253,34 @@ def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
     if len(dataset) >= FEW_DOCUMENTS:
         shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
         held = max(1, round(share * len(dataset)))
+        if held == len(dataset):
+            raise _empty_split(dataset, share)
         return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
     cuts = [_cut_near_the_end(text, share) for text in dataset["text"]]
     parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
     if not any(parts):
         raise UserError(NO_TEXT)
     if not all(parts):
-        raise UserError(
-            f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "
-            f"{len(dataset)} documents. Choose another share, or name a validation_file"
-        )
+        raise _empty_split(dataset, share)
     train, held_out = (Dataset.from_dict({"text": part}) for part in parts)
+    for name, part in (("train", train), ("held out", held_out)):  # a name for the cache that every process agrees on
+        part._fingerprint = sha256(f"{dataset._fingerprint} {share} {name}".encode()).hexdigest()[:32]
     return train, held_out
 
 
+def _empty_split(dataset: Dataset, share: float) -> UserError:
+    return UserError(
+        f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "
+        f"{len(dataset)} documents. Choose another share, or name a validation_file"
+    )
+
+
 def _cut_near_the_end(text: str, share: float) -> tuple[str, str]:
-    """Cut off the last `share` of a text, at the end of the line that the cut falls into."""
+    """Cut off about the last `share` of a text, at the start of the line that the cut falls into if that is near."""
     wanted = round(len(text) * (1 - share))
     newline = text.rfind("\n", 0, wanted)
-    cut = newline + 1 if newline > 0 else wanted
+    near = wanted - newline <= share * len(text) / 2
+    cut = newline + 1 if newline > 0 and near else wanted
     return text[:cut], text[cut:]
 
 

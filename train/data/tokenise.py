@@ -1,6 +1,7 @@
 """From text to token ids: once, in parallel, cached, and memory-mapped from then on."""
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -9,9 +10,12 @@ from train.data.sources import NO_TEXT
 from train.recipe.errors import UserError
 
 
-def tokenise(dataset: Dataset, tokenizer, append_eos: bool, workers: int | None, overwrite: bool) -> Dataset:
+def tokenise(
+    dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
+) -> Dataset:
     """Token ids of each document (column `input_ids`, int32), empty documents left out.
 
+    They are kept in a file under `cache`, named after all that they follow from, and mapped into memory from there.
     Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
     """
 
@@ -26,6 +30,7 @@ def tokenise(dataset: Dataset, tokenizer, append_eos: bool, workers: int | None,
         return {"input_ids": [row for row in ids if row]}
 
     key = f"{dataset._fingerprint} {fingerprint(tokenizer)} {append_eos}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return dataset.map(
         encode,
         batched=True,
@@ -34,7 +39,8 @@ def tokenise(dataset: Dataset, tokenizer, append_eos: bool, workers: int | None,
         remove_columns=dataset.column_names,
         features=Features({"input_ids": List(Value("int32"))}),
         load_from_cache_file=not overwrite,
-        new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32],
+        cache_file_name=str(cache / f"tokens-{name}.arrow"),
+        new_fingerprint=name,
         desc="Tokenising",
     )
 

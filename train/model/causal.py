@@ -15,7 +15,7 @@ def build_model(auto_class, config, recipe: ClmRecipe, strategy):
     """Pretrained or random weights in the strategy's dtype, with the memory-saving loss installed."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     scratch = (
-        strategy.building_from_scratch(_num_parameters(auto_class, config, strategy))
+        strategy.building_from_scratch(_num_parameters(auto_class, config, strategy, recipe.trust_remote_code))
         if not recipe.model_name_or_path
         else None
     )
@@ -25,12 +25,13 @@ def build_model(auto_class, config, recipe: ClmRecipe, strategy):
     return model
 
 
-def _num_parameters(auto_class, config, strategy) -> int:
+def _num_parameters(auto_class, config, strategy, trust: bool) -> int:
     """The size of a model that nobody has built yet."""
     if not strategy.shards_parameters:
         return 0
     with strategy.building_from_scratch(0), torch.device("meta"):
-        return sum(parameter.numel() for parameter in auto_class.from_config(config).parameters())
+        model = auto_class.from_config(config, trust_remote_code=trust)
+        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def settle_loss(engine, recipe: ClmRecipe) -> str:

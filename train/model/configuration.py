@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from train.recipe.errors import UserError, nearest
+from train.recipe.errors import UserError, first_line, nearest
 from train.recipe.options import ModelOptions
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
@@ -58,7 +58,7 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
     try:
         return load(name, **kwargs)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
         remedy = "name a local folder instead, or run once where the hub can be reached"

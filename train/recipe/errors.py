@@ -34,6 +34,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Wrap an entry point: a `UserError` becomes one message on stderr and exit code 2.
 

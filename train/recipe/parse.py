@@ -1,6 +1,7 @@
 """From a YAML file and flags to one checked recipe; flags win. All problems are reported together."""
 
 import dataclasses
+import inspect
 import re
 import sys
 import typing
@@ -220,7 +221,7 @@ def _help(cls: type, prog: str) -> str:
     ]
     for group in reversed(cls.__mro__):
         own = (
-            [field for field in dataclasses.fields(group) if field.name in vars(group).get("__annotations__", {})]
+            [field for field in dataclasses.fields(group) if field.name in inspect.get_annotations(group)]
             if dataclasses.is_dataclass(group)
             else []
         )

@@ -1,6 +1,7 @@
 """What the machine does: tokens and floating-point operations a second, and memory. Measured, never assumed."""
 
 import contextlib
+import re
 import resource
 import statistics
 import sys
@@ -22,8 +23,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's peak FLOP/s at this precision; None where it is not known (any CPU, fp32, a device not listed)."""
     if device.type != "cuda" or precision == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for model, peak in PEAK_HALF.items() if model in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """The half-precision peak of the device of this name; None if it is not in the table (an A10G is no A10)."""
+    models = (model for model in PEAK_HALF if re.search(rf"(?<![A-Za-z0-9]){model}(?![A-Za-z0-9])", name))
+    return PEAK_HALF.get(next(models, ""))
 
 
 class MemoryMeter:

@@ -148,8 +148,8 @@ class Session:
             self.environment["seconds_to_first_update"] = self.timeline.seconds
             self.folder.write_environment(self.environment)
 
-    def finish(self, results: dict[str, Any], tokenizer, sample: str | None = None) -> None:
-        """Export the model, draw the curve, say what came of it, and leave the process group."""
+    def export(self, results: dict[str, Any], tokenizer) -> None:
+        """Write the model, draw the curve, and say what came of the run."""
         from train.model.export import export_model
         from train.run.plot import plot_run
 
@@ -159,9 +159,10 @@ class Session:
             export_model(self.engine.module, state, tokenizer, self.folder.model, card)
             plot_run(self.folder.metrics(), self.folder.path / "loss.png", self.folder.path.name)
             self.say("", *self._summary(results))
-            if sample:
-                self.say("a sample of what it writes:", *("  | " + line for line in sample.splitlines()))
-            self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
+
+    def close(self) -> None:
+        """Say where everything lies, and leave the process group."""
+        self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
 
     def _summary(self, results: dict[str, Any]) -> list[str]:

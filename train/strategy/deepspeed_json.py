@@ -29,6 +29,13 @@ KNOWN_KEYS = {
     "seq_parallel_communication_data_type", "use_data_before_expert_parallelism", "pipeline", "nebula", "zenflow",
     "load_universal_checkpoint", "comet", "weight_quantization", "vocabulary_size", "load_from_fp32_weights",
 }  # fmt: skip
+EXAMPLES = {
+    "bf16": '{"enabled": "auto"}',
+    "fp16": '{"enabled": "auto"}',
+    "zero_optimization": '{"stage": 2}',
+    "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
+    "scheduler": '{"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}',
+}
 SCHEDULERS = {  # DeepSpeed's names -> the recipe's
     "WarmupDecayLR": ("linear",),
     "WarmupLR": ("constant", "constant_with_warmup"),
@@ -54,6 +61,12 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
     problems = [f"{path}: {problem}" for problem in [*_strings_for_values(config), *_unknown_keys(config)]]
+    for name in ("bf16", "fp16", "zero_optimization", "optimizer", "scheduler"):
+        if not isinstance(config.get(name, {}), dict):
+            shown = json.dumps(config[name])
+            problems.append(f"{path}: {name} = {shown}: expected an object, e.g. {EXAMPLES[name]}")
+    if "bfloat16" in config:  # DeepSpeed's older name
+        config["bf16"] = config.pop("bfloat16")
     if "zero_optimization" not in config:
         problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
     if problems:
@@ -126,7 +139,11 @@ def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[d
         owner.claim("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
     owner.claim("max_grad_norm", "gradient_clipping")
     _claim_optimizer(owner)
+    if config["zero_optimization"].get("stage") not in (1, 2, 3):
+        stage = json.dumps(config["zero_optimization"].get("stage"))
+        owner.problems.append(f"{source}: zero_optimization.stage = {stage}: it must be 1, 2 or 3. For 0 use ddp.yaml")
     owner.stop_if_wrong()
+    adopt_scheduler(config, source, recipe)
 
     batches = resolve_batches(recipe, launch.world_size)
     owner.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
@@ -237,8 +254,12 @@ def stated_precision(config: dict, source: str) -> str | None:
     return on[0] if on else ("fp32" if len(off) == 2 else None)
 
 
-def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmup: int) -> None:
-    """Fill a scheduler block from the recipe, in place, counted in updates. Raises UserError where they disagree."""
+def adopt_scheduler(config: dict, source: str, recipe) -> None:
+    """Take shape and warm-up from a scheduler block where the recipe leaves them open.
+
+    Raises:
+        UserError: the block names a schedule that DeepSpeed does not have, or another than the recipe.
+    """
     scheduler = config.get("scheduler")
     if not scheduler:
         return
@@ -252,12 +273,17 @@ def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmu
         )
     if shape not in SCHEDULERS[kind]:
         recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
-    owner = _Owner(config, source, recipe)
-    params = scheduler.setdefault("params", {})
-    stated_warmup = params.get("warmup_num_steps", "auto")
-    if stated_warmup != "auto" and recipe.source("num_warmup_steps") is None and recipe.warmup_ratio is None:
-        recipe.adopt("num_warmup_steps", stated_warmup, source)
-        warmup = stated_warmup
+    warmup = scheduler.setdefault("params", {}).get("warmup_num_steps", "auto")
+    if warmup != "auto" and recipe.source("num_warmup_steps") is None and recipe.warmup_ratio is None:
+        recipe.adopt("num_warmup_steps", warmup, source)
+
+
+def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmup: int) -> None:
+    """Fill a scheduler block from the recipe, in place, counted in updates. Raises UserError where they disagree."""
+    scheduler = config.get("scheduler")
+    if not scheduler:
+        return
+    owner, kind = _Owner(config, source, recipe), scheduler["type"]
     owner.fill("scheduler.params.warmup_num_steps", warmup, "num_warmup_steps")
     owner.fill("scheduler.params.warmup_type", "linear", "the recipe's warm-up")
     if kind == "WarmupCosineLR":

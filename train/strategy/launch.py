@@ -16,7 +16,7 @@ DEEPSPEED_YAML_KEYS = {
     "gradient_clipping", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
     "offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "zero_stage",
 }  # fmt: skip
-PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 
 @dataclass
@@ -71,6 +71,8 @@ def read_launch() -> Launch:
     problems = _yaml_problems(launch)
     if environment.get("ACCELERATE_USE_FSDP") == "true":
         problems.append(f"{launch.source}: FSDP is not served. Use one of accelerate_configs/, e.g. zero3.yaml")
+    if launch.precision == "fp8":
+        problems.append(f"{launch.source}: mixed_precision = fp8 is not served. Use bf16, fp16 or no")
     if problems:
         raise UserError(problems)
     return launch
@@ -89,13 +91,20 @@ def _launcher() -> tuple[list[str], str | None, bool]:
             if "launch" in words and any("accelerate" in word for word in words):
                 named = _option(words, "--config_file")
                 if named is None:
-                    default = Path("~/.cache/huggingface/accelerate/default_config.yaml").expanduser()
-                    named = str(default) if default.is_file() else None
+                    named = _default_config()
                 threads = "OMP_NUM_THREADS" in parent.environ() or _option(words, "--num_cpu_threads_per_process")
                 return words, named if named and Path(named).is_file() else None, bool(threads)
     except psutil.Error:
         pass
     return [], None, "OMP_NUM_THREADS" in os.environ
+
+
+def _default_config() -> str | None:
+    """The file that accelerate reads where no --config_file is given, if there is one."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    files = (home / "accelerate" / f"default_config.{ending}" for ending in ("json", "yaml"))
+    return next((str(file) for file in files if file.is_file()), None)
 
 
 def _option(words: list[str], name: str) -> str | None:

@@ -1,0 +1,44 @@
+"""Figures that must not be wrong: a peak that belongs to another device would make MFU a fiction."""
+
+import pytest
+import torch
+
+from train.run.meters import MemoryMeter, ThroughputMeter, peak_flops, peak_of
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA RTX A6000", 155),
+        ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("Some future device", None),
+    ],
+)  # fmt: skip
+def test_peaks_by_name(name, tera):
+    assert peak_of(name) == (tera and tera * 1e12)
+
+
+def test_a_cpu_has_no_known_peak():
+    assert peak_flops(torch.device("cpu"), "bf16") is None
+    meter = ThroughputMeter(flops_per_token=10.0, peak=None)
+    assert meter.of_update(100, 2.0) == {"tokens_per_s": 50.0, "flops_per_s": 500.0}
+    assert ThroughputMeter(10.0, peak=1000.0).of_update(100, 2.0)["mfu"] == 0.5
+
+
+def test_the_typical_rate_leaves_the_first_updates_out():
+    meter = ThroughputMeter(1.0, None)
+    for seconds in (100, 100, 100, *[1] * 9):
+        meter.of_update(10, seconds)
+    assert meter.typical() == 10.0
+
+
+def test_peak_memory_is_that_since_the_reset():
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.reset()
+    before = meter.peak_bytes()
+    block = torch.ones(64 * 2**20 // 4)
+    assert meter.peak_bytes() >= before + 60 * 2**20
+    del block
+    meter.reset()
+    assert meter.peak_bytes() < before + 30 * 2**20
