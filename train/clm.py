@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoModelForCausalLM
 
     from train.data.collate import CausalCollator
-    from train.data.prepare import contents_table, padding_token, prepare_text
+    from train.data.prepare import contents_rows, padding_token, prepare_text
     from train.model.causal import build_model, settle_loss
     from train.model.configuration import load_configuration
     from train.model.parameters import flops_per_token
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.run.evaluate import evaluate_loss
     from train.run.job import Job
     from train.run.meters import ThroughputMeter, peak_flops
+    from train.run.progress import table
 
     timeline.mark("imports")
 
@@ -64,11 +65,11 @@ def main(argv: list[str] | None = None) -> int:
         evaluate=evaluate_loss,
     )
     peak = peak_flops(engine.device, session.strategy.precision)
-    meter = ThroughputMeter(flops_per_token(model, data.block_size), peak and peak * engine.world_size)
+    meter = ThroughputMeter(flops_per_token(model, data.train.contents.mean_length), peak and peak * engine.world_size)
 
     session.announce(
         f"data      {data.block_size} tokens a sample, packing: {recipe.packing}",
-        contents_table(data.train.contents, data.validation and data.validation.contents),
+        table(contents_rows(data.train.contents, data.validation and data.validation.contents)),
         *data.hints,
         *(note for note in notes if note),
     )

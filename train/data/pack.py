@@ -22,6 +22,11 @@ class Contents:
     truncated: int  # tokens cut away
     padding: float  # share of all positions that hold padding, at most (batches may pad less)
 
+    @property
+    def mean_length(self) -> int:
+        """Tokens of an average sample, padding left out."""
+        return round((self.tokens - self.truncated) / self.samples)
+
 
 class SampleSet(Protocol):
     """Samples by index. Every rank can read every sample."""

@@ -117,10 +117,8 @@ def padding_token(tokenizer) -> int:
     raise AssertionError("0 is an id")
 
 
-def contents_table(train: Contents, validation: Contents | None) -> str:
-    """The table of what was read, shown before training."""
-    from train.run.progress import table
-
+def contents_rows(train: Contents, validation: Contents | None) -> list[tuple[str, ...]]:
+    """The table of what was read, shown before training: one row a figure, one column a part."""
     columns = [("training", train)] + ([("held out", validation)] if validation else [])
     rows = [("", *(name for name, _ in columns))]
     for label, show in (
@@ -132,4 +130,4 @@ def contents_table(train: Contents, validation: Contents | None) -> str:
         ("padding", lambda c: f"{c.padding:.1%}"),
     ):
         rows.append((label, *(show(contents) for _, contents in columns)))
-    return table(rows)
+    return rows

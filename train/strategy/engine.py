@@ -1,19 +1,21 @@
 """The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
-from train.run.schedule import Schedule
 from train.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from train.run.schedule import Schedule
 
 FUSED_ADAMW_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
 
-def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule) -> "Engine":
+def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule") -> "Engine":
     """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     return kind(strategy, accelerator, model, recipe, schedule)
@@ -33,7 +35,7 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
 class Engine:
     """Common to all strategies. Gradients of `backward` are averaged over ranks and summed over micro-batches."""
 
-    def __init__(self, strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule):
+    def __init__(self, strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule"):
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
         self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
         self.model = self._prepare(model, recipe)  # what is called: the wrapped model
@@ -205,7 +207,7 @@ class DeepSpeedEngine(Engine):
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
 
 
-def check_deepspeed_schedule(config: dict, source: str, schedule: Schedule) -> None:
+def check_deepspeed_schedule(config: dict, source: str, schedule: "Schedule") -> None:
     """Run DeepSpeed's scheduler over the whole run without a model, and hold it against the recipe's curve.
 
     Raises:
