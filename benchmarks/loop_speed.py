@@ -7,7 +7,7 @@
 Each round trains the same small GPT-2 from the same weights on the same batches of random tokens (full blocks, fp32)
 through every contender, one after another in one process:
 
-    bare full        a loop of nine lines: transformers' own mean loss, fused AdamW, clipping, linear decay
+    bare full        a loop written by hand: transformers' own mean loss, fused AdamW, clipping, linear decay
     zerofit full     Session.train, that is train.run.loop.fit with its engine, its data and its record on disk
     bare chunked     the bare loop with zerofit's memory-saving loss, so that loops are compared at an equal loss
     zerofit chunked  zerofit as it comes
@@ -18,9 +18,11 @@ Tokens/s are those of the wall clock over the updates after the warm-up, the dev
 are taken within a round. All contenders must arrive at the same loss, or there is nothing to compare: then it stops.
 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
-updates in all rounds, is disturbed least. Many short rounds help there too (--rounds 15 --updates 6 --warmup 2), and
-so does OMP_WAIT_POLICY=passive in front of the command: OpenMP's threads then sleep while they wait for one whose core
-has been taken away, where spinning can cost many times over. It holds for all contenders alike.
+updates in all rounds, is disturbed least; many short rounds help there too (--rounds 15 --updates 6 --warmup 2).
+
+OpenMP's threads sleep while they wait, for all contenders alike, as train/strategy/launch.py has it: spinning ones are
+a little faster while nobody else wants the cores, and many times slower when somebody does. OMP_WAIT_POLICY=ACTIVE in
+front of the command measures everything with torch's default.
 """
 
 import argparse
@@ -37,6 +39,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it once, when torch is imported
 
 import torch
 from contenders import CONTENDERS, Options, Stopwatch, Workload

@@ -54,8 +54,8 @@ def read_launch() -> Launch:
         UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not served.
     """
     environment = os.environ
-    # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a run
-    # ten times slower as soon as another process wants the same cores.
+    # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
+    # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command, config_file, threads_are_the_users = _launcher()
     content = yaml.safe_load(Path(config_file).read_text()) if config_file else {}
