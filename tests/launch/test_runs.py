@@ -10,6 +10,8 @@ import yaml
 from helpers import ROOT, environment, launch, launched, metrics, tiny_model, updates
 from transformers import AutoModelForCausalLM
 
+from train.recipe import ClmRecipe, parse_recipe
+
 SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--block_size", "64",
            "--config_overrides", "n_layer=2,n_head=2,n_embd=32,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
            "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--learning_rate", "1e-3"]  # fmt: skip
@@ -92,6 +94,9 @@ def test_the_run_folder(scratch):
     recipe = yaml.safe_load((output / "recipe.yaml").read_text())
     assert recipe["learning_rate"] == 1e-3
     assert recipe["precision"] == "fp32"
+    assert parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")]).to_dict() == recipe, (
+        "it can be run again"
+    )
     assert "auto" not in (output / "strategy.yaml").read_text()
     environment = json.loads((output / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__

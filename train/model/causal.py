@@ -1,10 +1,12 @@
 """A causal model from recipe to first batch: built, its loss installed, and both checked on a few tokens."""
 
+from functools import partial
+
 import torch
 
 from train.model.load import load_model
 from train.model.loss import choose_loss, install_loss
-from train.model.probe import documents_leak, losses_differ
+from train.model.probe import LENGTH, documents_leak, losses_differ
 from train.recipe.errors import UserError
 from train.recipe.options import ClmRecipe
 
@@ -43,30 +45,24 @@ def settle_loss(engine, recipe: ClmRecipe) -> str:
     Raises:
         UserError: documents that are packed into one block would see each other.
     """
+    config = engine.module.config
+    positions = getattr(config, "max_position_embeddings", None) or 2 * LENGTH
+    probe = (engine.module.get_input_embeddings().num_embeddings, engine.device, min(LENGTH, positions // 2))
     kind, why = choose_loss(recipe.loss, engine.device)
-    vocab_size = engine.module.get_input_embeddings().num_embeddings
-    this_model = f"this model ({engine.module.config.model_type})"
     engine.model.eval()
-    if recipe.packing == "documents" and documents_leak(engine.model, vocab_size, engine.device):
-        implementation = engine.module.config._attn_implementation
+    if recipe.packing == "documents" and documents_leak(engine.model, *probe):
         raise UserError(
-            f"packing = documents: with attn_implementation = {implementation!r} {this_model} lets a document "
-            "see the one before it in its block. Use --attn_implementation sdpa or eager, or --packing none, "
-            "or --packing concatenate to accept it"
+            f"packing = documents: with attn_implementation = {config._attn_implementation!r} a {config.model_type} "
+            "lets a document see the one before it in its block. Use --attn_implementation sdpa or eager, or "
+            "--packing none, or --packing concatenate to accept it"
         )
     if kind != "full":
-        difference = losses_differ(
-            engine.model, lambda each: setattr(engine.module, "loss_kind", each), kind, vocab_size, engine.device
-        )
+        difference = losses_differ(engine.model, partial(setattr, engine.module, "loss_kind"), kind, *probe)
         if not difference < TOLERANCE[engine.strategy.precision]:
+            finding = f"the {kind} loss is not the loss of a {config.model_type}, it differs by {difference:.1e}"
             if recipe.loss != "auto":
-                raise UserError(
-                    f"loss = {recipe.loss}: for {this_model} it differs from the plain loss by {difference:.1e}. "
-                    "Use --loss full"
-                )
+                raise UserError(f"loss = {recipe.loss}: {finding}. Use --loss full")
             engine.module.loss_kind = "full"
-            why = (
-                f"full: all logits are held, because for this model the memory-saving loss differs by {difference:.1e}"
-            )
+            why = f"full: all logits are held, because {finding}"
     engine.model.train()
     return f"loss      {why}"

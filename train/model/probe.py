@@ -8,22 +8,23 @@ from collections.abc import Callable
 
 import torch
 
-LENGTH = 8  # tokens a document
+LENGTH = 8  # tokens a document, if the model has twice as many positions
 
 
 @torch.no_grad()
-def documents_leak(call: Callable, vocab_size: int, device: torch.device) -> bool:
+def documents_leak(call: Callable, vocab_size: int, device: torch.device, length: int = LENGTH) -> bool:
     """Whether document B's logits move when document A, before it in the same row, is replaced.
 
     Args:
         call: the model, ready to be called with input_ids and position_ids of shape (1, T).
+        length: tokens of each document.
     """
     generator = torch.Generator().manual_seed(0)
-    first, other, second = torch.randint(0, vocab_size, (3, LENGTH), generator=generator)
-    positions = torch.arange(LENGTH).repeat(2)[None].to(device)
+    first, other, second = torch.randint(0, vocab_size, (3, length), generator=generator)
+    positions = torch.arange(length).repeat(2)[None].to(device)
     answers = [
         call(input_ids=torch.cat([document, second])[None].to(device), position_ids=positions)
-        .logits[0, LENGTH:]
+        .logits[0, length:]
         .float()
         for document in (first, other)
     ]
@@ -31,9 +32,11 @@ def documents_leak(call: Callable, vocab_size: int, device: torch.device) -> boo
 
 
 @torch.no_grad()
-def losses_differ(call: Callable, set_kind: Callable[[str], None], kind: str, vocab_size: int, device) -> float:
+def losses_differ(
+    call: Callable, set_kind: Callable[[str], None], kind: str, vocab_size: int, device, length: int = LENGTH
+) -> float:
     """The relative difference between the loss of `kind` and the plain one, on a few tokens, some of them masked."""
-    tokens = torch.randint(0, vocab_size, (1, 2 * LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(0, vocab_size, (1, 2 * length), generator=torch.Generator().manual_seed(1)).to(device)
     labels = tokens.clone()
     labels[0, ::5] = -100
     losses = []

@@ -83,6 +83,10 @@ class RunFolder:
         self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
 
+    def finish_metrics(self) -> None:
+        """No line comes any more."""
+        self._metrics.close()
+
     def metrics(self) -> list[dict[str, Any]]:
         with (self.path / "metrics.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]

@@ -32,16 +32,14 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str) -> None:
         updates, [line["grad_norm"] for line in train], color="#969696", linewidth=0.8, label="gradient norm"
     )
     right.set_ylabel("gradient norm")
-    right.set_ylim(bottom=0)
+    right.set_yscale("log")
     lower.legend(handles=[*rate, *norm], frameon=False, fontsize="small")
     lower.grid(alpha=0.3)
     figure.savefig(file)
 
 
-def _smooth(values: list[float], weight: float = 0.95) -> list[float]:
-    """Exponential moving average, corrected for its start."""
-    average, smoothed = 0.0, []
-    for count, value in enumerate(values, 1):
-        average = weight * average + (1 - weight) * value
-        smoothed.append(average / (1 - weight**count))
-    return smoothed
+def _smooth(values: list[float]) -> list[float]:
+    """Mean over a window around each value, a fortieth of the run wide; at the ends the window is what there is."""
+    half = max(2, len(values) // 80)
+    windows = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

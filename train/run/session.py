@@ -156,6 +156,7 @@ class Session:
         state = self.engine.state_dict()
         if self.main:
             card = model_card(self.task, self.recipe, results, self.environment)
+            self.folder.finish_metrics()
             export_model(self.engine.module, state, tokenizer, self.folder.model, card)
             plot_run(self.folder.metrics(), self.folder.path / "loss.png", self.folder.path.name)
             self.say("", *self._summary(results))
