@@ -3,11 +3,11 @@
 import pytest
 import torch
 from helpers import TINY, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from train.model.configuration import ARCHITECTURES, load_configuration
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
-from train.model.tokenizer import check_vocabulary
+from train.model.tokenizer import check_vocabulary, load_tokenizer
 from train.recipe import ClmRecipe, UserError
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
@@ -94,6 +94,23 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self.size
+
+
+def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(shared):
+    """AutoTokenizer alone refuses the first, and gives 12199 for "hello" in the second."""
+    for name, config, ids in (("gpt2", "gpt2", [31373, 995]), ("llama2", "llama-2-7b", [1, 22172, 3186])):
+        recipe = ClmRecipe(config_name=config, tokenizer_name=str(shared / "tokenizers" / name))
+        tokenizer = load_tokenizer(recipe, load_configuration(recipe))
+        assert tokenizer("hello world")["input_ids"] == ids
+
+
+def test_a_folder_that_says_what_it_is_is_believed(stories, tmp_path):
+    AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path)
+    config = load_configuration(ClmRecipe(model_name_or_path=str(stories)))
+    told = load_tokenizer(ClmRecipe(tokenizer_name=str(tmp_path)), config)
+    bare = load_tokenizer(ClmRecipe(model_name_or_path=str(stories)), config)
+    assert told("Once upon a time")["input_ids"] == [441, 416, 331, 407, 261, 378]
+    assert bare("Once upon a time")["input_ids"] == [1, 403, 407, 261, 378], "as SentencePiece has it"
 
 
 def test_from_scratch_the_model_takes_the_tokenizers_size():

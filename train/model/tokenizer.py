@@ -25,10 +25,14 @@ def load_tokenizer(recipe: ModelOptions, config):
 
     option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
     name = getattr(recipe, option)
-    bare = Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").exists()
+    told = ("tokenizer.json", "tokenizer_config.json")
+    bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind:
-        return from_hub_or_folder(option, name, kind.from_pretrained)
+        bos = (
+            {"add_bos_token": True} if config.model_type == "llama" else {}
+        )  # as Meta's own code and published folders
+        return from_hub_or_folder(option, name, kind.from_pretrained, **bos)
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 
 
