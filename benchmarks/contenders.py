@@ -34,9 +34,9 @@ from train.run.timeline import Timeline
 class Options:
     """Sizes of the model, of the batches and of the measurement."""
 
-    rounds: int = 5
-    updates: int = 30  # timed ones
-    warmup: int = 5  # updates before them
+    rounds: int = 15
+    updates: int = 6  # timed ones
+    warmup: int = 2  # updates before them
     num_layers: int = 4
     hidden_size: int = 256
     num_heads: int = 4

@@ -1,7 +1,7 @@
 """What zerofit's loop costs beside a bare PyTorch loop, and what it gains or loses beside transformers' Trainer.
 
-    python benchmarks/loop_speed.py                   # 5 rounds of 5 contenders: 35 updates each
-    python benchmarks/loop_speed.py --rounds 2 --updates 6 --warmup 2
+    python benchmarks/loop_speed.py                   # 15 rounds of 5 contenders: 8 updates each
+    python benchmarks/loop_speed.py --rounds 5 --updates 30 --warmup 5
     python benchmarks/loop_speed.py --startup         # seconds from `accelerate launch` to the first update
 
 Each round trains the same small GPT-2 from the same weights on the same batches of random tokens (full blocks, fp32)
@@ -18,7 +18,7 @@ Tokens/s are those of the wall clock over the updates after the warm-up, the dev
 are taken within a round. All contenders must arrive at the same loss, or there is nothing to compare: then it stops.
 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
-updates in all rounds, is disturbed least; many short rounds help there too (--rounds 15 --updates 6 --warmup 2).
+updates in all rounds, is disturbed least; that is why there are many short rounds.
 
 OpenMP's threads sleep while they wait, for all contenders alike, as train/strategy/launch.py has it: spinning ones are
 a little faster while nobody else wants the cores, and many times slower when somebody does. OMP_WAIT_POLICY=ACTIVE in
