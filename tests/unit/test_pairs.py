@@ -147,6 +147,13 @@ def test_wrong_types_and_unknown_keys(tmp_path, content, words):
         assert word in caught.value.report(), caught.value.report()
 
 
+def test_a_pair_is_found_from_another_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    yaml_file = str(ROOT / "accelerate_configs" / "zero2.yaml")
+    config, _ = read_config(launch("ds_configs/zero2.json", config_file=yaml_file))
+    assert config["zero_optimization"]["stage"] == 2
+
+
 def test_a_broken_json(tmp_path):
     (tmp_path / "broken.json").write_text("{,}")
     with pytest.raises(UserError, match="not valid JSON"):

@@ -52,6 +52,8 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
     if launch.json_path is None:
         return _from_yaml_alone(), launch.source
     path = Path(launch.json_path)
+    if not path.is_file() and launch.config_file:  # launched from another folder: the pair lies side by side
+        path = Path(launch.config_file).resolve().parents[1] / path
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
