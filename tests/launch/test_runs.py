@@ -175,6 +175,15 @@ def test_options_that_change_the_cost_and_not_the_curve(scratch, text, cache, tm
     assert ours == pytest.approx(expected[: len(ours)], rel=tolerance)
 
 
+def test_dropout_is_the_same_in_every_run(text, cache, tmp_path):
+    options = ["--train_file", text, "--max_train_steps", "3", "--max_train_samples", "12", "--cache_dir", cache,
+               "--eval_on_start", "false"]  # fmt: skip
+    wet = [word.replace("resid_pdrop=0", "resid_pdrop=0.5") for word in SCRATCH]
+    runs = [launch(tmp_path / f"run{number}", *wet, *options) for number in range(2)]
+    first, second = ([line["loss"] for line in updates(lines)] for lines in runs)
+    assert first == second
+
+
 def test_a_second_run_in_the_same_folder(scratch, text, cache):
     """The same run may start over; a different one is refused."""
     output, lines, _ = scratch

@@ -87,6 +87,8 @@ class Session:
 
     def prepare(self, model):
         """Shard and place the model under the strategy; the engine that the loop will drive."""
+        from accelerate.utils import set_seed
+
         from train.model.parameters import count_parameters
         from train.strategy.engine import prepare_engine
 
@@ -97,6 +99,7 @@ class Session:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)
         self.engine = prepare_engine(self.strategy, self.accelerator, model, recipe, self.schedule)
+        set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
         self.timeline.mark("preparing the model")
         return self.engine
 
@@ -125,8 +128,8 @@ class Session:
         from train.run.trackers import start_trackers
 
         self.meter = meter
-        self.environment = describe_environment(self.strategy.launch.command, self.engine.device)
         if self.main:
+            self.environment = describe_environment(self.strategy.launch.command, self.engine.device)
             effective = self.engine.effective_strategy()
             self.folder.start(self.recipe, self.strategy.batches.global_batch, effective, self.environment)
         note = start_trackers(self.accelerator, self.trackers, self.recipe, self.folder.path, self.task)

@@ -56,9 +56,8 @@ class Strategy:
         import torch
         from accelerate import Accelerator, InitProcessGroupKwargs
 
-        warnings.filterwarnings(
-            "ignore", message="`torch.distributed.*deprecated", category=FutureWarning
-        )  # DeepSpeed's
+        # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
+        warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
