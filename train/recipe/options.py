@@ -227,5 +227,10 @@ class RunOptions(Recipe):
 
 
 @dataclass
-class ClmRecipe(RunOptions, OptimizerOptions, BatchOptions, TextOptions, SourceOptions, ModelOptions):
+class TrainingRecipe(RunOptions, OptimizerOptions, BatchOptions, SourceOptions, ModelOptions):
+    """What every task has."""
+
+
+@dataclass
+class ClmRecipe(TrainingRecipe, TextOptions):
     """Causal language modelling, from scratch or continued."""

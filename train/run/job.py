@@ -8,7 +8,7 @@ import torch
 
 from train.data.collate import Batch
 from train.data.pack import SampleSet
-from train.recipe.options import ClmRecipe
+from train.recipe.options import TrainingRecipe
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Job:
         evaluate: (engine, job) -> held-out figures; `eval_loss` among them. All ranks call it together.
     """
 
-    recipe: ClmRecipe
+    recipe: TrainingRecipe
     train_set: SampleSet
     eval_set: SampleSet | None
     collate: Callable[[list], Batch]

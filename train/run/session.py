@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
-from train.recipe.options import ClmRecipe
+from train.recipe.options import TrainingRecipe
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
@@ -19,7 +19,7 @@ from train.strategy.strategy import Strategy, read_strategy
 class Session:
     """One run of one task. Its methods are called in the order in which they stand here."""
 
-    def __init__(self, task: str, recipe: ClmRecipe, timeline: Timeline):
+    def __init__(self, task: str, recipe: TrainingRecipe, timeline: Timeline):
         """Settle recipe and strategy against each other, and see that the output folder is free.
 
         Raises:
@@ -184,7 +184,7 @@ class Session:
         return lines
 
 
-def model_card(task: str, recipe: ClmRecipe, results: dict[str, Any], environment: dict[str, Any]) -> str:
+def model_card(task: str, recipe: TrainingRecipe, results: dict[str, Any], environment: dict[str, Any]) -> str:
     """README.md of the exported model: what it is, how it was trained, what was measured."""
     base = recipe.model_name_or_path
     front = ["---", "library_name: transformers", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
