@@ -88,6 +88,26 @@ def test_under_autocast_it_computes_in_half_precision():
 
 
 @needs_chunked
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_sum_is_whole(dtype):
+    """A sum of 8,192 losses is beyond fp16's range, and bf16 would keep two digits of it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(8192, 16, generator=generator), torch.randn(3000, 16, generator=generator)
+    targets = torch.randint(0, 3000, (8192,), generator=generator)
+    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    assert expected > 65504
+    halves = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    summed = loss_module._chunked(*halves, None, targets)
+    assert summed.dtype == torch.float32
+    torch.testing.assert_close(summed, expected, rtol=1e-3, atol=0)
+    (summed / 8192).backward()
+    plain = hidden.clone().requires_grad_()
+    (F.cross_entropy(plain @ weight.T, targets, reduction="sum") / 8192).backward()
+    difference = (halves[0].grad.float() - plain.grad).norm() / plain.grad.norm()
+    assert difference < 2e-2
+
+
+@needs_chunked
 def test_nothing_to_train_on_gives_zero_and_no_nan():
     model = tiny_model("gpt2")
     inputs = batch()

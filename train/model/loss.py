@@ -94,8 +94,20 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
 
 
 def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
+    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
+
+    torch returns its sum in the dtype of its inputs: of 8,192 losses bf16 keeps two digits, and fp16 overflows.
+    So in half precision each token's loss is asked for, and summed here; that costs one more product with the
+    vocabulary, since torch then computes the gradients in the backward pass and not along with the loss.
+    """
     rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * weight.shape[0]))
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, hidden.shape[0]))
-    return F.linear_cross_entropy(
-        hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE, options=options
+    losses = F.linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        linear_bias=bias,
+        reduction="sum" if hidden.dtype == torch.float32 else "none",
+        ignore_index=IGNORE,
+        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, hidden.shape[0])),
     )
+    return losses.float().sum()
