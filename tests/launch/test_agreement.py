@@ -90,10 +90,11 @@ def test_held_out_losses_agree(run, data, layout):
     assert ours == pytest.approx(expected, rel=RTOL)
 
 
-def test_the_reference_learns_and_warms_up(run):
+def test_the_reference_moves_and_warms_up(run):
+    """That agreement is not agreement in standing still. (That runs learn is shown in test_runs.py.)"""
     lines, _ = run("packed", REFERENCE)
     held = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    assert held[-1] < held[0]
+    assert abs(held[-1] - held[0]) > 1e-3
     rates = [line["learning_rate"] for line in updates(lines)]
     expected = [5e-4 * (k / 5 if k < 5 else (UPDATES - k) / (UPDATES - 5)) for k in range(UPDATES)]
     assert rates == pytest.approx(expected, rel=1e-9, abs=1e-15)

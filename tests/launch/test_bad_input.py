@@ -53,6 +53,14 @@ CASES = {
     "a model folder that is not there": (
         ["--config_name", "./no/such"], ["config_name = './no/such'", "no such folder"],
     ),
+    "overrides that make no model": (
+        ["--config_overrides", "n_layer=1,n_head=3,n_embd=32"], ["config_overrides", "num_heads"],
+    ),
+    "an option of another program": (
+        ["--checkpointing_steps", "5"], ["--checkpointing_steps is not an option", "not there yet"],
+    ),
+    "a launcher's option": (["--num_processes", "2"], ["--num_processes", "belongs to accelerate launch"]),
+    "a recipe without a name": (["--config"], ["--config takes one recipe file"]),
     "fewer samples than one global batch": (
         ["--global_batch_size", "4096"], ["fewer than one global batch of 4096", "per_device_train_batch_size"],
     ),

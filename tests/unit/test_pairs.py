@@ -137,6 +137,12 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"gradient_clipping": True}, ["gradient_clipping", "expected a number"]),
         ({"bf16": True}, ["bf16 = true", "expected an object"]),
         ({"optimizer": "AdamW"}, ['optimizer = "AdamW"', "expected an object"]),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ["zero_optimization.overlap_com", "overlap_comm?"]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
+            ["zero_optimization.offload_optimizer.devise", "Did you mean device?"],
+        ),
+        ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
     ],
 )

@@ -175,6 +175,19 @@ def test_not_utf8_in_other_formats(tmp_path, cache, name):
     assert "not UTF-8: byte 0xe9" in refusal(prepare_text, recipe, load_configuration(recipe))
 
 
+def test_records_without_text_are_left_out(tmp_path, cache):
+    path = tmp_path / "nulls.jsonl"
+    path.write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n{"n": 1}\n')
+    assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["a", "b"]
+
+
+def test_a_validation_file_with_other_columns(tmp_path, cache):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "held.jsonl").write_text('{"title": "a", "body": "b"}\n')
+    message = refusal(records, cache, tmp_path / "train.jsonl", validation_file=[str(tmp_path / "held.jsonl")])
+    assert "the columns are title, body" in message
+
+
 def test_columns(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "a", "body": "b", "n": 1}\n')

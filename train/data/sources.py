@@ -57,8 +57,7 @@ def load_records(recipe: ClmRecipe) -> Records:
         parts, unit = _from_hub(recipe), "row"
     else:
         parts, unit = _from_files(recipe)
-    column = _text_column(parts["train"], recipe.text_column)
-    parts = {name: _only_text(part, column) for name, part in parts.items()}
+    parts = {name: _only_text(part, _text_column(part, recipe.text_column)) for name, part in parts.items()}
     if unit == "mark":
         parts = {name: _cut_at_mark(part, recipe.document_separator or END_OF_TEXT) for name, part in parts.items()}
     train, validation = parts["train"], parts.get("validation")
@@ -230,13 +229,16 @@ def _text_column(dataset: Dataset, wanted: str | None) -> str:
     if "text" in texts:
         return "text"
     if len(texts) != 1:
-        raise UserError(f"text_column is not set, and no column is called text; {present}")
+        raise UserError(f"no column is called text; {present}. Name the one with --text_column")
     return texts[0]
 
 
 def _only_text(dataset: Dataset, column: str) -> Dataset:
     dataset = dataset.remove_columns([name for name in dataset.column_names if name != column])
-    return dataset if column == "text" else dataset.rename_column(column, "text")
+    dataset = dataset if column == "text" else dataset.rename_column(column, "text")
+    if dataset.data.column("text").null_count:  # records without text
+        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Leaving out empty records")
+    return dataset
 
 
 def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:

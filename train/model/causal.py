@@ -1,5 +1,6 @@
 """A causal model from recipe to first batch: built, its loss installed, and both checked on a few tokens."""
 
+import contextlib
 from functools import partial
 
 import torch
@@ -16,12 +17,18 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # two orders of the same
 def build_model(auto_class, config, recipe: ClmRecipe, strategy):
     """Pretrained or random weights in the strategy's dtype, with the memory-saving loss installed."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    scratch = (
-        strategy.building_from_scratch(_num_parameters(auto_class, config, strategy, recipe.trust_remote_code))
-        if not recipe.model_name_or_path
-        else None
-    )
-    model = load_model(auto_class, config, recipe, recipe.seed, strategy.model_dtype, scratch)
+    scratch = contextlib.nullcontext()
+    try:
+        if not recipe.model_name_or_path:
+            size = _num_parameters(auto_class, config, strategy, recipe.trust_remote_code)
+            scratch = strategy.building_from_scratch(size)
+        model = load_model(auto_class, config, recipe, recipe.seed, strategy.model_dtype, scratch)
+    except (ValueError, ImportError) as error:
+        said = " ".join(str(error).split())
+        for option in ("attn_implementation", "config_overrides"):
+            if getattr(recipe, option):
+                raise UserError(f"{option} = {getattr(recipe, option)!r}: {said}") from None
+        raise
     kind, _ = choose_loss(recipe.loss, device)
     install_loss(model, kind)
     return model

@@ -20,6 +20,8 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
     missing = sorted(expected - state.keys())
     if broken or missing:
         raise RuntimeError(f"the gathered weights are not whole: empty {broken[:3]}, missing {missing[:3]}")
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected
+    state = {name: tensor for name, tensor in state.items() if name not in tied}  # each weight once
     folder.mkdir(parents=True, exist_ok=True)
     model.config.use_cache = True
     model.save_pretrained(folder, state_dict=state)

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from train.model.configuration import from_hub_or_folder
-from train.recipe.errors import UserError
 from train.recipe.options import ModelOptions
 
 
@@ -20,26 +19,20 @@ def load_model(
         scratch: the context in which a model from scratch is built (the strategy knows whether whole or in shares).
 
     Raises:
-        UserError: the weights cannot be had, or the attention implementation does not exist for this model.
+        UserError: the weights cannot be had.
+        ValueError, ImportError: the configuration makes no model, or the attention implementation does not exist.
     """
     attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    try:
-        if recipe.model_name_or_path:
-            return from_hub_or_folder(
-                "model_name_or_path",
-                recipe.model_name_or_path,
-                auto_class.from_pretrained,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=recipe.trust_remote_code,
-                **attention,
-            )
-        with scratch:
-            torch.manual_seed(seed)
-            return auto_class.from_config(config, dtype=dtype, trust_remote_code=recipe.trust_remote_code, **attention)
-    except (ValueError, ImportError) as error:
-        if not recipe.attn_implementation:
-            raise
-        raise UserError(
-            f"attn_implementation = {recipe.attn_implementation!r}: {' '.join(str(error).split())}"
-        ) from None
+    if recipe.model_name_or_path:
+        return from_hub_or_folder(
+            "model_name_or_path",
+            recipe.model_name_or_path,
+            auto_class.from_pretrained,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=recipe.trust_remote_code,
+            **attention,
+        )
+    with scratch:
+        torch.manual_seed(seed)
+        return auto_class.from_config(config, dtype=dtype, trust_remote_code=recipe.trust_remote_code, **attention)

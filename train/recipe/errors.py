@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C
 
 
 class UserError(Exception):
@@ -58,6 +59,11 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
                 _wait_for_the_launcher(seconds=20)
                 print(f"[rank {rank}] {error.report()}", file=sys.stderr, flush=True)
             return EXIT_USER_ERROR
+        except KeyboardInterrupt:
+            if int(os.environ.get("RANK", "0")) == 0:
+                message = "interrupted: the record so far is in the run's folder, and the same command starts over"
+                print(f"\n{message}", file=sys.stderr, flush=True)
+            return EXIT_INTERRUPTED
 
     return wrapped
 

@@ -16,6 +16,22 @@ from train.recipe.options import Recipe
 
 R = TypeVar("R", bound=Recipe)
 
+LAUNCHER = "it belongs to accelerate launch, before the script's name"
+ELSEWHERE = {  # names that users bring along from other programs
+    "bf16": "say --precision bf16",
+    "fp16": "say --precision fp16",
+    "mixed_precision": "say --precision bf16, fp16 or fp32",
+    "num_processes": LAUNCHER,
+    "num_machines": LAUNCHER,
+    "config_file": LAUNCHER,
+    "checkpointing_steps": "checkpoints during a run are not there yet, the model is saved at its end",
+    "resume_from_checkpoint": "checkpoints during a run are not there yet",
+    "low_cpu_mem_usage": "weights are always loaded that way",
+    "use_slow_tokenizer": "transformers 5 chooses the tokenizer itself",
+    "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
+    "push_to_hub": "upload the run's model/ folder with `hf upload` after the run",
+}
+
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
@@ -89,8 +105,10 @@ def _read_flags(argv: list[str], kinds: dict, problems: list[str]) -> dict[str, 
         while not equals and position < len(argv) and not _is_flag(argv[position]):
             texts.append(argv[position])
             position += 1
-        if name == "config":
-            flags["config"] = texts[-1] if texts else ""
+        if name == "config" and len(texts) == 1:
+            flags["config"] = texts[0]
+        elif name == "config":
+            problems.append(f"--config takes one recipe file, and was given {' '.join(texts) or 'nothing'}")
         elif name in kinds:
             flags[name] = texts
         else:
@@ -199,6 +217,8 @@ def _type_name(value: Any) -> str:
 
 
 def _unknown(where: str, name: str, kinds: dict) -> str:
+    if name in ELSEWHERE:
+        return f"{where} is not an option: {ELSEWHERE[name]}"
     close = nearest(name, kinds)
     remedy = f"Did you mean {close}?" if close else "--help lists the options"
     return f"{where} is not an option. {remedy}"

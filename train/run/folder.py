@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +70,8 @@ class RunFolder:
     def start(self, recipe: Recipe, global_batch: int, strategy: dict[str, Any], environment: dict[str, Any]) -> None:
         """Write what the run is, and begin its metrics anew."""
         self.path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.model, ignore_errors=True)  # of the run that stood here before, which now starts over
+        (self.path / "loss.png").unlink(missing_ok=True)
         options = {**recipe.to_dict(), **_comparable(recipe, global_batch)}
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))

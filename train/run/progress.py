@@ -46,7 +46,7 @@ class Progress:
         number = line["update"]
         figures = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_s']:,.0f} tokens/s"
         if self.bar is not None:
-            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.set_description_str(figures, refresh=False)
             self.bar.update()
         elif number % self.every == 0 or number in (1, self.total):
             left = (time.perf_counter() - self.started) / number * (self.total - number)
@@ -66,4 +66,4 @@ class Progress:
             self.bar.close()
 
 
-_BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}  {postfix}  {remaining} left"
+_BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}  {desc}  {remaining} left"

@@ -176,7 +176,7 @@ class Session:
         mfu = f", MFU {flops_per_s / self.meter.peak:.1%}" if self.meter.peak else ""
         lines = [
             f"trained     {self.length.num_updates:,} updates in {duration(results['seconds'])}, "
-            f"{tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}"
+            f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}"
         ]
         for name, value in after.items():
             was = f"{before[name]:.4f} -> " if name in before else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from train.recipe.errors import UserError, nearest
 from train.strategy.batches import Batches, resolve_batches
-from train.strategy.launch import Launch
+from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 
 ADAM_NAMES = ("adam", "adamw")
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
@@ -67,6 +67,7 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
         if not isinstance(config.get(name, {}), dict):
             shown = json.dumps(config[name])
             problems.append(f"{path}: {name} = {shown}: expected an object, e.g. {EXAMPLES[name]}")
+    problems += [f"{path}: {problem}" for problem in _zero_problems(config.get("zero_optimization"))]
     if "bfloat16" in config:  # DeepSpeed's older name
         config["bf16"] = config.pop("bfloat16")
     if "zero_optimization" not in config:
@@ -112,6 +113,37 @@ def _strings_for_values(config: dict, prefix: str = "") -> list[str]:
         ):
             problems.append(f"{prefix}{key} is the string {value!r}. Write {value.strip().lower()} without quotes")
     return problems
+
+
+def _zero_problems(section: Any) -> list[str]:
+    """What DeepSpeed's own parser holds against zero_optimization, keys that it does not know above all."""
+    if not isinstance(section, dict):
+        return []
+    tell_deepspeed_of_a_cpu()
+    from deepspeed.runtime.zero import config as deepspeed
+    from pydantic import ValidationError
+
+    stated = {key: value for key, value in section.items() if value != "auto"}
+    try:
+        deepspeed.DeepSpeedZeroConfig(**stated)
+    except ValidationError as error:
+        models = {
+            "offload_param": deepspeed.DeepSpeedZeroOffloadParamConfig,
+            "offload_optimizer": deepspeed.DeepSpeedZeroOffloadOptimizerConfig,
+        }
+        return [_zero_problem(found, models.get(found["loc"][0]), deepspeed) for found in error.errors()]
+    return []
+
+
+def _zero_problem(found: dict, inner: type | None, deepspeed) -> str:
+    *parents, name = (str(part) for part in found["loc"])
+    where = ".".join(("zero_optimization", *parents, name))
+    if found["type"] != "extra_forbidden":
+        return f"{where} = {json.dumps(found['input'], default=str)}: {found['msg'].lower()}"
+    known = inner if parents and inner else deepspeed.DeepSpeedZeroConfig
+    fields = {*known.model_fields, *(field.alias for field in known.model_fields.values() if field.alias)}
+    close = nearest(name, fields)
+    return f"DeepSpeed knows no {where}. " + (f"Did you mean {close}?" if close else "Remove it")
 
 
 def _unknown_keys(config: dict) -> list[str]:

@@ -81,6 +81,14 @@ def read_launch() -> Launch:
     return launch
 
 
+def tell_deepspeed_of_a_cpu() -> None:
+    """Before DeepSpeed is imported: where there is no GPU it finds that out for itself, and warns on every rank."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def _launcher() -> tuple[list[str], str | None, bool]:
     """(command line, --config_file, whether OMP_NUM_THREADS was given) of the `accelerate launch` above this process.
 

@@ -13,7 +13,7 @@ from train.recipe.errors import UserError
 from train.recipe.options import Recipe
 from train.strategy.batches import Batches, resolve_batches
 from train.strategy.deepspeed_json import read_config, resolve_config, stated_precision
-from train.strategy.launch import Launch, read_launch
+from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -60,7 +60,7 @@ class Strategy:
         warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            tell_deepspeed_of_a_cpu()
             if not self.launch.threads_are_the_users:
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         if on_cpu and self.precision == "fp16":
