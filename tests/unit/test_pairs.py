@@ -25,7 +25,7 @@ def recipe(**options) -> ClmRecipe:
 
 
 def launch(json_path=None, world_size=2, **changes) -> Launch:
-    settings = {"world_size": world_size, "rank": 0, "local_rank": 0, "deepspeed": True, "precision": None,
+    settings = {"world_size": world_size, "rank": 0, "deepspeed": True, "precision": None,
                 "json_path": None if json_path is None else str(json_path), "config_file": "some.yaml"}  # fmt: skip
     return Launch(**{**settings, **changes})
 
@@ -142,6 +142,7 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
             ["zero_optimization.offload_optimizer.devise", "Did you mean device?"],
         ),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 3}}}, ["ratio = 3"]),
         ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
     ],

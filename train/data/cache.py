@@ -1,7 +1,6 @@
 """Where prepared data lives, and how the processes of a machine share the work of preparing it."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ def one_process_at_a_time(cache_dir: str | None) -> Iterator[None]:
 
     root = cache_root(cache_dir)
     root.mkdir(parents=True, exist_ok=True)
-    if int(os.environ.get("RANK", "0")) != 0 or not sys.stderr.isatty():
+    if int(os.environ.get("RANK", "0")) != 0:
         from datasets.utils import disable_progress_bars
 
         disable_progress_bars()

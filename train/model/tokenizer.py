@@ -29,9 +29,8 @@ def load_tokenizer(recipe: ModelOptions, config):
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind:
-        bos = (
-            {"add_bos_token": True} if config.model_type == "llama" else {}
-        )  # as Meta's own code and published folders
+        # Meta's own code and published folders begin every text with the beginning-of-text token.
+        bos = {"add_bos_token": True} if config.model_type == "llama" else {}
         return from_hub_or_folder(option, name, kind.from_pretrained, **bos)
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 

@@ -2,6 +2,8 @@
 
 import time
 
+from train.strategy.launch import launcher_process
+
 
 class Timeline:
     """Named phases that follow each other; each ends where the next begins."""
@@ -9,17 +11,11 @@ class Timeline:
     def __init__(self):
         import psutil
 
-        process = psutil.Process()
-        self._started = process.create_time()
+        self._started = psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
-        for parent in process.parents():
-            try:
-                words = parent.cmdline()
-            except psutil.Error:
-                break
-            if "launch" in words and any("accelerate" in word for word in words):
-                self.seconds["launcher"] = round(self._started - parent.create_time(), 2)
-                break
+        launcher = launcher_process()
+        if launcher is not None:
+            self.seconds["launcher"] = round(self._started - launcher.create_time(), 2)
         self._last = self._started
 
     def mark(self, phase: str) -> None:

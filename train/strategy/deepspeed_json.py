@@ -131,18 +131,19 @@ def _zero_problems(section: Any) -> list[str]:
             "offload_param": deepspeed.DeepSpeedZeroOffloadParamConfig,
             "offload_optimizer": deepspeed.DeepSpeedZeroOffloadOptimizerConfig,
         }
-        return [_zero_problem(found, models.get(found["loc"][0]), deepspeed) for found in error.errors()]
+        return [_zero_problem(found, models, deepspeed.DeepSpeedZeroConfig) for found in error.errors()]
     return []
 
 
-def _zero_problem(found: dict, inner: type | None, deepspeed) -> str:
-    *parents, name = (str(part) for part in found["loc"])
-    where = ".".join(("zero_optimization", *parents, name))
+def _zero_problem(found: dict, parts: dict[str, type], whole: type) -> str:
+    """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
+    path = [str(step) for step in found["loc"]]
+    where = ".".join(("zero_optimization", *path))
     if found["type"] != "extra_forbidden":
         return f"{where} = {json.dumps(found['input'], default=str)}: {found['msg'].lower()}"
-    known = inner if parents and inner else deepspeed.DeepSpeedZeroConfig
+    known = parts.get(path[0], whole) if len(path) > 1 else whole
     fields = {*known.model_fields, *(field.alias for field in known.model_fields.values() if field.alias)}
-    close = nearest(name, fields)
+    close = nearest(path[-1], fields)
     return f"DeepSpeed knows no {where}. " + (f"Did you mean {close}?" if close else "Remove it")
 
 

@@ -1,5 +1,6 @@
 """What the launcher says: how many processes there are, which strategy, and which files it read."""
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,6 @@ class Launch:
 
     world_size: int
     rank: int
-    local_rank: int
     deepspeed: bool
     precision: str | None  # None where the launcher says nothing
     json_path: str | None  # DeepSpeed JSON
@@ -62,7 +62,6 @@ def read_launch() -> Launch:
     launch = Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
         deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "true",
         precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no")),
         json_path=environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
@@ -96,18 +95,27 @@ def _launcher() -> tuple[list[str], str | None, bool]:
     """
     import psutil
 
-    try:
+    launcher = launcher_process()
+    if launcher is None:
+        return [], None, "OMP_NUM_THREADS" in os.environ
+    words = launcher.cmdline()
+    named = _option(words, "--config_file") or _default_config()
+    threads = bool(_option(words, "--num_cpu_threads_per_process"))
+    with contextlib.suppress(psutil.Error):
+        threads = threads or "OMP_NUM_THREADS" in launcher.environ()
+    return words, named if named and Path(named).is_file() else None, threads
+
+
+def launcher_process():
+    """The `accelerate launch` above this process as a psutil.Process; None if there is none, or it cannot be seen."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             words = parent.cmdline()
             if "launch" in words and any("accelerate" in word for word in words):
-                named = _option(words, "--config_file")
-                if named is None:
-                    named = _default_config()
-                threads = "OMP_NUM_THREADS" in parent.environ() or _option(words, "--num_cpu_threads_per_process")
-                return words, named if named and Path(named).is_file() else None, bool(threads)
-    except psutil.Error:
-        pass
-    return [], None, "OMP_NUM_THREADS" in os.environ
+                return parent
+    return None
 
 
 def _default_config() -> str | None:
