@@ -17,15 +17,15 @@ from train.data.collate import CausalCollator
 from train.data.order import SampleOrder
 from train.data.pack import PackedBlocks
 from train.data.tokenise import Documents
-from train.model.causal import build_model, settle_loss
 from train.model.configuration import load_configuration
-from train.model.loss import install_loss
+from train.model.load import build_model
+from train.model.loss import install_loss, model_loss
 from train.model.parameters import flops_per_token
+from train.model.settle import install_chosen_loss, settle_loss
 from train.recipe import ClmRecipe
-from train.run.evaluate import evaluate_loss
 from train.run.folder import RunFolder
 from train.run.job import Job
-from train.run.meters import ThroughputMeter, peak_flops
+from train.run.meters import make_meter
 from train.run.session import Session
 from train.run.timeline import Timeline
 
@@ -193,19 +193,12 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     session.folder = TimedFolder(session.folder.path, watch)
     session.plan(len(work.samples))
     session.start_processes()
-    model = build_model(AutoModelForCausalLM, work.config, recipe, session.strategy)
+    model = build_model(AutoModelForCausalLM, work.config, recipe, session.strategy, recipe.seed)
+    install_chosen_loss(model, recipe)
     engine = session.prepare(model)
     settle_loss(engine, recipe)
-    job = Job(
-        recipe=recipe,
-        train_set=work.samples,
-        eval_set=None,
-        collate=CausalCollator(pad_id=0),
-        loss_sum=lambda model, batch: model(**batch.inputs),
-        evaluate=evaluate_loss,
-    )
-    peak = peak_flops(engine.device, session.strategy.precision)
-    session.train(job, ThroughputMeter(flops_per_token(model, work.options.block_size), peak))
+    job = Job(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    session.train(job, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
     assert len(session.folder.metrics()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"
 

@@ -26,15 +26,18 @@ def main(argv: list[str] | None = None) -> int:
 
     from transformers import AutoModelForCausalLM
 
-    from train.data.collate import CausalCollator
-    from train.data.prepare import contents_rows, padding_token, prepare_text
-    from train.model.causal import build_model, settle_loss
+    from train.data.collate import CausalCollator, multiple_for
+    from train.data.pack import contents_rows
+    from train.data.prepare_text import prepare_text
     from train.model.configuration import load_configuration
+    from train.model.load import build_model
+    from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
-    from train.model.tokenizer import check_vocabulary
-    from train.run.evaluate import evaluate_loss
+    from train.model.settle import check_packing, install_chosen_loss, settle_loss
+    from train.model.tokenizer import check_vocabulary, padding_token
+    from train.run.evaluate import eval_batches, held_out_loss
     from train.run.job import Job
-    from train.run.meters import ThroughputMeter, peak_flops
+    from train.run.meters import make_meter
     from train.run.progress import table
 
     timeline.mark("imports")
@@ -48,24 +51,24 @@ def main(argv: list[str] | None = None) -> int:
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
-    model = build_model(AutoModelForCausalLM, config, recipe, session.strategy)
+    model = build_model(AutoModelForCausalLM, config, recipe, session.strategy, recipe.seed)
+    install_chosen_loss(model, recipe)
     timeline.mark("model")
     engine = session.prepare(model)
+    if recipe.packing == "documents":
+        check_packing(engine)
     notes.append(settle_loss(engine, recipe))
 
     # The loss is a sum over next tokens (train/model/loss.py); the loop divides by their number in the global batch.
-    job = Job(
-        recipe=recipe,
-        train_set=data.train,
-        eval_set=data.validation,
-        collate=CausalCollator(
-            padding_token(data.tokenizer), flatten=(recipe.attn_implementation or "").startswith("flash")
-        ),
-        loss_sum=lambda model, batch: model(**batch.inputs),
-        evaluate=evaluate_loss,
-    )
-    peak = peak_flops(engine.device, session.strategy.precision)
-    meter = ThroughputMeter(flops_per_token(model, data.train.contents.mean_length), peak and peak * engine.world_size)
+    flatten = (recipe.attn_implementation or "").startswith("flash")
+    collate = CausalCollator(padding_token(data.tokenizer), flatten, multiple_for(engine.device))
+
+    def evaluate(engine, update):
+        batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
+        return held_out_loss(engine, batches, model_loss)
+
+    job = Job(recipe, data.train, collate, model_loss, evaluate if data.validation else None)
+    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 
     session.announce(
         f"data      {data.block_size} tokens a sample, packing: {recipe.packing}",
@@ -73,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         *data.hints,
         *(note for note in notes if note),
     )
-    results = session.train(job, meter)
-    session.export(results, data.tokenizer)
+    results = session.train(job, meter, data.tokenizer)
+    session.export(results)
     if recipe.sample_tokens:
         text = sample(engine, recipe, data.tokenizer)
         session.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))

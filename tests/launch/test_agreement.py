@@ -120,12 +120,12 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(run, layout, shar
     lines, output = run("padded", layout)
     model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    from train.data.sources import load_records
+    from train.data.texts import load_texts
     from train.recipe import ClmRecipe
 
     recipe = ClmRecipe(train_file=[str(shared / "text" / "tinystories_a.txt")], packing="none", max_eval_samples=17)
     total = count = 0
-    for text in load_records(recipe).validation["text"]:
+    for text in load_texts(recipe).validation["text"]:
         ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:192]])
         with torch.no_grad():
             total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)

@@ -31,7 +31,7 @@ class FakeDocuments:
 
 def logits_of_b(model, first: list[int], batch_size: int, boundaries: bool, flatten: bool = False) -> torch.Tensor:
     blocks = PackedBlocks(FakeDocuments([first, B] * batch_size), 8, boundaries, filler=0)
-    batch = CausalCollator(pad_id=0, flatten=flatten)([(blocks[index], True) for index in range(batch_size)])
+    batch = CausalCollator(pad_id=0, flatten=flatten)([(blocks[index], index) for index in range(batch_size)])
     inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
     with torch.no_grad():
         logits = model(**inputs).logits

@@ -7,7 +7,7 @@ from helpers import TINY, tiny_model
 
 import train.model.loss as loss_module
 from train.model.loss import choose_loss, install_loss
-from train.model.probe import losses_differ
+from train.model.probe import losses_differ, random_tokens
 
 needs_chunked = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy")
 
@@ -130,6 +130,11 @@ def test_without_labels_the_model_answers_as_before():
 
 
 @needs_chunked
+def probe() -> dict[str, torch.Tensor]:
+    tokens = random_tokens(97, torch.device("cpu"), count=2)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
 def test_a_model_that_scales_its_logits_is_found_out():
     from transformers import AutoModelForCausalLM, GraniteConfig
 
@@ -144,11 +149,11 @@ def test_a_model_that_scales_its_logits_is_found_out():
     model = AutoModelForCausalLM.from_config(GraniteConfig(vocab_size=97, logits_scaling=0.1, **sizes)).eval()
     install_loss(model, "chunked")
     set_kind = lambda kind: setattr(model, "loss_kind", kind)  # noqa: E731
-    assert losses_differ(model, set_kind, "chunked", 97, torch.device("cpu")) > 1e-2
+    assert losses_differ(model, set_kind, "chunked", probe()) > 1e-2
     llama = tiny_model("llama")
     install_loss(llama, "chunked")
     set_kind = lambda kind: setattr(llama, "loss_kind", kind)  # noqa: E731
-    assert losses_differ(llama, set_kind, "chunked", 97, torch.device("cpu")) < 1e-5
+    assert losses_differ(llama, set_kind, "chunked", probe()) < 1e-5
 
 
 def test_the_run_says_which_loss_and_why():

@@ -22,14 +22,14 @@ def test_peaks_by_name(name, tera):
 def test_a_cpu_has_no_known_peak():
     assert peak_flops(torch.device("cpu"), "bf16") is None
     meter = ThroughputMeter(flops_per_token=10.0, peak=None)
-    assert meter.of_update(100, 2.0) == {"tokens_per_s": 50.0, "flops_per_s": 500.0}
-    assert ThroughputMeter(10.0, peak=1000.0).of_update(100, 2.0)["mfu"] == 0.5
+    assert meter.of_update(100, 4, 2.0) == {"samples_per_s": 2.0, "tokens_per_s": 50.0, "flops_per_s": 500.0}
+    assert ThroughputMeter(10.0, peak=1000.0).of_update(100, 4, 2.0)["mfu"] == 0.5
 
 
 def test_the_typical_rate_leaves_the_first_updates_out():
     meter = ThroughputMeter(1.0, None)
     for seconds in (100, 100, 100, *[1] * 9):
-        meter.of_update(10, seconds)
+        meter.of_update(10, 1, seconds)
     assert meter.typical() == 10.0
 
 

@@ -3,7 +3,12 @@
 import pytest
 import torch
 from helpers import TINY, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from train.model.configuration import ARCHITECTURES, load_configuration
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
@@ -20,7 +25,14 @@ PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "open-calm-1b": 1.4e9,
     "open-calm-7b": 6.8e9,
     "gpt-22b": 22e9,
+    "deberta-v2-xlarge": 885e6,
+    "blenderbot-400M-distill": 365e6,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
 }
+CLASSES = {"deberta-v2-xlarge": AutoModelForSequenceClassification} | dict.fromkeys(
+    ("blenderbot-400M-distill", "t5-large", "t5-3b"), AutoModelForSeq2SeqLM
+)
 
 
 def test_all_architectures_in_the_tree_are_tested():
@@ -31,7 +43,7 @@ def test_all_architectures_in_the_tree_are_tested():
 def test_published_architectures_need_no_network(name):
     config = load_configuration(ClmRecipe(config_name=name))
     with torch.device("meta"):
-        counted, _ = count_parameters(AutoModelForCausalLM.from_config(config))
+        counted, _ = count_parameters(CLASSES.get(name, AutoModelForCausalLM).from_config(config))
     expected = PUBLISHED[name]
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
 
@@ -88,12 +100,13 @@ def test_flops_of_a_token_by_hand():
 class Tokenizer:
     name_or_path = "some tokenizer"
     bos_token_id = eos_token_id = pad_token_id = 0
+    mask_token_id = None
 
     def __init__(self, size: int):
         self.size = size
 
-    def __len__(self) -> int:
-        return self.size
+    def get_vocab(self) -> dict[str, int]:
+        return {str(index): index for index in range(self.size)}
 
 
 def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(shared):

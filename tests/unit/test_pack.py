@@ -5,6 +5,7 @@ import pytest
 from datasets import Dataset, Features, List, Value
 
 from train.data.collate import CausalCollator
+from train.data.order import FILLER
 from train.data.pack import PackedBlocks, SeparateDocuments
 from train.data.tokenise import Documents
 from train.model.loss import IGNORE
@@ -69,12 +70,16 @@ def test_separate_documents_are_cut_and_padded(documents):
     assert [len(sample["input_ids"]) for sample in blocks_of(samples)] == [3, 2, 1, 4, 3]
     assert samples.contents.truncated == 5
     assert samples.contents.trained == 2 + 1 + 0 + 3 + 2
-    batch = CausalCollator(pad_id=0)([(samples[index], index != 1) for index in range(5)])
+    places = [(samples[index], FILLER if index == 1 else index) for index in range(5)]
+    assert CausalCollator(pad_id=0)(places).inputs["input_ids"].shape == (5, 4)
+    batch = CausalCollator(pad_id=0, multiple=8)(places)
     assert batch.inputs["input_ids"].shape == (5, 8)
     assert batch.inputs["attention_mask"].sum(1).tolist() == [3, 2, 1, 4, 3]
     assert (batch.inputs["labels"][1] == IGNORE).all(), "a sample that does not count is not trained on"
     assert batch.num_targets == 2 + 0 + 3 + 2
     assert batch.num_tokens == 3 + 1 + 4 + 3
+    assert batch.num_positions == 5 * 8
+    assert batch.indices == [0, FILLER, 2, 3, 4]
 
 
 def blocks_of(samples) -> list[dict]:

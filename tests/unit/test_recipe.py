@@ -6,7 +6,7 @@ import shlex
 import pytest
 from helpers import ROOT
 
-from train.recipe import ClmRecipe, UserError, parse_recipe
+from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
 
 PUBLISHED = """--config_name "gpt2-xl" --tokenizer_name "gpt2-xl" --dataset_name "wikitext"
   --dataset_config_name "wikitext-2-raw-v1" --block_size 128
@@ -41,10 +41,12 @@ def test_the_published_command():
 
 
 def test_every_recipe_in_the_tree_parses():
+    recipes = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
     files = sorted((ROOT / "recipes").rglob("*.yaml"))
-    assert len(files) >= 3
+    assert len(files) >= 7
+    assert {file.parent.name for file in files} == recipes.keys()
     for file in files:
-        recipe = parse_recipe(ClmRecipe, ["--config", str(file)])
+        recipe = parse_recipe(recipes[file.parent.name], ["--config", str(file)])
         assert recipe.output_dir, file
         header = file.read_text().splitlines()
         assert header[0].startswith("#")

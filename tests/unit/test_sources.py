@@ -6,8 +6,9 @@ import json
 import pytest
 from datasets import Dataset
 
-from train.data.prepare import prepare_text
-from train.data.sources import find_files, load_records, split_off
+from train.data.prepare_text import prepare_text
+from train.data.sources import find_files
+from train.data.texts import load_texts, split_off
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
 
@@ -35,7 +36,7 @@ def write(tmp_path, name: str):
 
 def records(cache, *files, **options):
     recipe = ClmRecipe(train_file=[str(file) for file in files], cache_dir=cache, **options)
-    return load_records(recipe)
+    return load_texts(recipe)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])

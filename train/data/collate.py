@@ -1,30 +1,46 @@
-"""From samples to the tensors of a micro-batch."""
+"""From samples to the tensors of a micro-batch.
 
-from dataclasses import dataclass
+A collator is called with (sample, index) pairs. The index FILLER marks a place that holds no sample: the row is there
+for its shape only, nothing is trained on it and nothing is counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from train.data.order import FILLER
 from train.data.pack import Sample
 from train.model.loss import IGNORE
 
-PAD_TO = 8  # lengths are rounded up to a multiple that tensor cores like
+Samples = list[tuple[Sample, int]]
 
 
 @dataclass
 class Batch:
-    """A micro-batch: the model's inputs, how many tokens it trains on, and how many it holds beside padding."""
+    """A micro-batch: what the model is called with, and what is counted.
+
+    `num_targets` is what the loss is summed over (tokens, or examples), `num_tokens` is what the model reads and
+    predicts beside padding, `num_positions` the same with padding, and `indices` says which samples these are.
+    """
 
     inputs: dict[str, torch.Tensor]  # each (B, T)
     num_targets: int
     num_tokens: int
+    num_positions: int
+    indices: list[int]
+    labels: torch.Tensor | None = None  # (B,) of examples, where the loss is not the model's own
 
     def to(self, device: torch.device) -> "Batch":
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        return Batch(inputs, self.num_targets, self.num_tokens)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        return Batch({k: v.pin_memory() for k, v in self.inputs.items()}, self.num_targets, self.num_tokens)
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=None if self.labels is None else change(self.labels))
 
 
 @dataclass
@@ -35,32 +51,116 @@ class CausalCollator:
         pad_id: the token that fills rows; its label is ignored and attention does not see it.
         flatten: lay the micro-batch out as one row (1, B * T). FlashAttention finds document boundaries in
             position_ids only in that form.
+        multiple: widths are rounded up to a multiple of this.
     """
 
     pad_id: int
     flatten: bool = False
+    multiple: int = 1
 
-    def __call__(self, samples: list[tuple[Sample, bool]]) -> Batch:
-        """`samples` are (sample, counts): one that does not count fills a place, and nothing is trained on it."""
-        rows = [sample for sample, _ in samples]
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
         packed = "position_ids" in rows[0]
-        width = max(lengths) if len(set(lengths)) == 1 else -(-max(lengths) // PAD_TO) * PAD_TO
+        alike = len(set(lengths)) == 1
+        width = lengths[0] if alike else round_up(max(lengths), self.multiple)
         inputs = {
-            name: torch.from_numpy(np.stack([_padded(row[name], width, filler) for row in rows]))
+            name: stack(rows, name, width, filler)
             for name, filler in (("input_ids", self.pad_id), ("labels", IGNORE), ("position_ids", 0))
             if name in rows[0]
         }
-        counts = torch.tensor([counted for _, counted in samples])
-        inputs["labels"][~counts] = IGNORE
-        if not packed and len(set(lengths)) > 1:
-            inputs["attention_mask"] = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+        inputs["labels"][~counted(indices)] = IGNORE
+        if not packed and not alike:
+            inputs["attention_mask"] = mask(lengths, width)
         num_targets = int((inputs["labels"][:, 1:] != IGNORE).sum())
-        num_tokens = sum(length for length, counted in zip(lengths, counts.tolist()) if counted)
         if self.flatten and packed:
             inputs["labels"][:, 0] = IGNORE  # else the last token of a row would be trained on the next row's first
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
-        return Batch(inputs, num_targets, num_tokens)
+        return Batch(inputs, num_targets, total(lengths, indices), len(rows) * width, indices)
+
+
+@dataclass
+class ExampleCollator:
+    """Pad rows on the right and stack their labels: one label a row, a class (int64) or a number (float32).
+
+    Args:
+        fillers: the columns of a sample that the model reads, each with what pads it.
+        width: pad every batch to this many tokens; None: to its longest row.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    fillers: dict[str, int]
+    width: int | None = None
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = self.width or round_up(max(lengths), self.multiple)
+        inputs = {name: stack(rows, name, width, filler) for name, filler in self.fillers.items()}
+        inputs["attention_mask"] = mask(lengths, width)
+        labels = torch.from_numpy(np.stack([row["label"] for row in rows]))
+        labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
+        num_targets = int(counted(indices).sum())
+        return Batch(inputs, num_targets, total(lengths, indices), len(rows) * width, indices, labels)
+
+
+@dataclass
+class PairCollator:
+    """Pad sources and targets on the right; a target's padding is not trained on.
+
+    Args:
+        pad_id: fills sources.
+        widths: pad every batch to these many source and target tokens; None: to its longest ones.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    widths: tuple[int, int] | None = None
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        sources, targets = ([len(row[name]) for row in rows] for name in ("input_ids", "labels"))
+        widths = self.widths or tuple(round_up(max(lengths), self.multiple) for lengths in (sources, targets))
+        inputs = {
+            "input_ids": stack(rows, "input_ids", widths[0], self.pad_id),
+            "attention_mask": mask(sources, widths[0]),
+            "labels": stack(rows, "labels", widths[1], IGNORE),
+        }
+        inputs["labels"][~counted(indices)] = IGNORE
+        tokens = total(sources, indices) + total(targets, indices)
+        return Batch(inputs, int((inputs["labels"] != IGNORE).sum()), tokens, len(rows) * sum(widths), indices)
+
+
+def multiple_for(device: torch.device) -> int:
+    """The multiple that row lengths should have: matrix units of GPUs like 8, a CPU does not care."""
+    return 1 if device.type == "cpu" else 8
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-length // multiple) * multiple
+
+
+def counted(indices: list[int]) -> torch.Tensor:
+    """(B,) whether a row is a sample and no filler."""
+    return torch.tensor(indices) != FILLER
+
+
+def total(lengths: list[int], indices: list[int]) -> int:
+    """The tokens of the rows that count."""
+    return sum(length for length, index in zip(lengths, indices) if index != FILLER)
+
+
+def mask(lengths: list[int], width: int) -> torch.Tensor:
+    """(B, width) 1 where a row has a token, 0 where it has padding."""
+    return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+
+
+def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:
+    """(B, width) one column of the rows, filled up on the right."""
+    return torch.from_numpy(np.stack([_padded(row[name], width, filler) for row in rows]))
 
 
 def _padded(values: np.ndarray, width: int, filler: int) -> np.ndarray:

@@ -4,9 +4,14 @@ The run is one endless row of samples: epoch after epoch, each a permutation dra
 places k * G to (k + 1) * G of that row, G being the global batch size; a batch may span two epochs, so that no sample
 is dropped or repeated at the seam. The position in the data is therefore one number, the consumed samples, and seeking
 to it costs nothing. The last update of a run is filled up with places that do not count.
+
+Where samples differ in length, LengthGroups rearranges the permutation so that those of one update are alike, and
+within an update the micro-batches hold neighbours in length. Both follow from (seed, epoch, G) alone.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,18 +21,58 @@ from train.data.pack import Sample, SampleSet
 FILLER = -1  # a place in a batch that holds no sample
 
 
-class SampleOrder:
-    """Places in the run's row of samples -> sample indices."""
+@dataclass(frozen=True)
+class LengthGroups:
+    """Rearranges an epoch, so that an update's samples are of similar length, and stays an unbiased shuffle.
 
-    def __init__(self, num_samples: int, seed: int, shuffle: bool = True):
-        self.num_samples, self.seed, self.shuffle = num_samples, seed, shuffle
+    The permutation is cut into windows of `window` updates. A window's samples are sorted by length and cut into
+    batches of G, and the batches are put into random order. Which samples share a window is the permutation's doing,
+    and any batch may come first: so every sample has the same chance of every place in the epoch, long or short, and
+    is seen once. What is not random any more is who shares an update with whom.
+
+    Args:
+        lengths: of all samples, in tokens.
+        global_batch: G.
+    """
+
+    lengths: np.ndarray
+    global_batch: int
+    window: int = 16
+
+    def arrange(self, permutation: np.ndarray, head: int, rng: np.random.Generator) -> np.ndarray:
+        """`head` samples complete an update that the epoch before began; they and the last few stay as drawn."""
+        size = self.global_batch
+        pieces = [permutation[:head]]
+        for start in range(head, len(permutation), self.window * size):
+            drawn = permutation[start : start + self.window * size]
+            whole = len(drawn) // size * size
+            ordered = drawn[:whole][np.argsort(self.lengths[drawn[:whole]], kind="stable")]
+            batches = ordered.reshape(-1, size)
+            pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[whole:]]
+        return np.concatenate(pieces)
+
+
+class Order(Protocol):
+    """Places in a row of samples -> sample indices."""
+
+    def places(self, start: int, stop: int) -> np.ndarray: ...
+
+
+class SampleOrder:
+    """The order of a training run."""
+
+    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None):
+        self.num_samples, self.seed, self.groups = num_samples, seed, groups
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
 
     def epoch(self, number: int) -> np.ndarray:
-        """The permutation of epoch `number`, from (seed, number) alone."""
+        """The permutation of epoch `number`, from (seed, number) alone (and G, where samples are grouped)."""
         if number != self._epoch:
             rng = np.random.default_rng([self.seed, number])
-            self._permutation = rng.permutation(self.num_samples) if self.shuffle else np.arange(self.num_samples)
+            self._permutation = rng.permutation(self.num_samples)
+            if self.groups is not None:
+                head = min(-number * self.num_samples % self.groups.global_batch, self.num_samples)
+                self._permutation = self.groups.arrange(self._permutation, head, rng)
             self._epoch = number
         return self._permutation
 
@@ -42,18 +87,38 @@ class SampleOrder:
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
 
 
+class FixedOrder:
+    """The order of an evaluation: every sample once, the longest first where lengths are known."""
+
+    def __init__(self, num_samples: int, lengths: np.ndarray | None = None):
+        self.indices = np.arange(num_samples) if lengths is None else np.argsort(-lengths, kind="stable")
+
+    def places(self, start: int, stop: int) -> np.ndarray:
+        """The sample indices at places [start, stop)."""
+        return self.indices[start:stop]
+
+
 class MicroBatches(torch.utils.data.Sampler):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
-    (accumulation, world size, micro-batch).
+    (accumulation, world size, micro-batch). With `lengths`, the places are first sorted, the longest in front: the
+    micro-batches that the ranks handle at the same time are then alike.
     """
 
     def __init__(
-        self, order: SampleOrder, total: int, consumed: int, micro: int, accumulation: int, world: int, rank: int
+        self,
+        order: Order,
+        total: int,
+        consumed: int,
+        micro: int,
+        accumulation: int,
+        world: int,
+        rank: int,
+        lengths: np.ndarray | None = None,
     ):
         super().__init__()
-        self.order, self.total, self.consumed = order, total, consumed
+        self.order, self.total, self.consumed, self.lengths = order, total, consumed, lengths
         self.shape, self.rank = (accumulation, world, micro), rank
 
     def __len__(self) -> int:
@@ -64,13 +129,15 @@ class MicroBatches(torch.utils.data.Sampler):
         for start in range(self.consumed, self.total, size):
             places = np.full(size, FILLER)
             samples = self.order.places(start, min(start + size, self.total))
+            if self.lengths is not None:
+                samples = samples[np.argsort(-self.lengths[samples], kind="stable")]
             places[: len(samples)] = samples
             for micro_batch in places.reshape(self.shape)[:, self.rank]:
                 yield micro_batch.tolist()
 
 
-class _Counted(torch.utils.data.Dataset):
-    """(sample, counts) by index; a FILLER place borrows sample 0 and does not count."""
+class _Indexed(torch.utils.data.Dataset):
+    """(sample, index) by index; a FILLER place borrows sample 0."""
 
     def __init__(self, samples: SampleSet):
         self.samples = samples
@@ -78,12 +145,12 @@ class _Counted(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Sample, bool]:
-        return self.samples[max(index, 0)], index != FILLER
+    def __getitem__(self, index: int) -> tuple[Sample, int]:
+        return self.samples[max(index, 0)], index
 
 
 def loader(samples: SampleSet, sampler: MicroBatches, collate, workers: int, pin: bool) -> torch.utils.data.DataLoader:
     """A DataLoader over this rank's micro-batches."""
     return torch.utils.data.DataLoader(
-        _Counted(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin
+        _Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin
     )

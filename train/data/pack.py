@@ -13,14 +13,14 @@ Sample = dict[str, np.ndarray]  # input_ids, labels, and position_ids where pack
 
 @dataclass(frozen=True)
 class Contents:
-    """What became of the documents of a split. Counts are tokens unless they say otherwise."""
+    """What became of the records of a split. Counts are tokens unless they say otherwise."""
 
     documents: int
     tokens: int
     samples: int
-    trained: int  # tokens that are predicted, and so trained on
     truncated: int  # tokens cut away
-    padding: float  # share of all positions that hold padding, at most (batches may pad less)
+    trained: int | None = None  # tokens that are predicted, and so trained on; None where examples are classified
+    padding: float | None = None  # share of all positions that hold padding, at most; None where batches decide
 
     @property
     def mean_length(self) -> int:
@@ -28,10 +28,28 @@ class Contents:
         return round((self.tokens - self.truncated) / self.samples)
 
 
+def contents_rows(train: Contents, validation: Contents | None) -> list[tuple[str, ...]]:
+    """The table of what was read, shown before training: one row a figure, one column a part."""
+    columns = [("training", train)] + ([("held out", validation)] if validation else [])
+    rows = [("", *(name for name, _ in columns))]
+    for label, show, there in (
+        ("documents", lambda c: f"{c.documents:,}", train.documents != train.samples),
+        ("samples", lambda c: f"{c.samples:,}", True),
+        ("tokens", lambda c: f"{c.tokens:,}", True),
+        ("tokens trained on", lambda c: f"{c.trained:,}", train.trained is not None),
+        ("truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})", True),
+        ("padding", lambda c: f"{c.padding:.1%}", train.padding is not None),
+    ):
+        if there:
+            rows.append((label, *(show(contents) for _, contents in columns)))
+    return rows
+
+
 class SampleSet(Protocol):
-    """Samples by index. Every rank can read every sample."""
+    """Samples by index. Every rank can read every sample. `lengths` is None where all are equally long."""
 
     contents: Contents
+    lengths: np.ndarray | None
 
     def __len__(self) -> int: ...
 
@@ -48,6 +66,7 @@ class PackedBlocks:
 
     def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int):
         self.documents, self.block_size, self.boundaries, self.filler = documents, block_size, boundaries, filler
+        self.lengths = None
         tokens = documents.num_tokens
         self.num_blocks = -(-tokens // block_size) if boundaries else tokens // block_size
         used = tokens if boundaries else self.num_blocks * block_size

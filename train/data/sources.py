@@ -1,10 +1,11 @@
-"""From files or the hub to records: one `text` column, a training and a held-out part."""
+"""From files or the hub to tables of records, one for each part of the data."""
 
 import glob
 import gzip
 import json
 import os
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,26 +14,132 @@ import numpy as np
 from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
 
 from train.data.cache import cache_root
-from train.model.tokenizer import END_OF_TEXT
 from train.recipe.errors import UserError, first_line
-from train.recipe.options import ClmRecipe, SourceOptions, TextOptions
+from train.recipe.options import SourceOptions
 
 FORMATS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet",
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
-NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
+CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
+BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
+HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
-FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the text and not from the list of documents
 
 
 @dataclass
-class Records:
-    """Training and held-out records (column `text`), and how a text file was cut into documents."""
+class Source:
+    """What was read: `train`, the held-out parts that there are, and from which format (hub, json, csv, text, ...)."""
 
-    train: Dataset
-    validation: Dataset | None
-    unit: str
+    parts: dict[str, Dataset]
+    kind: str
+    files: dict[str, list[Path]]  # of each part; empty for the hub
+
+    def where(self, part: str) -> str:
+        """The name of a part for a message."""
+        return str(self.files[part][0]) if self.files.get(part) else f"the {part} split"
+
+
+def read_source(
+    recipe: SourceOptions,
+    held_out: dict[str, tuple[str, ...]] | None = None,
+    sample_by: Callable[[list[Path]], str] | None = None,
+    reader: Callable[[list[Path]], Dataset | None] | None = None,
+    header: tuple[str, ...] = (),
+) -> Source:
+    """Read what the recipe names.
+
+    Args:
+        held_out: the held-out parts, each with the names that it may have on the hub. The option of part P is P_file.
+        sample_by: for text files: line, paragraph or document, by a look at them. Without it they are refused.
+        reader: asked first for the table of JSON files that have a form of their own; None where they have not.
+        header: names of the columns of .csv and .tsv files that have no line of names.
+
+    Raises:
+        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach.
+    """
+    held_out = held_out or {"validation": HELD_OUT}
+    if not recipe.train_file:
+        return Source(_from_hub(recipe, held_out), "hub", {})
+    options = {part: f"{part}_file" for part in ("train", *held_out)}
+    files = {part: find_files(option, getattr(recipe, option)) for part, option in options.items()
+             if getattr(recipe, option)}  # fmt: skip
+    kind = format_of(files["train"])
+    if kind == "text" and sample_by is None:
+        raise UserError(
+            f"train_file = {files['train'][0]}: this task reads records: .jsonl, .json, .csv, .tsv, .parquet"
+        )
+    builder, kwargs = BUILDERS.get(kind, (kind, {}))
+    if kind == "text":
+        kwargs = {"sample_by": sample_by(files["train"])}
+    if header and builder == "csv":
+        kwargs = {**kwargs, "names": list(header)}
+    parts = {}
+    for part, paths in files.items():
+        if format_of(paths) != kind:
+            raise UserError(f"{part}_file is {format_of(paths)} and train_file is {kind}: use one format for both")
+        parts[part] = _load(builder, part, paths, kind, recipe, kwargs, reader)
+    return Source(parts, kind, files)
+
+
+def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs: dict, reader) -> Dataset:
+    try:
+        table = reader(paths) if reader and kind == "json" else None
+        if table is not None:
+            return table
+        names = [str(path) for path in paths]
+        loaded = load_dataset(builder, data_files={part: names}, cache_dir=_cache_dir(recipe), **kwargs)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises a dozen types
+        raise unreadable(paths, kind, error) from None
+    return loaded[part]
+
+
+def first(dataset: Dataset, limit: int | None) -> Dataset:
+    """The first `limit` records; all of them without a limit."""
+    return dataset if limit is None or limit >= len(dataset) else dataset.select(range(limit))
+
+
+def hold_out(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
+    """(training, held-out) records, drawn at random with a fixed seed, each part in its old order.
+
+    Raises:
+        UserError: one side would be empty.
+    """
+    shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
+    held = max(1, round(share * len(dataset)))
+    if held >= len(dataset):
+        raise empty_split(dataset, share)
+    return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
+
+
+def empty_split(dataset: Dataset, share: float) -> UserError:
+    """The message for a split that leaves one side empty."""
+    return UserError(
+        f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "
+        f"{len(dataset)} documents. Choose another share, or name a validation_file"
+    )
+
+
+def name_for_the_cache(dataset: Dataset, *words: object) -> Dataset:
+    """Give a table that was made in memory a fingerprint that every process agrees on."""
+    dataset._fingerprint = sha256(" ".join(map(str, words)).encode()).hexdigest()[:32]
+    return dataset
+
+
+def text_columns(dataset: Dataset) -> list[str]:
+    """The columns that hold text."""
+    return [
+        name
+        for name, feature in dataset.features.items()
+        if getattr(feature, "dtype", "") in ("string", "large_string")
+    ]
+
+
+def columns_present(dataset: Dataset) -> str:
+    """For messages: the columns there are."""
+    return f"the columns are {', '.join(dataset.column_names)}"
 
 
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
@@ -41,41 +148,16 @@ def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
         patterns = getattr(recipe, option)
         if patterns:
             files = find_files(option, patterns)
-            found = unreadable(files, _format_of(files), error)
+            found = unreadable(files, format_of(files), error)
             if "UTF-8" in str(found):
                 return found
     return error
 
 
-def load_records(recipe: ClmRecipe) -> Records:
-    """Read what the recipe names, split off the held-out part if there is none, and apply max_*_samples.
-
-    Raises:
-        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach; a split is empty.
-    """
-    if recipe.dataset_name:
-        parts, unit = _from_hub(recipe), "row"
-    else:
-        parts, unit = _from_files(recipe)
-    parts = {name: _only_text(part, _text_column(part, recipe.text_column)) for name, part in parts.items()}
-    if unit == "mark":
-        parts = {name: _cut_at_mark(part, recipe.document_separator or END_OF_TEXT) for name, part in parts.items()}
-    train, validation = parts["train"], parts.get("validation")
-    if validation is None and recipe.validation_split_percentage > 0:
-        train, validation = split_off(train, recipe.validation_split_percentage / 100)
-    train = _first(train, recipe.max_train_samples)
-    validation = validation if validation is None else _first(validation, recipe.max_eval_samples)
-    return Records(train, validation, unit)
-
-
-def _first(dataset: Dataset, limit: int | None) -> Dataset:
-    return dataset if limit is None or limit >= len(dataset) else dataset.select(range(limit))
-
-
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 
-def _from_hub(recipe: SourceOptions) -> dict[str, Dataset]:
+def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
     name, config = recipe.dataset_name, recipe.dataset_config_name
     try:
         found = load_dataset(name, config, cache_dir=_cache_dir(recipe))
@@ -94,32 +176,11 @@ def _from_hub(recipe: SourceOptions) -> dict[str, Dataset]:
     assert isinstance(found, DatasetDict)
     if "train" not in found:
         raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(found)}")
-    return {part: found[part] for part in ("train", "validation") if part in found}
+    names = {"train": ("train",), **held_out}
+    return {part: found[name] for part, known in names.items() for name in known[::-1] if name in found}
 
 
 # --------------------------------------------------------------------------------------------------------------- files
-
-
-def _from_files(recipe: ClmRecipe) -> tuple[dict[str, Dataset], str]:
-    given = {"train": ("train_file", recipe.train_file), "validation": ("validation_file", recipe.validation_file)}
-    files = {part: find_files(option, patterns) for part, (option, patterns) in given.items() if patterns}
-    kind = _format_of(files["train"])
-    kwargs, unit = {}, "record"
-    if kind == "text":
-        unit = _text_unit(recipe, files["train"])
-        kwargs["sample_by"] = {"line": "line", "paragraph": "paragraph"}.get(unit, "document")
-    parts = {}
-    for part, paths in files.items():
-        if _format_of(paths) != kind:
-            raise UserError(f"{part}_file is {_format_of(paths)} and train_file is {kind}: use one format for both")
-        try:
-            loaded = load_dataset(
-                kind, data_files={part: [str(path) for path in paths]}, cache_dir=_cache_dir(recipe), **kwargs
-            )
-        except Exception as error:
-            raise unreadable(paths, kind, error) from None
-        parts[part] = loaded[part]
-    return parts, unit
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:
@@ -150,7 +211,8 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
     return sorted(dict.fromkeys(path.resolve() for path in found))
 
 
-def _format_of(files: list[Path]) -> str:
+def format_of(files: list[Path]) -> str:
+    """The format that the endings tell. Raises UserError if they tell none, or several."""
     kinds = {}
     for path in files:
         suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
@@ -164,33 +226,15 @@ def _format_of(files: list[Path]) -> str:
     return next(iter(kinds))
 
 
-def _text_unit(recipe: TextOptions, files: list[Path]) -> str:
-    """line, paragraph, file or mark: how these text files are cut into documents."""
-    if recipe.document_separator in ("line", "paragraph", "file"):
-        return recipe.document_separator
-    if recipe.document_separator or _contains(files[0], END_OF_TEXT):
-        return "mark"
-    return "line" if recipe.packing == "none" else "file"
-
-
-def _open(path: Path):
+def open_bytes(path: Path):
+    """A file for reading bytes, unpacked if it is packed."""
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-def _contains(path: Path, mark: str) -> bool:
-    needle, tail = mark.encode(), b""
-    with _open(path) as file:
-        while chunk := file.read(2**24):
-            if needle in tail + chunk:
-                return True
-            tail = chunk[-len(needle) :]
-    return False
 
 
 def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     """Why these files could not be read: the first that is not UTF-8 or not of its format, and where in it."""
     for path in files if kind != "parquet" else []:
-        with _open(path) as file:
+        with open_bytes(path) as file:
             data = file.read()
         try:
             data.decode("utf-8")
@@ -208,82 +252,6 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
                     return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
     cause = error.__cause__ or error
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
-
-
-# ------------------------------------------------------------------------------------------------------------- records
-
-
-def _text_column(dataset: Dataset, wanted: str | None) -> str:
-    texts = [
-        name
-        for name, feature in dataset.features.items()
-        if getattr(feature, "dtype", "") in ("string", "large_string")
-    ]
-    present = f"the columns are {', '.join(dataset.column_names)}"
-    if wanted:
-        if wanted not in dataset.column_names:
-            raise UserError(f"text_column = {wanted!r}: there is no such column; {present}")
-        if wanted not in texts:
-            raise UserError(f"text_column = {wanted!r} holds no text; {present}")
-        return wanted
-    if "text" in texts:
-        return "text"
-    if len(texts) != 1:
-        raise UserError(f"no column is called text; {present}. Name the one with --text_column")
-    return texts[0]
-
-
-def _only_text(dataset: Dataset, column: str) -> Dataset:
-    dataset = dataset.remove_columns([name for name in dataset.column_names if name != column])
-    dataset = dataset if column == "text" else dataset.rename_column(column, "text")
-    if dataset.data.column("text").null_count:  # records without text
-        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Leaving out empty records")
-    return dataset
-
-
-def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
-    def cut(batch: dict) -> dict:
-        pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
-        return {"text": [piece for piece in pieces if piece.strip()]}
-
-    name = sha256(f"{dataset._fingerprint} cut at {mark}".encode()).hexdigest()[:32]
-    return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
-
-
-def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """(training, held-out) parts: documents drawn at random with a fixed seed, or, of a few long ones, their ends."""
-    if len(dataset) >= FEW_DOCUMENTS:
-        shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
-        held = max(1, round(share * len(dataset)))
-        if held == len(dataset):
-            raise _empty_split(dataset, share)
-        return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
-    cuts = [_cut_near_the_end(text, share) for text in dataset["text"]]
-    parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
-    if not any(parts):
-        raise UserError(NO_TEXT)
-    if not all(parts):
-        raise _empty_split(dataset, share)
-    train, held_out = (Dataset.from_dict({"text": part}) for part in parts)
-    for name, part in (("train", train), ("held out", held_out)):  # a name for the cache that every process agrees on
-        part._fingerprint = sha256(f"{dataset._fingerprint} {share} {name}".encode()).hexdigest()[:32]
-    return train, held_out
-
-
-def _empty_split(dataset: Dataset, share: float) -> UserError:
-    return UserError(
-        f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "
-        f"{len(dataset)} documents. Choose another share, or name a validation_file"
-    )
-
-
-def _cut_near_the_end(text: str, share: float) -> tuple[str, str]:
-    """Cut off about the last `share` of a text, at the start of the line that the cut falls into if that is near."""
-    wanted = round(len(text) * (1 - share))
-    newline = text.rfind("\n", 0, wanted)
-    near = wanted - newline <= share * len(text) / 2
-    cut = newline + 1 if newline > 0 and near else wanted
-    return text[:cut], text[cut:]
 
 
 def _cache_dir(recipe: SourceOptions) -> str | None:

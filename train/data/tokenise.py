@@ -1,13 +1,16 @@
 """From text to token ids: once, in parallel, cached, and memory-mapped from then on."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
-from train.data.sources import NO_TEXT
+from train.data.texts import NO_TEXT
 from train.recipe.errors import UserError
+
+IDS = List(Value("int32"))  # a column of token ids
 
 
 def tokenise(
@@ -15,7 +18,6 @@ def tokenise(
 ) -> Dataset:
     """Token ids of each document (column `input_ids`, int32), empty documents left out.
 
-    They are kept in a file under `cache`, named after all that they follow from, and mapped into memory from there.
     Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
     """
 
@@ -29,15 +31,38 @@ def tokenise(
             ids = [row if row and row[-1] == end else [*row, end] for row in ids]
         return {"input_ids": [row for row in ids if row]}
 
-    key = f"{dataset._fingerprint} {fingerprint(tokenizer)} {append_eos}"
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    columns = Features({"input_ids": IDS})
+    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache, workers, overwrite)
+
+
+def encode_table(
+    dataset: Dataset,
+    encode: Callable[[dict], dict],
+    features: Features,
+    key: tuple,
+    cache: Path,
+    workers: int | None = None,
+    overwrite: bool = False,
+    with_indices: bool = False,
+) -> Dataset:
+    """A new table, made by `encode` from batches of the old one's rows.
+
+    It is kept in a file under `cache`, named after all that it follows from, and mapped into memory from there.
+
+    Args:
+        key: what the result depends on beside the table: options, the tokenizer's fingerprint.
+        with_indices: `encode` takes the numbers of the rows as a second argument.
+    """
+    text = " ".join(map(str, (dataset._fingerprint, *key)))
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
     return dataset.map(
         encode,
+        with_indices=with_indices,
         batched=True,
         batch_size=200,
         num_proc=workers,
         remove_columns=dataset.column_names,
-        features=Features({"input_ids": List(Value("int32"))}),
+        features=features,
         load_from_cache_file=not overwrite,
         cache_file_name=str(cache / f"tokens-{name}.arrow"),
         new_fingerprint=name,
@@ -55,14 +80,14 @@ def fingerprint(tokenizer) -> str:
 class Documents:
     """The token ids of all documents as one long row, read from the memory-mapped Arrow file where it lies.
 
-    `offsets` (int64, documents + 1) says where each document begins.
+    `offsets` (int64, documents + 1) says where each document begins. `column` is the column of ids to read.
     """
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset, column: str = "input_ids"):
         assert dataset._indices is None, "tokenised data is read in its stored order"
         self._chunks: list[np.ndarray] = []
         lengths = []
-        for chunk in dataset.data.column("input_ids").chunks:
+        for chunk in dataset.data.column(column).chunks:
             offsets = chunk.offsets.to_numpy()
             self._chunks.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
             lengths.append(np.diff(offsets))
@@ -82,6 +107,14 @@ class Documents:
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
+
+    def largest(self) -> int:
+        """The largest id of all."""
+        return max(int(chunk.max()) for chunk in self._chunks if len(chunk))
+
+    def row(self, index: int) -> np.ndarray:
+        """The ids of one document, a copy (int64)."""
+        return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Ids [start, stop) of the long row, a copy (int64)."""

@@ -9,6 +9,7 @@ from train.recipe.errors import UserError, first_line, nearest
 from train.recipe.options import ModelOptions
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
+COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet")  # RoBERTa: 514 rows for 512
 
 
 @cache
@@ -16,7 +17,7 @@ def known_architectures() -> dict[str, Path]:
     """{name or alias, lower case: JSON file} of the architectures that need no network."""
     files = {}
     for path in sorted(ARCHITECTURES.glob("*.json")):
-        files[path.stem] = path
+        files[path.stem.lower()] = path
         for alias in json.loads(path.read_text())["_aliases"]:
             files[alias.lower()] = path
     return files
@@ -117,3 +118,13 @@ def _fits(value: Any, like: bool | int | float) -> bool:
     if isinstance(like, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(like, bool)
     return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))
+
+
+def usable_positions(config) -> int | None:
+    """The longest row that the model has positions for; None where nothing but memory limits it."""
+    if config.model_type.startswith("deberta") and not getattr(config, "position_biased_input", True):
+        return None  # positions are relative, and max_position_embeddings is the size of their buckets' range
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and config.model_type in COUNTED_FROM_PADDING:
+        return positions - config.pad_token_id - 1
+    return positions

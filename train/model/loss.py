@@ -1,8 +1,8 @@
-"""The causal loss: a sum over the trained tokens, by default without ever holding all logits.
+"""The loss over the vocabulary: a sum over the trained tokens, by default without ever holding all logits.
 
 After `install_loss(model, kind)` the model is called as before, and with `labels=` it returns one number: the summed
-cross entropy of each next token, labels of -100 left out. Whoever calls it divides by the number of trained tokens in
-the whole global batch, which no single rank or micro-batch knows.
+cross entropy of each token to be predicted, labels of -100 left out. Whoever calls it divides by the number of trained
+tokens in the whole global batch, which no single rank or micro-batch knows.
 
 The head's product with the vocabulary happens inside the head module's own forward. That is on purpose: the hooks of
 ZeRO-3 gather a module's weight around its forward and backward, and from outside the weight is an empty tensor.
@@ -57,7 +57,8 @@ def _liger():
 def install_loss(model: torch.nn.Module, kind: str) -> None:
     """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full, chunked or liger).
 
-    Shapes: input_ids, labels (B, T) -> scalar. Labels are not shifted: position t is trained on label t + 1.
+    Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
+    label t + 1. Of an encoder-decoder model they are the target (B, U), and the decoder reads it shifted right.
     Without labels the model answers as before. Can be called again to change the kind.
     """
     model.loss_kind = kind
@@ -72,12 +73,33 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
 def _forward_with_loss(self, *args, labels: torch.Tensor | None = None, **inputs):
     if labels is None:
         return self.original_forward(*args, **inputs)
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+    if self.config.is_encoder_decoder:
+        inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels.reshape(-1)
+    else:
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
     hidden = self.base_model(*args, **inputs).last_hidden_state
     return self.get_output_embeddings()(hidden.flatten(0, 1), targets, self.loss_kind)
+
+
+def model_loss(model, batch) -> torch.Tensor:
+    """The loss of a batch, of a model with a loss installed: summed over the batch's targets."""
+    return model(**batch.inputs)
+
+
+def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
+    """What the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels)  # some families begin otherwise, such as mBART
+    start, padding = model.config.decoder_start_token_id, model.config.pad_token_id
+    return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1], (1, 0)) == IGNORE, padding)
+
+
+def has_separate_body(model: torch.nn.Module) -> bool:
+    """Whether the model's body can be called without its head, which a loss without all logits takes (T5's cannot)."""
+    return model.base_model is not model
 
 
 def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None, kind: str = ""):
@@ -111,3 +133,15 @@ def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
         options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, hidden.shape[0])),
     )
     return losses.float().sum()
+
+
+def loss_of_examples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of classified examples, summed: cross entropy of classes, squared error of numbers.
+
+    Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for fillers.
+    """
+    logits = logits.float()
+    if labels.dtype == torch.int64:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    there = ~labels.isnan()
+    return F.mse_loss(logits[there, 0], labels[there], reduction="sum")

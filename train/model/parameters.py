@@ -40,17 +40,37 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
     different settings compare. Embedding lookups are no matrix products; a tied embedding counts as the head it is.
     """
     config = model.config
+    weights = _matrix_weights(model, model.get_output_embeddings())
+    return 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+
+
+def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_length: float) -> float:
+    """The same for an encoder-decoder model: the mean over the tokens of a source and its target.
+
+    Source tokens pass through the encoder, target tokens through the decoder and the head. The decoder's attention to
+    the source counts as one more layer of attention, with its keys and values counted as if for target tokens.
+    """
+    config = model.config
+    encoder, decoder = model.get_encoder(), model.get_decoder()
+    layers = getattr(config, "encoder_layers", config.num_hidden_layers)
+    decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
+    of_source = 6.0 * _matrix_weights(encoder) + 12.0 * layers * config.hidden_size * source_length
+    of_target = 6.0 * _matrix_weights(decoder) + 6.0 * _matrix_weights(model.get_output_embeddings())
+    of_target += 12.0 * decoder_layers * config.hidden_size * (source_length + target_length)
+    return (source_length * of_source + target_length * of_target) / (source_length + target_length)
+
+
+def _matrix_weights(model: torch.nn.Module, head: torch.nn.Module | None = None) -> int:
+    """The weights that take part in matrix products: those of `head`, and all others that are no lookup table."""
     lookup = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, torch.nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    head = model.get_output_embeddings()
     heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    matrices = sum(
+    return sum(
         true_numel(parameter)
         for parameter in model.parameters()
         if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
     )
-    return 6.0 * matrices + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length

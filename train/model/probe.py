@@ -33,14 +33,18 @@ def documents_leak(call: Callable, vocab_size: int, device: torch.device, length
 
 @torch.no_grad()
 def losses_differ(
-    call: Callable, set_kind: Callable[[str], None], kind: str, vocab_size: int, device, length: int = LENGTH
+    call: Callable, set_kind: Callable[[str], None], kind: str, inputs: dict[str, torch.Tensor]
 ) -> float:
-    """The relative difference between the loss of `kind` and the plain one, on a few tokens, some of them masked."""
-    tokens = torch.randint(0, vocab_size, (1, 2 * length), generator=torch.Generator().manual_seed(1)).to(device)
-    labels = tokens.clone()
-    labels[0, ::5] = -100
+    """The relative difference between the loss of `kind` and the plain one on `inputs`, some of them masked."""
+    inputs["labels"][0, ::5] = -100
     losses = []
     for each in ("full", kind):
         set_kind(each)
-        losses.append(call(input_ids=tokens, labels=labels).float().item())
+        losses.append(call(**inputs).float().item())
     return abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-12)
+
+
+def random_tokens(vocab_size: int, device: torch.device, length: int = LENGTH, count: int = 1) -> torch.Tensor:
+    """(1, count * length) random ids, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab_size, (1, count * length), generator=generator).to(device)

@@ -3,13 +3,32 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from train.recipe.errors import UserError
 from train.recipe.options import ModelOptions
 
 END_OF_TEXT = "<|endoftext|>"
+PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+
+
+def get_tokenizer(
+    recipe: ModelOptions, config, texts: Callable[[], Iterable[str]], fingerprint: str, pairs: bool = False
+):
+    """The recipe's tokenizer: loaded, or trained on the training texts where it asks for that.
+
+    Args:
+        texts: gives the training texts; called only if a tokenizer is to be trained.
+        fingerprint: of those texts.
+        pairs: the task reads marked texts and pairs of them (`[CLS] A [SEP] B [SEP]`), not running text.
+    """
+    from train.data.cache import cache_root
+
+    if not recipe.train_tokenizer_vocab_size:
+        return load_tokenizer(recipe, config)
+    cache = cache_root(recipe.cache_dir)
+    return train_tokenizer(texts(), recipe.train_tokenizer_vocab_size, fingerprint, cache, pairs)
 
 
 def load_tokenizer(recipe: ModelOptions, config):
@@ -35,24 +54,27 @@ def load_tokenizer(recipe: ModelOptions, config):
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path):
+def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False):
     """A byte-level BPE tokenizer trained on `texts`, kept under `cache` by `key` and `vocab_size`.
 
     Args:
         texts: the training documents; read only if the cache has nothing.
         key: a fingerprint of the texts.
+        pairs: mark texts and pairs as BERT does, with the special tokens that this takes.
     """
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    name = hashlib.sha256(f"bpe-1 {vocab_size} {key}".encode()).hexdigest()[:20]
+    name = hashlib.sha256(f"bpe-1 {vocab_size} {key}{' pairs' if pairs else ''}".encode()).hexdigest()[:20]
     folder = cache / f"tokenizer-{name}"
     if not folder.is_dir():
-        bpe = ByteLevelBPETokenizer()
-        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT])
-        trained = PreTrainedTokenizerFast(
-            tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-        )
+        roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+        bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
+        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=list(dict.fromkeys(roles.values())))
+        if pairs:
+            bpe._tokenizer.post_processor = _marks(bpe)
+        names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
+        trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **roles, **names)
         partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
         trained.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
@@ -64,6 +86,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
             f"Choose {len(tokenizer)} or less, or train on more text"
         )
     return tokenizer
+
+
+def _marks(bpe):
+    """`[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with 1 as the token type of B."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    return TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=tokens)
 
 
 def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
@@ -78,13 +108,15 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
 
     from_scratch = not recipe.model_name_or_path
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
-    tokens, rows, padding = len(tokenizer), config.vocab_size, 1024
+    tokens, rows, padding = producible_tokens(tokenizer), config.vocab_size, 1024
+    if from_scratch:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(tokenizer, name) is not None or not tokens <= rows:
+                setattr(config, name, getattr(tokenizer, name))
     if tokens <= rows <= tokens + padding:
         return None
     if from_scratch and not vocab_size_is_set:
         config.vocab_size = tokens
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(tokenizer, name))
         return (
             f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (the published architecture has {rows:,})"
         )
@@ -94,3 +126,34 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
         "they do not belong together. Set tokenizer_name to the model's own tokenizer"
         + (", or leave vocab_size out of config_overrides" if vocab_size_is_set else "")
     )
+
+
+def padding_token(tokenizer) -> int:
+    """An id to fill rows with; it is never trained on and never attended to, so any will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0):
+        if token is not None:
+            return token
+    raise AssertionError("0 is an id")
+
+
+def settle_padding(config, tokenizer) -> None:
+    """Give tokenizer and model a padding token, the same one: a Llama finds the end of a row by it."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer))
+    config.pad_token_id = tokenizer.pad_token_id
+
+
+def fillers(tokenizer) -> dict[str, int]:
+    """{column that a classifier reads: what pads it}."""
+    known = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
+    return {name: filler for name, filler in known.items() if name in tokenizer.model_input_names}
+
+
+def producible_tokens(tokenizer) -> int:
+    """The number of rows that the ids of ordinary text take.
+
+    transformers adds a mask token where a published vocabulary has none (BlenderBot's 8,008 become 8,009); no text
+    contains it, and no model has a row for it.
+    """
+    ids = set(tokenizer.get_vocab().values())
+    return max(ids - {tokenizer.mask_token_id} if tokenizer.mask_token_id == max(ids) else ids) + 1

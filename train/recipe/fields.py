@@ -9,14 +9,23 @@ from typing import Any
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def option(default: Any, help: str, *, choices: tuple = (), positive: bool = False, minimum: float | None = None):
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    positive: bool = False,
+    minimum: float | None = None,
+    aliases: tuple[str, ...] = (),
+):
     """A dataclass field that is an option: its default, its help line, and what values it takes.
 
     Args:
         positive: the value must be above zero.
         minimum: the smallest value allowed, inclusive.
+        aliases: other names for it, which users bring along from other programs.
     """
-    metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum}
+    metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum, "aliases": aliases}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

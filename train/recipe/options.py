@@ -1,4 +1,4 @@
-"""Every option of every task, in groups. A task's recipe is a flat dataclass that joins the groups it needs."""
+"""The options that every task has, in groups."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -54,11 +54,6 @@ class ModelOptions(Recipe):
     attn_implementation: str | None = option(None, "eager, sdpa, flash_attention_2, ...: the attention kernel to use.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, slower.")
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
-    loss: str = option(
-        "auto",
-        "How the loss is computed. auto: the memory-saving one where there is one; full: hold all logits.",
-        choices=("auto", "full", "chunked", "liger"),
-    )
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -100,14 +95,18 @@ class SourceOptions(Recipe):
     dataset_config_name: str | None = option(None, "Its configuration.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None, ".txt, .json(l), .csv, .parquet, also .gz: files or globs."
+        None, ".txt, .json(l), .csv, .tsv, .parquet, also .gz: files or globs."
     )
     validation_file: list[str] | None = option(None, "The same for the held-out data.")  # noqa: RUF009
     validation_split_percentage: float = option(
         5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
     )
-    max_train_samples: int | None = option(None, "Use only this many records for training.", positive=True)
-    max_eval_samples: int | None = option(None, "Use only this many records for evaluation.", positive=True)
+    max_train_samples: int | None = option(
+        None, "Use only this many records for training.", positive=True, aliases=("n_train",)
+    )
+    max_eval_samples: int | None = option(
+        None, "Use only this many records for evaluation.", positive=True, aliases=("n_val",)
+    )
     preprocessing_num_workers: int | None = option(
         None, "Processes that tokenise; by default the tokenizer's own threads do.", positive=True
     )
@@ -128,30 +127,6 @@ class SourceOptions(Recipe):
                 "it leaves no sample to train on; choose a value below 100"
             )
         return found
-
-
-@dataclass
-class TextOptions(Recipe):
-    """How text becomes samples"""
-
-    text_column: str | None = option(None, "Column that holds the text; by default `text`, or the only text column.")
-    document_separator: str | None = option(
-        None,
-        "How a text file is cut into documents: line, paragraph, file, or the separator itself. By default the mark "
-        "<|endoftext|> where the file has it; else each line is one without packing, and the whole file with it.",
-    )
-    block_size: int | None = option(
-        None, "Length of a sample in tokens; by default the model's, at most 1024.", minimum=2
-    )
-    packing: str = option(
-        "documents",
-        "documents: fill blocks, attention stays inside each document; concatenate: fill blocks and ignore "
-        "boundaries, as group_texts does; none: one document a row, cut at block_size and padded.",
-        choices=("documents", "concatenate", "none"),
-    )
-    append_eos: bool | None = option(
-        None, "End each document with the end-of-text token; by default yes, except with --packing concatenate."
-    )
 
 
 @dataclass
@@ -218,19 +193,35 @@ class RunOptions(Recipe):
         None, "Updates between evaluations; by default at the end of each epoch.", positive=True
     )
     eval_on_start: bool = option(True, "Evaluate before the first update.")
+    metric_for_best_model: str | None = option(
+        None, "Held-out figure that says which evaluation is the best; by default the task's own."
+    )
+    save_best: bool | None = option(
+        None, "Keep the best evaluation's weights in checkpoints/; by default where the task has more than a loss."
+    )
+    early_stopping_patience: int | None = option(
+        None, "Stop after this many evaluations in a row without a better one.", positive=True
+    )
+    early_stopping_threshold: float = option(0.0, "How much better counts as better.", minimum=0)
+    load_best_model_at_end: bool | None = option(
+        None,
+        "Leave the best weights in model/, not the last; by default with early stopping.",
+        aliases=("load_best_model",),
+    )
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")
     run_name: str | None = option(None, "Name of the run at the tracker; by default the output folder's.")
-    sample_tokens: int = option(0, "Generate this many tokens after training, for a look at the result.", minimum=0)
-    sample_prompt: str | None = option(None, "Text that the generated sample continues.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.load_best_model_at_end and self.save_best is False:
+            found.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
+        if self.early_stopping_threshold and not self.early_stopping_patience:
+            found.append("early_stopping_threshold has no effect without early_stopping_patience")
+        return found
 
 
 @dataclass
 class TrainingRecipe(RunOptions, OptimizerOptions, BatchOptions, SourceOptions, ModelOptions):
     """What every task has."""
-
-
-@dataclass
-class ClmRecipe(TrainingRecipe, TextOptions):
-    """Causal language modelling, from scratch or continued."""

@@ -44,17 +44,18 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
+    aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
     if "-h" in argv or "--help" in argv:
         print(_help(cls, prog or Path(sys.argv[0]).name))
         raise SystemExit(0)
 
     problems: list[str] = []
-    flags = _read_flags(argv, kinds, problems)
+    flags = _read_flags(argv, kinds, aliases, problems)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     config = flags.pop("config", None)
     if config is not None:
-        for name, (value, line) in _read_yaml(config, problems).items():
+        for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:
                 problems.append(_unknown(f"{source}: {name}", name, kinds))
@@ -89,9 +90,10 @@ def _annotations(cls: type) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-def _read_flags(argv: list[str], kinds: dict, problems: list[str]) -> dict[str, Any]:
+def _read_flags(argv: list[str], kinds: dict, aliases: dict, problems: list[str]) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
     flags: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     position = 0
     while position < len(argv):
         word = argv[position]
@@ -100,7 +102,10 @@ def _read_flags(argv: list[str], kinds: dict, problems: list[str]) -> dict[str, 
             problems.append(f"{word!r} stands where an option was expected. Options look like --name value")
             continue
         name, equals, text = word[2:].partition("=")
-        name = name.replace("-", "_")
+        written = name.replace("-", "_")
+        name = aliases.get(written, written)
+        if spelled.setdefault(name, written) != written:
+            problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
         texts = [text] if equals else []
         while not equals and position < len(argv) and not _is_flag(argv[position]):
             texts.append(argv[position])
@@ -158,7 +163,7 @@ _Loader.add_implicit_resolver(
 # An integer matches the float rule too; the rule added last is asked last, so integers stay integers.
 
 
-def _read_yaml(path: str, problems: list[str]) -> dict[str, tuple[Any, int]]:
+def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple[Any, int]]:
     """The file's top-level mapping as {name: (value, line number)}."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -175,9 +180,10 @@ def _read_yaml(path: str, problems: list[str]) -> dict[str, tuple[Any, int]]:
             raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file holds something else")
         entries: dict[str, tuple[Any, int]] = {}
         for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
+            written, line = str(key.value), key.start_mark.line + 1
+            name = aliases.get(written, written)
             if name in entries:
-                problems.append(f"{path}, line {line}: {name} stands here a second time, keep one of the two")
+                problems.append(f"{path}, line {line}: {written} stands here a second time, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
         return entries
     except yaml.YAMLError as error:
@@ -252,5 +258,6 @@ def _help(cls: type, prog: str) -> str:
             choices = field.metadata["choices"]
             takes = "|".join(map(str, choices)) if choices else kinds[field.name].base.__name__.upper()
             lines.append(f"  --{field.name} {takes}  [{default}]")
-            lines.append(f"      {field.metadata['help']}")
+            also = "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
+            lines.append(f"      {field.metadata['help']}{also}")
     return "\n".join(lines)

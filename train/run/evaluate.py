@@ -1,33 +1,62 @@
-"""Held-out loss: every sample once, whatever the number of processes and the size of the last batch."""
+"""Evaluation: every held-out sample once, whatever the number of processes and the size of the last batch.
+
+Logits are never gathered: what leaves a rank is two sums, and a few numbers or a text for each example.
+"""
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from train.data.order import MicroBatches, SampleOrder, loader
-from train.run.job import Job
+from train.data.collate import Batch
+from train.data.order import FILLER, FixedOrder, MicroBatches, loader
+from train.data.pack import SampleSet
+
+
+def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int) -> Iterator[Batch]:
+    """This rank's share of the held-out samples, on its device; the model is in evaluation mode meanwhile.
+
+    All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
+    """
+    order = FixedOrder(len(samples), samples.lengths)
+    rank = engine.accelerator.process_index
+    micro_batches = MicroBatches(order, len(samples), 0, batch_size, 1, engine.world_size, rank, samples.lengths)
+    engine.model.eval()
+    for batch in loader(samples, micro_batches, collate, 0, pin=engine.device.type == "cuda"):
+        yield batch.to(engine.device)
+    engine.model.train()
 
 
 @torch.no_grad()
-def evaluate_loss(engine, job: Job) -> dict[str, float]:
-    """Loss (nats a token) and perplexity over the whole held-out set. Logits are never gathered, only two sums are."""
-    recipe, samples = job.recipe, job.eval_set
-    order = SampleOrder(len(samples), seed=0, shuffle=False)
-    micro_batches = MicroBatches(
-        order,
-        len(samples),
-        0,
-        recipe.per_device_eval_batch_size,
-        1,
-        engine.world_size,
-        engine.accelerator.process_index,
-    )
-    engine.model.eval()
+def held_out_loss(
+    engine, batches: Iterator[Batch], loss_sum: Callable[[Any, Batch], torch.Tensor]
+) -> dict[str, float]:
+    """Loss (nats a token) and perplexity over all batches of all ranks."""
     loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
-    for batch in loader(samples, micro_batches, job.collate, 0, pin=engine.device.type == "cuda"):
-        loss += job.loss_sum(engine.model, batch.to(engine.device)).float()
+    for batch in batches:
+        loss += loss_sum(engine.model, batch).float()
         targets += batch.num_targets
-    engine.model.train()
-    total, count = engine.sum_over_ranks([loss.item(), targets])
-    mean = total / max(count, 1)
+    mean = mean_over_ranks(engine, loss, targets)
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
+
+
+def mean_over_ranks(engine, total: torch.Tensor, count: int) -> float:
+    """A sum over all ranks divided by the number of what was summed."""
+    total, count = engine.sum_over_ranks([total.item(), count])
+    return total / max(count, 1)
+
+
+def one_row_each(engine, rows: dict[int, Any]) -> list[Any] | None:
+    """What all ranks together found for each example, in the order of the examples, on the main process.
+
+    Args:
+        rows: {index of an example: what this rank found}; FILLER is left out.
+    """
+    rows.pop(FILLER, None)
+    shares = engine.gather_objects(rows)
+    if shares is None:
+        return None
+    found = {index: row for share in shares for index, row in share.items()}
+    assert sorted(found) == list(range(len(found))), "every example once"
+    return [found[index] for index in range(len(found))]

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ PACKAGES = (
     "datasets",
     "tokenizers",
     "peft",
+    "evaluate",
+    "scikit-learn",
+    "sacrebleu",
     "numpy",
     "liger-kernel",
 )
@@ -30,12 +34,14 @@ NOT_THE_RUN = {
     "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking", "report_to", "report_name", "run_name",
     "preprocessing_num_workers", "dataloader_num_workers", "cache_dir", "overwrite_cache", "sample_tokens",
     "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "global_batch_size", "gradient_checkpointing", "torch_compile", "loss",
+    "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
+    "load_best_model_at_end", "n_val_batch_generations",
 }  # fmt: skip
 
 
 class RunFolder:
-    """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png and model/."""
+    """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
+    model/."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -43,6 +49,11 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the best evaluation: a link, absent where none was kept."""
+        return self.path / "checkpoints" / "best"
 
     def refuse_a_different_run(self, recipe: Recipe, global_batch: int) -> bool:
         """Whether the folder holds this very run already.
@@ -70,8 +81,10 @@ class RunFolder:
     def start(self, recipe: Recipe, global_batch: int, strategy: dict[str, Any], environment: dict[str, Any]) -> None:
         """Write what the run is, and begin its metrics anew."""
         self.path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.model, ignore_errors=True)  # of the run that stood here before, which now starts over
-        (self.path / "loss.png").unlink(missing_ok=True)
+        for left in (self.model, self.path / "checkpoints"):  # of the run that stood here, which now starts over
+            shutil.rmtree(left, ignore_errors=True)
+        for left in (self.path / "loss.png", *self.path.glob("predictions*.jsonl")):
+            left.unlink(missing_ok=True)
         options = {**recipe.to_dict(), **_comparable(recipe, global_batch)}
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
@@ -93,6 +106,35 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         with (self.path / "metrics.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
+
+    def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
+        """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""
+        partial = self.path / f"predictions{suffix}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        partial.replace(partial.with_suffix(".jsonl"))
+
+    def predictions(self) -> list[dict[str, Any]]:
+        """What write_predictions wrote last."""
+        with (self.path / "predictions.jsonl").open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+    def keep_best(self, update: int, export: Callable[[Path], None]) -> None:
+        """Let `export` write a checkpoint's model/, put the predictions beside it, and point `best` there."""
+        folder = self.best.with_name(f"update_{update:08}")
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        export(partial / "model")
+        for file in self.path.glob("predictions*.jsonl"):
+            shutil.copy(file, partial / file.name)
+        partial.rename(folder)
+        before = self.best.resolve() if self.best.is_symlink() else None
+        link = self.best.with_suffix(".partial")
+        link.symlink_to(folder.name)
+        link.replace(self.best)
+        if before is not None and before != folder.resolve():
+            shutil.rmtree(before)
 
     def _write(self, name: str, text: str) -> None:
         (self.path / name).write_text(text, encoding="utf-8")

@@ -17,12 +17,18 @@ class Job:
 
     Args:
         loss_sum: (model, batch) -> the loss summed over the batch's targets, a scalar with a gradient.
-        evaluate: (engine, job) -> held-out figures; `eval_loss` among them. All ranks call it together.
+        evaluate: (engine, update) -> held-out figures, the same on every rank; `eval_loss` among them. All ranks call
+            it together. None where nothing is held out.
+        figures: the names of the held-out figures, without their `eval_`; the first says which evaluation is the best.
+        unit: what the loss is a mean over, for the plot.
+        grouping: who shares a batch (`length_grouping` of the recipe).
     """
 
     recipe: TrainingRecipe
     train_set: SampleSet
-    eval_set: SampleSet | None
     collate: Callable[[list], Batch]
     loss_sum: Callable[[Any, Batch], torch.Tensor]
-    evaluate: Callable[..., dict[str, float]]
+    evaluate: Callable[[Any, int], dict[str, float]] | None
+    figures: tuple[str, ...] = ("loss", "perplexity")
+    unit: str = "token"
+    grouping: str = "none"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from train.data.collate import Batch
-from train.data.order import MicroBatches, SampleOrder, loader
+from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
+from train.run.best import Best
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
 from train.run.progress import Progress
@@ -44,21 +45,32 @@ def make_plan(recipe, num_samples: int, batches: Batches) -> Plan:
 
 
 def fit(
-    job: Job, engine, plan: Plan, meter: ThroughputMeter, write: Callable[[dict], None], started: Callable[[], None]
+    job: Job,
+    engine,
+    plan: Plan,
+    meter: ThroughputMeter,
+    best: Best,
+    write: Callable[[dict], None],
+    started: Callable[[], None],
+    keep: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Train from the first update to the last.
+    """Train from the first update to the last, or until there was nothing better for too long.
 
     Args:
+        best: is shown every evaluation.
         write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
         started: called once, when the first update is done.
+        keep: called by all ranks with the number of an update whose evaluation is the best so far.
 
-    Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out).
+    Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out), and
+        the number of `updates` made and the share of `padding` in all positions.
     """
     recipe, accumulation = job.recipe, plan.batches.accumulation
     memory = MemoryMeter(engine.device)
     before = after = {}
-    if job.eval_set is not None and recipe.eval_on_start:
-        before = after = job.evaluate(engine, job)
+    tokens = positions = 0.0
+    if job.evaluate is not None and recipe.eval_on_start:
+        before = after = job.evaluate(engine, 0)
         write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **before})
     progress = Progress(plan.num_updates, recipe.logging_steps, engine.is_main)
     engine.model.train()
@@ -73,18 +85,27 @@ def fit(
             "consumed_samples": plan.consumed(update),
         }
         line |= one_update(job, engine, batches, update - 1, memory)
-        line |= meter.of_update(line["tokens"], time.perf_counter() - begun)
-        line["seconds"] = time.perf_counter() - begun
-        if job.eval_set is not None and _evaluation_is_due(recipe, plan, update):
-            after = job.evaluate(engine, job)
+        seconds = time.perf_counter() - begun
+        line |= meter.of_update(line["tokens"], plan.consumed(update) - plan.consumed(update - 1), seconds)
+        line["seconds"] = seconds
+        if job.evaluate is not None and _evaluation_is_due(recipe, plan, update):
+            after = job.evaluate(engine, update)
             line |= after
             progress.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in after.items()))
+            if best.is_best(update, after):
+                keep(update)
         write(line)
         progress.update(line)
         if update == 1:
             started()
+        tokens, positions = tokens + line["tokens"], positions + line["tokens"] / (1.0 - line["padding"])
+        if best.is_exhausted:
+            progress.note(
+                f"update {update}: {best.worse_in_a_row} evaluations without a better {best.metric}: the end"
+            )
+            break
     progress.close()
-    return {"before": before, "after": after}
+    return {"before": before, "after": after, "updates": update, "padding": 1.0 - tokens / positions}
 
 
 def one_update(job: Job, engine, batches: list[Batch], number: int, memory: MemoryMeter) -> dict[str, float]:
@@ -93,9 +114,8 @@ def one_update(job: Job, engine, batches: list[Batch], number: int, memory: Memo
     The loss of the update is the sum over all trained tokens of the global batch divided by their number. No rank
     knows that number alone, so it is summed first; the engine averages gradients over ranks, hence the world size.
     """
-    targets, tokens = engine.sum_over_ranks(
-        [sum(batch.num_targets for batch in batches), sum(batch.num_tokens for batch in batches)]
-    )
+    counts = [(batch.num_targets, batch.num_tokens, batch.num_positions) for batch in batches]
+    targets, tokens, positions = engine.sum_over_ranks(map(sum, zip(*counts)))
     scale = engine.world_size / max(targets, 1.0)
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     for index, batch in enumerate(batches):
@@ -110,16 +130,18 @@ def one_update(job: Job, engine, batches: list[Batch], number: int, memory: Memo
         "learning_rate": engine.learning_rate,
         "targets": int(targets),
         "tokens": int(tokens),
+        "padding": 1.0 - tokens / positions,
         "peak_memory_bytes": int(max(rank[1] for rank in ranks)),
     }
 
 
 def _micro_batches(job: Job, engine, plan: Plan) -> Iterator[Batch]:
     recipe, b = job.recipe, plan.batches
-    order = SampleOrder(plan.num_samples, recipe.seed)
-    sampler = MicroBatches(
-        order, plan.total_samples, 0, b.micro_batch, b.accumulation, b.world_size, engine.accelerator.process_index
-    )
+    lengths = job.train_set.lengths if job.grouping != "none" else None
+    groups = LengthGroups(lengths, b.global_batch) if job.grouping == "window" else None
+    order = SampleOrder(plan.num_samples, recipe.seed, groups)
+    rank = engine.accelerator.process_index
+    sampler = MicroBatches(order, plan.total_samples, 0, b.micro_batch, b.accumulation, b.world_size, rank, lengths)
     workers, pin = recipe.dataloader_num_workers, engine.device.type == "cuda"
     return iter(loader(job.train_set, sampler, job.collate, workers, pin))
 

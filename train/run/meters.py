@@ -56,9 +56,15 @@ class MemoryMeter:
             return peak if sys.platform == "darwin" else peak * 1024
 
 
+def make_meter(engine, flops_per_token: float) -> "ThroughputMeter":
+    """The meter of a run: its peak is that of all devices together."""
+    peak = peak_flops(engine.device, engine.strategy.precision)
+    return ThroughputMeter(flops_per_token, peak and peak * engine.world_size)
+
+
 @dataclass
 class ThroughputMeter:
-    """Tokens/s and FLOP/s over all ranks. Padding is no throughput.
+    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is no throughput.
 
     Args:
         flops_per_token: of the model at this run's sequence length.
@@ -69,11 +75,15 @@ class ThroughputMeter:
     peak: float | None
     rates: list[float] = field(default_factory=list)
 
-    def of_update(self, tokens: int, seconds: float) -> dict[str, float]:
-        """The figures of one update that handled `tokens` non-padding tokens on all ranks."""
+    def of_update(self, tokens: int, samples: int, seconds: float) -> dict[str, float]:
+        """The figures of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
         rate = tokens / seconds
         self.rates.append(rate)
-        figures = {"tokens_per_s": rate, "flops_per_s": rate * self.flops_per_token}
+        figures = {
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": rate,
+            "flops_per_s": rate * self.flops_per_token,
+        }
         if self.peak:
             figures["mfu"] = figures["flops_per_s"] / self.peak
         return figures

@@ -4,16 +4,24 @@ from pathlib import Path
 from typing import Any
 
 
-def plot_run(metrics: list[dict[str, Any]], file: Path, title: str) -> None:
-    """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm."""
+def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, figure_of_merit: str) -> None:
+    """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm.
+
+    Args:
+        unit: what the loss is a mean over: token or example.
+        figure_of_merit: the held-out figure that the task is judged by; it gets a panel of its own if it is no loss.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     train = [line for line in metrics if "loss" in line]
     held = [line for line in metrics if "eval_loss" in line]
-    figure = Figure(figsize=(8, 5.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(8, 5.6 + 1.4 * (figure_of_merit != "loss")), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    judged = [line for line in metrics if f"eval_{figure_of_merit}" in line] if figure_of_merit != "loss" else []
+    upper, *middle, lower = figure.subplots(
+        2 + bool(judged), 1, sharex=True, height_ratios=[3, *[1.5] * bool(judged), 1]
+    )
     updates = [line["update"] for line in train]
     upper.plot(updates, [line["loss"] for line in train], color="#9ecae1", linewidth=1, label="training, each update")
     upper.plot(
@@ -22,7 +30,12 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str) -> None:
     if held:
         upper.plot([line["update"] for line in held], [line["eval_loss"] for line in held],
                    "o-", color="#d94801", markersize=4, linewidth=1, label="held out")  # fmt: skip
-    upper.set(ylabel="loss, nats a token", title=title)
+    if judged:
+        middle[0].plot([line["update"] for line in judged], [line[f"eval_{figure_of_merit}"] for line in judged],
+                       "o-", color="#d94801", markersize=4, linewidth=1)  # fmt: skip
+        middle[0].set(ylabel=f"{figure_of_merit}\n(held out)")
+        middle[0].grid(alpha=0.3)
+    upper.set(ylabel=f"loss, nats a {unit}" if unit != "number" else "squared error", title=title)
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)
     rate = lower.plot(updates, [line["learning_rate"] for line in train], color="#238b45", label="learning rate")

@@ -122,12 +122,18 @@ class Session:
             *(f"note      {note}" for note in self.strategy.notes),
         )
 
-    def train(self, job, meter) -> dict[str, Any]:
-        """Run the loop and keep its record. Returns its held-out figures and the seconds it took."""
+    def train(self, job, meter, tokenizer) -> dict[str, Any]:
+        """Run the loop and keep its record. Returns the loop's results and the seconds it took.
+
+        Raises:
+            UserError: there is no such figure as metric_for_best_model.
+        """
+        from train.run.best import make_best
         from train.run.loop import fit
         from train.run.trackers import start_trackers
 
-        self.meter = meter
+        self.job, self.meter, self.tokenizer = job, meter, tokenizer
+        self.best = make_best(self.recipe, job.figures, job.evaluate is not None)
         if self.main:
             self.environment = describe_environment(self.strategy.launch.command, self.engine.device)
             effective = self.engine.effective_strategy()
@@ -136,7 +142,7 @@ class Session:
         if note:
             self.say(f"note      {note}")
         began = time.perf_counter()
-        results = fit(job, self.engine, self.length, meter, self._write, self._started)
+        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep_best)
         return {**results, "seconds": time.perf_counter() - began}
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -151,36 +157,73 @@ class Session:
             self.environment["seconds_to_first_update"] = self.timeline.seconds
             self.folder.write_environment(self.environment)
 
-    def export(self, results: dict[str, Any], tokenizer) -> None:
-        """Write the model, draw the curve, and say what came of the run."""
-        from train.model.export import export_model
-        from train.run.plot import plot_run
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best evaluation's weights are kept: as the recipe says, else where there is more than a loss."""
+        wanted = self.recipe.save_best
+        if wanted is None:
+            wanted = self.job.figures[0] != "loss" or bool(self.recipe.load_best_model_at_end)
+        return wanted and self.job.evaluate is not None
 
+    def _keep_best(self, update: int) -> None:
+        if not self.keeps_best:
+            return
         state = self.engine.state_dict()
         if self.main:
-            card = model_card(self.task, self.recipe, results, self.environment)
+            results = {"after": {f"eval_{self.best.metric}": self.best.value}}
+            self.folder.keep_best(update, lambda folder: self._export(state, results, folder))
+        self.accelerator.wait_for_everyone()
+
+    def _export(self, state, results: dict[str, Any], folder: Path) -> None:
+        from train.model.export import export_model
+
+        card = model_card(self.task, self.recipe, results, self.environment)
+        export_model(self.engine.module, state, self.tokenizer, folder, card)
+
+    def export(self, results: dict[str, Any]) -> None:
+        """Write the model, draw the curve, and say what came of the run."""
+        import shutil
+
+        from train.run.plot import plot_run
+
+        wanted = self.recipe.load_best_model_at_end
+        if wanted is None:
+            wanted = self.recipe.early_stopping_patience is not None
+        load_best = wanted and self.keeps_best and self.best.update is not None
+        state = None if load_best else self.engine.state_dict()
+        if self.main:
             self.folder.finish_metrics()
-            export_model(self.engine.module, state, tokenizer, self.folder.model, card)
-            plot_run(self.folder.metrics(), self.folder.path / "loss.png", self.folder.path.name)
-            self.say("", *self._summary(results))
+            if load_best:
+                shutil.copytree(self.folder.best / "model", self.folder.model)
+            else:
+                self._export(state, results, self.folder.model)
+            picture = self.folder.path / "loss.png"
+            plot_run(self.folder.metrics(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
+            self.say("", *self._summary(results, load_best))
 
     def close(self) -> None:
         """Say where everything lies, and leave the process group."""
         self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
 
-    def _summary(self, results: dict[str, Any]) -> list[str]:
+    def _summary(self, results: dict[str, Any], load_best: bool) -> list[str]:
         before, after = results["before"], results["after"]
         tokens_per_s = self.meter.typical()
         flops_per_s = tokens_per_s * self.meter.flops_per_token
         mfu = f", MFU {flops_per_s / self.meter.peak:.1%}" if self.meter.peak else ""
+        padding = f", {results['padding']:.1%} of all positions padding" if results["padding"] else ""
         lines = [
-            f"trained     {self.length.num_updates:,} updates in {duration(results['seconds'])}, "
-            f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}"
+            f"trained     {results['updates']:,} updates in {duration(results['seconds'])}, "
+            f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}{padding}"
         ]
         for name, value in after.items():
             was = f"{before[name]:.4f} -> " if name in before else ""
             lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
+        if self.keeps_best and self.best.update is not None:
+            where = "checkpoints/best, and model/ is that one" if load_best else "checkpoints/best; model/ is the last"
+            lines.append(
+                f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,} ({where})"
+            )
         return lines
 
 

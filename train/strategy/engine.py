@@ -77,19 +77,40 @@ class Engine:
         """The values of each rank, one list a rank."""
         return self._gathered(values).tolist()
 
+    def gather_objects(self, share: Any) -> list[Any] | None:
+        """Each rank's share, one a rank, on the main process; None elsewhere. For small things only."""
+        if self.world_size == 1:
+            return [share]
+        shares = [None] * self.world_size if self.is_main else None
+        torch.distributed.gather_object(share, shares, dst=0)
+        return shares
+
+    def from_main(self, value: Any) -> Any:
+        """What the main process has, on every rank."""
+        if self.world_size == 1:
+            return value
+        held = [value]
+        torch.distributed.broadcast_object_list(held, src=0, device=self.device)
+        return held[0]
+
     def _gathered(self, values: Iterable[float]) -> torch.Tensor:
         wide = torch.float32 if self.device.type in ("mps", "hpu") else torch.float64
         row = torch.tensor([list(values)], dtype=wide)
         return row if self.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
     @torch.no_grad()
-    def generate(self, input_ids: torch.Tensor, **kwargs) -> torch.Tensor:
-        """`generate` of the model, on all ranks together."""
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+        """`generate` of the model on this rank's rows (B, T), on all ranks together.
+
+        Under ZeRO-3 every rank takes part in every forward pass, so ranks that have finished go on until all have.
+        """
         self.model.eval()
         input_ids = input_ids.to(self.device)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
         together = self.strategy.shards_parameters and self.world_size > 1
         return self.module.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), synced_gpus=together, **kwargs
+            input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True, **kwargs
         )
 
     def close(self) -> None:

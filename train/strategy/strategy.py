@@ -93,6 +93,13 @@ class Strategy:
         init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
         return DeepSpeedPlugin(hf_ds_config=self.deepspeed, zero3_init_flag=init and self.shards_parameters)
 
+    def use_precision(self, precision: str) -> None:
+        """Train in another precision than was asked for; before the processes start. The caller says so."""
+        self.precision = precision
+        if self.deepspeed is not None:
+            for half in ("bf16", "fp16"):
+                self.deepspeed[half] = {**self.deepspeed.get(half, {}), "enabled": precision == half}
+
     @property
     def model_dtype(self):
         """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
@@ -149,9 +156,9 @@ def read_strategy(recipe: Recipe) -> Strategy:
     statements = [(launch.precision, launch.source), (stated_precision(config, source), source)]
     recipe.precision = _settle_precision(recipe, statements)
     resolved, batches = resolve_config(config, source, recipe, launch)
-    for half in ("bf16", "fp16"):
-        resolved[half] = {**resolved.get(half, {}), "enabled": recipe.precision == half}
-    return Strategy(launch, batches, recipe.precision, resolved, source)
+    strategy = Strategy(launch, batches, recipe.precision, resolved, source)
+    strategy.use_precision(recipe.precision)
+    return strategy
 
 
 def _settle_precision(recipe, statements: list[tuple[str | None, str]]) -> str:

@@ -1,16 +1,17 @@
-"""Everything from the recipe's data options to samples, done before any process waits in a collective."""
+"""Text for the causal task: from the recipe's data options to samples, before any process waits in a collective."""
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from train.data.cache import cache_root, one_process_at_a_time
-from train.data.pack import Contents, PackedBlocks, SampleSet, SeparateDocuments
-from train.data.sources import Records, load_records, not_utf8
+from train.data.lengths import choose_length
+from train.data.pack import PackedBlocks, SampleSet, SeparateDocuments
+from train.data.sources import not_utf8
+from train.data.texts import load_texts
 from train.data.tokenise import Documents, tokenise
-from train.model.tokenizer import load_tokenizer, train_tokenizer
+from train.model.tokenizer import get_tokenizer, padding_token
 from train.recipe.errors import UserError
-from train.recipe.options import ClmRecipe
+from train.recipe.tasks import ClmRecipe
 
 DEFAULT_BLOCK_SIZE = 1024
 
@@ -46,7 +47,7 @@ class TextData:
 
 def prepare_text(recipe: ClmRecipe, config) -> TextData:
     """Read, tokenise and pack; the first process of the machine works, the others find it done."""
-    block_size = choose_block_size(recipe, config)
+    block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
     try:
         with one_process_at_a_time(recipe.cache_dir):
             return _prepare(recipe, config, block_size)
@@ -55,8 +56,9 @@ def prepare_text(recipe: ClmRecipe, config) -> TextData:
 
 
 def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
-    records = load_records(recipe)
-    tokenizer = _tokenizer(recipe, config, records)
+    records = load_texts(recipe)
+    texts = (text for batch in records.train.iter(100) for text in batch["text"])
+    tokenizer = get_tokenizer(recipe, config, lambda: texts, records.train._fingerprint)
     append_eos = _append_eos(recipe, tokenizer)
     sets: dict[str, SampleSet | None] = {"train": None, "validation": None}
     for part in sets:
@@ -77,25 +79,6 @@ def _append_eos(recipe: ClmRecipe, tokenizer) -> bool:
     return recipe.packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
 
 
-def choose_block_size(recipe: ClmRecipe, config) -> int:
-    """The recipe's block size, else the model's positions up to 1024. Raises UserError if the model has fewer."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if recipe.block_size and positions and recipe.block_size > positions:
-        raise UserError(
-            f"block_size = {recipe.block_size} ({recipe.source('block_size')}): the model has {positions} positions. "
-            f"Choose {positions} or less"
-        )
-    return recipe.block_size or min(positions or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
-
-
-def _tokenizer(recipe: ClmRecipe, config, records: Records):
-    if not recipe.train_tokenizer_vocab_size:
-        return load_tokenizer(recipe, config)
-    texts = (text for batch in records.train.iter(100) for text in batch["text"])
-    cache = cache_root(recipe.cache_dir)
-    return train_tokenizer(texts, recipe.train_tokenizer_vocab_size, records.train._fingerprint, Path(cache))
-
-
 def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer, part: str) -> SampleSet:
     if recipe.packing == "none":
         return SeparateDocuments(documents, block_size)
@@ -107,27 +90,3 @@ def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer
             "Choose a smaller one, or --packing documents, which fills the last block up"
         )
     return blocks
-
-
-def padding_token(tokenizer) -> int:
-    """An id to fill rows with; it is never trained on and never attended to, so any will do."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0):
-        if token is not None:
-            return token
-    raise AssertionError("0 is an id")
-
-
-def contents_rows(train: Contents, validation: Contents | None) -> list[tuple[str, ...]]:
-    """The table of what was read, shown before training: one row a figure, one column a part."""
-    columns = [("training", train)] + ([("held out", validation)] if validation else [])
-    rows = [("", *(name for name, _ in columns))]
-    for label, show in (
-        ("documents", lambda c: f"{c.documents:,}"),
-        ("tokens", lambda c: f"{c.tokens:,}"),
-        ("samples", lambda c: f"{c.samples:,}"),
-        ("tokens trained on", lambda c: f"{c.trained:,}"),
-        ("truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})"),
-        ("padding", lambda c: f"{c.padding:.1%}"),
-    ):
-        rows.append((label, *(show(contents) for _, contents in columns)))
-    return rows

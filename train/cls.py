@@ -1,0 +1,105 @@
+r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
+AutoModelForSequenceClassification.
+
+    accelerate launch train/cls.py --config recipes/cls/sst2-small.yaml
+    accelerate launch --config_file accelerate_configs/zero2.yaml \
+        train/cls.py --config recipes/cls/deberta-xl-mrpc.yaml
+    accelerate launch train/cls.py --model_name_or_path roberta-base --train_file reviews.csv \
+        --output_dir outputs/reviews
+
+Read `main` from top to bottom: what is loaded, how records become batches, what the loss and the metrics are.
+"""
+
+from train.recipe import ClsRecipe, parse_recipe
+from train.recipe.errors import leave, reports_user_errors
+from train.run.session import Session
+from train.run.timeline import Timeline
+
+
+@reports_user_errors
+def main(argv: list[str] | None = None) -> int:
+    timeline = Timeline()
+    timeline.mark("interpreter")
+
+    # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
+    recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
+    session = Session("cls", recipe, timeline)
+
+    from transformers import AutoModelForSequenceClassification
+
+    from train.data.collate import ExampleCollator, multiple_for
+    from train.data.examples import prepare_examples
+    from train.data.labels import settle_labels
+    from train.data.pack import contents_rows
+    from train.model.configuration import load_configuration
+    from train.model.load import build_model
+    from train.model.loss import loss_of_examples
+    from train.model.parameters import flops_per_token
+    from train.model.tokenizer import check_vocabulary, fillers, settle_padding
+    from train.run.evaluate import eval_batches
+    from train.run.examples import evaluate_examples, figures_of
+    from train.run.job import Job
+    from train.run.meters import make_meter
+    from train.run.progress import table
+
+    timeline.mark("imports")
+
+    # Records -> checked texts and labels -> rows of token ids, one row an example.
+    config = load_configuration(recipe)
+    data = prepare_examples(recipe, config)
+    held_out = data.held_out[0].samples.contents if data.held_out else None
+    notes = [
+        *data.notes,
+        check_vocabulary(config, data.tokenizer, recipe),
+        settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes),
+    ]
+    settle_padding(config, data.tokenizer)
+    session.plan(len(data.train))
+    timeline.mark("data")
+
+    # The model: the same weights under every strategy, then sharded and placed as the strategy says.
+    session.start_processes()
+    head = {"ignore_mismatched_sizes": recipe.ignore_mismatched_sizes}
+    model = build_model(AutoModelForSequenceClassification, config, recipe, session.strategy, recipe.seed, **head)
+    timeline.mark("model")
+    engine = session.prepare(model)
+
+    # The loss is a sum over examples; the loop divides by their number in the global batch.
+    width = data.max_length if recipe.pad_to_max_length else None
+    collate = ExampleCollator(fillers(data.tokenizer), width, multiple_for(engine.device))
+
+    def loss_sum(model, batch):
+        return loss_of_examples(model(**batch.inputs).logits, batch.labels)
+
+    def evaluate(engine, update):
+        figures = {}
+        for part in data.held_out:
+            batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
+            figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
+        return figures
+
+    job = Job(
+        recipe=recipe,
+        train_set=data.train,
+        collate=collate,
+        loss_sum=loss_sum,
+        evaluate=evaluate if data.held_out else None,
+        figures=figures_of(data.labels, data.held_out, recipe.task_name),
+        unit="example" if data.labels.names else "number",
+        grouping=recipe.length_grouping,
+    )
+    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
+
+    session.announce(
+        f"data      {data.labels.describe}",
+        table(contents_rows(data.train.contents, held_out)),
+        *(note for note in notes if note),
+    )
+    results = session.train(job, meter, data.tokenizer)
+    session.export(results)
+    session.close()
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

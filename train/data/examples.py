@@ -1,0 +1,223 @@
+"""Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Value
+
+from train.data import glue
+from train.data.cache import cache_root, one_process_at_a_time
+from train.data.labels import MISSING, Labels, find_labels, in_the_models_order
+from train.data.lengths import choose_length
+from train.data.rows import Rows
+from train.data.sources import HELD_OUT, Source, columns_present, first, hold_out, read_source, text_columns
+from train.data.tokenise import IDS, encode_table, fingerprint
+from train.model.tokenizer import fillers, get_tokenizer
+from train.recipe.errors import UserError
+from train.recipe.tasks import ClsRecipe
+
+TEXTS = (  # columns that hold the text, or the texts of a pair, where nobody names them
+    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
+    ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
+)  # fmt: skip
+LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
+
+
+@dataclass
+class HeldOut:
+    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures."""
+
+    samples: Rows
+    texts: Dataset
+    suffix: str  # "" or "_mismatched"
+
+
+@dataclass
+class ExampleData:
+    """Samples of all parts, the labels, and the tokenizer that made them."""
+
+    train: Rows
+    held_out: list[HeldOut]
+    labels: Labels
+    tokenizer: object
+    max_length: int
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Part:
+    """A part of the data on its way: its texts, in order, and its labels."""
+
+    texts: Dataset
+    labels: np.ndarray
+
+    def select(self, keep: np.ndarray) -> "_Part":
+        return _Part(self.texts.select(keep), self.labels[keep])
+
+
+def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
+    """Read, check and tokenise; the first process of the machine works, the others find it done.
+
+    Raises:
+        UserError: columns are not found, a text is empty, a label is missing or outside the label set.
+    """
+    task = glue.TASKS.get(recipe.task_name or "")
+    with one_process_at_a_time(recipe.cache_dir):
+        source, held_out = _read(recipe)
+        texts, label = _columns(recipe, source.parts["train"], task)
+        labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
+        if "validation" not in parts and recipe.validation_split_percentage > 0:
+            parts = {**parts, **_split(parts["train"], recipe.validation_split_percentage / 100)}
+        parts = {
+            name: _first(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
+            for name, part in parts.items()
+        }
+        train = parts["train"].texts
+        tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
+        length = choose_length(recipe, "max_length", config)
+        rows = {name: _encode(part, tokenizer, length, recipe) for name, part in parts.items()}
+    sets = [
+        HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
+    ]
+    return ExampleData(rows["train"], sets, labels, tokenizer, length, notes)
+
+
+def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
+    """The tables, and the names of the held-out parts that there may be."""
+    held_out = {"validation": HELD_OUT}
+    if recipe.task_name == "mnli":
+        held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
+    source = read_source(recipe, held_out)
+    header = glue.TASKS[recipe.task_name].header if recipe.task_name and source.files else ()
+    if header and not set(header) & set(source.parts["train"].column_names):
+        source = read_source(recipe, held_out, header=header)
+    return source, tuple(held_out)
+
+
+def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> tuple[tuple[str, ...], str]:
+    """(the text columns, the label column)."""
+    present, problems = set(table.column_names), []
+    texts = tuple(recipe.text_columns or ())
+    if texts:
+        problems += [f"text_columns: there is no column {name!r}" for name in texts if name not in present]
+    else:
+        known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
+        known += [] if task else [(name,) for name in text_columns(table) if (name,) in TEXTS]
+        texts = next((names for names in known if names and set(names) <= present), ())
+        words = [name for name in text_columns(table) if name not in LABELS]
+        if not texts and not task and len(words) == 1:
+            texts = (words[0],)
+        if not texts:
+            wanted = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
+                "the text is in no column of a known name, and it is"
+            )  # fmt: skip
+            problems.append(f"{wanted} not found. Name the columns with --text_columns")
+    label = recipe.label_column
+    if label and label not in present:
+        problems.append(f"label_column: there is no column {label!r}")
+    elif not label:
+        known = ("label", task.label_column) if task else LABELS
+        label = next((name for name in known if name in present), None)
+        if label is None:
+            problems.append("no column of labels is found. Name it with --label_column")
+    if problems:
+        raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
+    return texts, label
+
+
+def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config):
+    """(labels, parts with bad records left out, what there is to say)."""
+    train = source.parts["train"]
+    feature = train.features[label]
+    where = {name: source.where(name) for name in source.parts}
+    if task is not None:
+        labels, class_names = Labels(task.labels), task.labels
+    else:
+        labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
+        class_names = tuple(getattr(feature, "names", ()) or ()) or None
+    labels = in_the_models_order(labels, config)
+    parts, notes = {}, []
+    for name, table in source.parts.items():
+        if missing := [column for column in (*texts, label) if column not in table.column_names]:
+            raise UserError(f"{where[name]} has no column {', '.join(missing)}; {columns_present(table)}")
+        encoded = labels.encode(table[label][:], where[name], class_names)
+        part = _Part(_only(table, texts), encoded)
+        bad = _bad_records(part, texts, label)
+        if bad and not recipe.skip_bad_records:
+            index, what = min(bad.items())
+            raise UserError(
+                f"{where[name]}, record {index + 1}: {what}"
+                + (f" ({len(bad):,} such records)" if len(bad) > 1 else "")
+                + ". Correct the data, or leave such records out with --skip_bad_records"
+            )
+        if bad:
+            part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
+            notes.append(f"note      {len(bad):,} of {len(table):,} records of {where[name]} are left out: "
+                         "an empty text or no label")  # fmt: skip
+        if not len(part.texts):
+            raise UserError(f"{where[name]} has no record that can be used")
+        parts[name] = part
+    return labels, parts, notes
+
+
+def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:
+    """The text columns alone, as text (a .csv column of digits is read as numbers)."""
+    table = table.select_columns(list(texts))
+    if len(text_columns(table)) == len(texts):
+        return table
+    return table.cast(Features({name: Value("string") for name in texts}))
+
+
+def _bad_records(part: _Part, texts: tuple[str, ...], label: str) -> dict[int, str]:
+    """{record: what is wrong with it}: its texts are empty, or its label is missing."""
+    empty = np.ones(len(part.texts), dtype=bool)
+    for name in texts:
+        column = part.texts.data.column(name)
+        blank = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(column, "")), "")
+        empty &= blank.to_numpy()
+    missing = np.isnan(part.labels) if part.labels.dtype == np.float32 else part.labels == MISSING
+    bad = {int(index): f"the text ({', '.join(texts)}) is empty" for index in np.flatnonzero(empty)}
+    return {**bad, **{int(index): f"it has no label ({label})" for index in np.flatnonzero(missing)}}
+
+
+def _split(part: _Part, share: float) -> dict[str, _Part]:
+    numbered = Dataset.from_dict({"row": list(range(len(part.texts)))})
+    train, held_out = (np.array(side["row"][:]) for side in hold_out(numbered, share))
+    return {"train": part.select(train), "validation": part.select(held_out)}
+
+
+def _first(part: _Part, limit: int | None) -> _Part:
+    return _Part(first(part.texts, limit), part.labels[:limit])
+
+
+def _all_texts(table: Dataset):
+    for batch in table.iter(1000):
+        for column in batch.values():
+            yield from (text for text in column if text)
+
+
+def _encode(part: _Part, tokenizer, length: int, recipe: ClsRecipe) -> Rows:
+    """Token ids of the text or the pair, the longer text cut first where both do not fit."""
+    columns = tuple(fillers(tokenizer))
+
+    def encode(batch: dict) -> dict:
+        texts = [[text or "" for text in column] for column in batch.values()]
+        encoded = tokenizer(*texts, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
+                            verbose=False)  # fmt: skip
+        rows = {name: list(encoded[name]) for name in columns}
+        truncated = [0] * len(texts[0])
+        for index, ids in enumerate(rows["input_ids"]):
+            if len(ids) > length:
+                cut = tokenizer(*(column[index] for column in texts), truncation=True, max_length=length)
+                truncated[index] = len(ids) - len(cut["input_ids"])
+                for name in columns:
+                    rows[name][index] = cut[name]
+        return {**rows, "truncated": truncated}
+
+    features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
+    anew = recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
+    table = encode_table(part.texts, encode, features, (fingerprint(tokenizer), length, columns),
+                         cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
+    return Rows(table, columns, part.labels)

@@ -1,0 +1,154 @@
+"""Labels: which there are, what they are called, and the number of each record's."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from train.recipe.errors import UserError
+
+MISSING = -1
+NOTHING = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
+MOST_CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes by name, in the order of their numbers; None where the label is a number itself (regression)."""
+
+    names: tuple[str, ...] | None
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the model gives for an example."""
+        return len(self.names) if self.names else 1
+
+    @property
+    def describe(self) -> str:
+        """For the log."""
+        if self.names is None:
+            return "each label is a number (regression)"
+        return f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+
+    def encode(self, values: list[Any], where: str, class_names: tuple[str, ...] | None = None) -> np.ndarray:
+        """The labels of all records as int64 classes or float32 numbers; MISSING or nan where there is none.
+
+        Args:
+            class_names: what the data's own numbers stand for, where it numbers its classes.
+
+        Raises:
+            UserError: a label is none of the classes, or no number.
+        """
+        return self._numbers(values, where) if self.names is None else self._classes(values, where, class_names)
+
+    def _numbers(self, values: list[Any], where: str) -> np.ndarray:
+        try:
+            numbers = [math.nan if value in NOTHING else float(value) for value in values]
+        except (TypeError, ValueError):
+            row = next(index for index, value in enumerate(values) if not _is_number(value))
+            raise UserError(
+                f"{where}, record {row + 1}: the label {values[row]!r} is no number. With words as labels leave "
+                "--regression out"
+            ) from None
+        return np.array(numbers, dtype=np.float32)
+
+    def _classes(self, values: list[Any], where: str, class_names: tuple[str, ...] | None) -> np.ndarray:
+        number = {name: index for index, name in enumerate(self.names)}
+        known: dict[Any, int] = dict.fromkeys(NOTHING, MISSING)
+        for value in set(values) - set(known):
+            name = _name(value)
+            if class_names and name.lstrip("-").isdigit():
+                index = int(name)
+                name = class_names[index] if 0 <= index < len(class_names) else name
+                if index == MISSING:  # the hub's GLUE marks records without a label so
+                    known[value] = MISSING
+                    continue
+            if name not in number:
+                row = values.index(value)
+                raise UserError(
+                    f"{where}, record {row + 1}: the label {value!r} is outside the label set "
+                    f"({', '.join(self.names)}). Correct the record, or see that label_column names the right column"
+                )
+            known[value] = number[name]
+        return np.array([known[value] for value in values], dtype=np.int64)
+
+
+def find_labels(values: list[Any], where: str, feature: Any, regression: bool | None) -> Labels:
+    """The label set of the training data.
+
+    Names of a ClassLabel column are taken as they are; words and whole numbers are classes, sorted; numbers with a
+    fractional part make a regression.
+
+    Raises:
+        UserError: there are no labels, only one, or more than anybody classifies into.
+    """
+    names = getattr(feature, "names", None)
+    if names:
+        return Labels(tuple(names))
+    there = {value for value in values if value not in NOTHING}
+    if not there:
+        raise UserError(f"{where}: no record has a label. See that label_column names the right column")
+    if regression or (
+        regression is None and all(_is_number(v) for v in there) and not all(_is_whole(v) for v in there)
+    ):
+        return Labels(None)
+    ordered = sorted(there, key=(lambda v: int(_name(v))) if all(_is_whole(v) for v in there) else _name)
+    if len(ordered) < 2 or len(ordered) > MOST_CLASSES:
+        what = f"only one label, {ordered[0]!r}" if len(ordered) < 2 else f"{len(ordered):,} different labels"
+        raise UserError(
+            f"{where} has {what}: there is nothing to classify. See that label_column names the right column"
+            + ("" if len(ordered) < 2 else ", or predict a number with --regression")
+        )
+    return Labels(tuple(dict.fromkeys(_name(value) for value in ordered)))
+
+
+def in_the_models_order(labels: Labels, config) -> Labels:
+    """The classes as a pretrained model numbers them, where it knows the same names; else as they are."""
+    theirs = [name for _, name in sorted(config.id2label.items())]
+    ours = {name.lower(): name for name in labels.names or ()}
+    if set(ours) == {str(name).lower() for name in theirs}:
+        return Labels(tuple(ours[str(name).lower()] for name in theirs))
+    return labels
+
+
+def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> str | None:
+    """Write the labels into the model's configuration. Returns a sentence for the log where a head is replaced.
+
+    Raises:
+        UserError: the pretrained model's head has another number of classes.
+    """
+    trained = any("SequenceClassification" in name for name in config.architectures or ())
+    had, note = [str(name) for _, name in sorted(config.id2label.items())], None
+    if pretrained and trained and len(had) != labels.num_outputs:
+        if not ignore_mismatched_sizes:
+            ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"
+            raise UserError(
+                f"model_name_or_path = {pretrained!r} was trained for {len(had)} labels ({', '.join(had)}), and the "
+                f"data has {ours}. Give it a new, random head with --ignore_mismatched_sizes"
+            )
+        note = f"note      the head of {len(had)} labels is replaced by a random one of {labels.num_outputs}"
+    names = labels.names or ("LABEL_0",)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.num_labels = len(names)
+    config.problem_type = "single_label_classification" if labels.names else "regression"
+    return note
+
+
+def _name(value: Any) -> str:
+    """How a label is called: 1, 1.0 and "1" are the same class."""
+    return str(int(value)) if _is_whole(value) and not isinstance(value, bool) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, bool) or (_is_number(value) and float(value).is_integer())

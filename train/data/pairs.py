@@ -1,0 +1,213 @@
+"""Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
+
+import os
+from dataclasses import dataclass, field
+
+from datasets import Dataset, Features, Value
+
+from train.data.cache import cache_root, one_process_at_a_time
+from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
+from train.data.lengths import choose_length
+from train.data.rows import Rows
+from train.data.sources import Source, columns_present, first, hold_out, read_source
+from train.data.tokenise import IDS, encode_table, fingerprint
+from train.model.tokenizer import get_tokenizer
+from train.recipe.errors import UserError
+from train.recipe.tasks import Seq2SeqRecipe
+
+COLUMNS = ("input_ids", "labels")
+TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's delimiter for these models
+
+
+@dataclass
+class HeldOutPairs:
+    """The held-out samples, and the whole target of each as text."""
+
+    samples: Rows
+    targets: list[str]
+
+
+@dataclass
+class PairData:
+    """Samples of both parts, and the tokenizer that made them."""
+
+    train: Rows
+    validation: HeldOutPairs | None
+    tokenizer: object
+    widths: tuple[int, int]  # the longest source and target, in tokens
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
+    """Read, check, split and tokenise; the first process of the machine works, the others find it done.
+
+    The held-out part is drawn by records: no turn of a held-out conversation is trained on.
+
+    Raises:
+        UserError: columns are not found, a text is empty, a reply has no history.
+    """
+    with one_process_at_a_time(recipe.cache_dir):
+        source = read_source(recipe, reader=read_keyed_conversations)
+        columns = find_columns(recipe, source.parts["train"])
+        notes = [f"data      {columns.describe}"]
+        for part, table in source.parts.items():
+            if missing := [name for name in columns.names if name not in table.column_names]:
+                raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
+            notes += _check(recipe, source, part, columns)
+        parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
+        if "validation" not in parts and recipe.validation_split_percentage > 0:
+            train, held_out = hold_out(parts["train"], recipe.validation_split_percentage / 100)
+            parts = {"train": train, "validation": held_out}
+        train = parts["train"]
+        tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, columns), train._fingerprint, pairs=True)
+        widths = (
+            choose_length(recipe, "max_source_length", config),
+            choose_length(recipe, "max_target_length", config),
+        )
+        encoder = PairEncoder(tokenizer, recipe, config, widths)
+        tables = {name: _encode(part, columns, encoder, recipe) for name, part in parts.items()}
+    train = first(tables["train"], recipe.max_train_samples)
+    validation = None
+    if "validation" in tables:
+        table = first(tables["validation"], recipe.max_eval_samples)
+        validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:])
+    return PairData(Rows(train, COLUMNS), validation, tokenizer, widths, notes)
+
+
+class PairEncoder:
+    """Pairs -> token ids.
+
+    Args:
+        widths: the longest source and target in tokens, special tokens included.
+    """
+
+    def __init__(self, tokenizer, recipe: Seq2SeqRecipe, config, widths: tuple[int, int]):
+        self.tokenizer, self.prefix, self.widths = tokenizer, recipe.source_prefix, widths
+        known = TURN_SEPARATORS.get(config.model_type) or tokenizer.sep_token or tokenizer.eos_token or "\n"
+        self.separator = known if recipe.turn_separator is None else recipe.turn_separator
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self.marks = [self._marks(end, **kind) for kind in ({"text": "a"}, {"text_target": "a"})]
+        self.key = (fingerprint(tokenizer), self.prefix, self.separator, widths)
+
+    def _marks(self, end: int | None, **text: str) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text. Every text ends with the end-of-text token: without it in the
+        targets a model never learns to stop (and BlenderBot's tokenizer, from bare files, leaves it out)."""
+        plain = self.tokenizer(**text, add_special_tokens=False)["input_ids"]
+        marked = self.tokenizer(**text)["input_ids"]
+        place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
+        before, after = marked[:place], marked[place + len(plain) :]
+        return before, after if after or end is None else [end]
+
+    def encode(self, pairs: list[Pair]) -> dict[str, list]:
+        """Columns input_ids, labels, target (the whole text) and truncated (tokens lost)."""
+        if not pairs:
+            return {"input_ids": [], "labels": [], "target": [], "truncated": []}
+        sources, lost = self._sources([pair.source for pair in pairs])
+        before, after = self.marks[1]
+        room = self.widths[1] - len(before) - len(after)
+        targets = self._ids([pair.target for pair in pairs], "text_target")
+        lost = [n + max(0, len(ids) - room) for n, ids in zip(lost, targets)]
+        labels = [[*before, *ids[:room], *after] for ids in targets]
+        texts = [pair.target for pair in pairs]
+        return {"input_ids": sources, "labels": labels, "target": texts, "truncated": lost}
+
+    def _sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
+        """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a
+        last turn that does not fit alone its end is kept; of a single text its beginning."""
+        before, after = self.marks[0]
+        room = self.widths[0] - len(before) - len(after)
+        rows = self._ids([self.prefix + self.separator.join(turns) for turns in histories])
+        prefix = len(self._ids([self.prefix])[0]) if self.prefix else 0
+        lost = [0] * len(rows)
+        for index, turns in enumerate(histories):
+            full = len(rows[index])
+            while len(rows[index]) > room and len(turns) > 1:
+                turns = turns[self._turns_to_drop(turns, len(rows[index]) - room) :]
+                rows[index] = self._ids([self.prefix + self.separator.join(turns)])[0]
+            ids = rows[index]
+            if len(ids) > room:
+                conversation = len(histories[index]) > 1
+                rows[index] = [*ids[:prefix], *ids[len(ids) - (room - prefix) :]] if conversation else ids[:room]
+            lost[index] = full - len(rows[index])
+        return [[*before, *ids, *after] for ids in rows], lost
+
+    def _turns_to_drop(self, turns: list[str], excess: int) -> int:
+        """How many of the oldest turns hold about `excess` tokens: at least one, and never the last."""
+        dropped = 0
+        for number, ids in enumerate(self._ids(turns[:-1]), 1):
+            dropped += len(ids)
+            if dropped >= excess:
+                return number
+        return len(turns) - 1
+
+    def _ids(self, texts: list[str], kind: str = "text") -> list[list[int]]:
+        return self.tokenizer(**{kind: texts}, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+
+
+def _records(batch: dict) -> list[dict]:
+    return [dict(zip(batch, values)) for values in zip(*batch.values())]
+
+
+def _texts(table: Dataset, columns: Columns):
+    """Every text once, for the training of a tokenizer."""
+    for batch in table.iter(200):
+        for record in _records(batch):
+            try:
+                pairs = columns.pairs(record)
+            except BadRecord:
+                continue
+            yield from pairs[-1].source
+            yield pairs[-1].target
+
+
+def _check(recipe: Seq2SeqRecipe, source: Source, part: str, columns: Columns) -> list[str]:
+    """What there is to say about records that hold no pair. Raises UserError unless they may be left out."""
+
+    def look(batch: dict, indices: list[int]) -> dict:
+        found = {"record": [], "problem": []}
+        for index, record in zip(indices, _records(batch)):
+            try:
+                columns.pairs(record)
+            except BadRecord as bad:
+                found["record"].append(index)
+                found["problem"].append(str(bad))
+        return found
+
+    table = source.parts[part]
+    features = Features({"record": Value("int64"), "problem": Value("string")})
+    bad = encode_table(table, look, features, ("problems", *columns.names), cache_root(recipe.cache_dir),
+                       recipe.preprocessing_num_workers, _anew(recipe), with_indices=True)  # fmt: skip
+    if not len(bad):
+        return []
+    where = source.where(part)
+    if len(bad) == len(table):
+        raise UserError(f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}")
+    if not recipe.skip_bad_records:
+        raise UserError(
+            f"{where}, record {bad[0]['record'] + 1}: {bad[0]['problem']}"
+            + (f" ({len(bad):,} such records)" if len(bad) > 1 else "")
+            + ". Correct the data, or leave such records out with --skip_bad_records"
+        )
+    return [f"note      {len(bad):,} of {len(table):,} records of {where} are left out, such as record "
+            f"{bad[0]['record'] + 1}: {bad[0]['problem']}"]  # fmt: skip
+
+
+def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2SeqRecipe) -> Dataset:
+    def encode(batch: dict) -> dict:
+        pairs = []
+        for record in _records(batch):
+            try:
+                pairs += columns.pairs(record)
+            except BadRecord:
+                continue  # counted and said already
+        return encoder.encode(pairs)
+
+    features = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "truncated": Value("int32")})
+    return encode_table(table, encode, features, (*encoder.key, *columns.names), cache_root(recipe.cache_dir),
+                        recipe.preprocessing_num_workers, _anew(recipe))  # fmt: skip
+
+
+def _anew(recipe: Seq2SeqRecipe) -> bool:
+    return recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0

@@ -1,0 +1,46 @@
+"""Samples that differ in length: one row of token ids each, padded by the batch that it is in."""
+
+import numpy as np
+from datasets import Dataset
+
+from train.data.pack import Contents, Sample
+from train.data.tokenise import Documents
+
+
+class Rows:
+    """Rows of a tokenised table.
+
+    Args:
+        table: columns of token ids, and `truncated`, the tokens that each row lost.
+        columns: those that a sample has.
+        labels: one label a row (a class, int64, or a number, float32), which samples then have as `label`.
+    """
+
+    def __init__(self, table: Dataset, columns: tuple[str, ...], labels: np.ndarray | None = None):
+        self.columns = {name: Documents(table, name) for name in columns}
+        self.labels = labels
+        counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
+        self.lengths = np.sum(counted, axis=0)
+        truncated = int(np.sum(table.with_format("numpy")["truncated"][:]))
+        self.contents = Contents(
+            documents=len(table),
+            tokens=int(self.lengths.sum()) + truncated,
+            samples=len(table),
+            truncated=truncated,
+            trained=int(counted[1].sum()) if len(counted) > 1 else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = {name: column.row(index) for name, column in self.columns.items()}
+        return sample if self.labels is None else {**sample, "label": self.labels[index]}
+
+    def mean_lengths(self) -> list[float]:
+        """The mean number of tokens in each column."""
+        return [float(column.lengths.mean()) for column in self.columns.values()]
+
+    def largest_id(self) -> int:
+        """The largest token id there is."""
+        return max(column.largest() for column in self.columns.values())

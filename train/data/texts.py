@@ -1,0 +1,135 @@
+"""From records to documents: one `text` column, a training and a held-out part."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from datasets import Dataset
+
+from train.data.sources import (
+    columns_present,
+    empty_split,
+    first,
+    hold_out,
+    name_for_the_cache,
+    open_bytes,
+    read_source,
+    text_columns,
+)
+from train.model.tokenizer import END_OF_TEXT
+from train.recipe.errors import UserError
+from train.recipe.tasks import ClmRecipe, TextOptions
+
+FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the text and not from the list of documents
+NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
+
+
+@dataclass
+class Records:
+    """Training and held-out records (column `text`), and how a text file was cut into documents."""
+
+    train: Dataset
+    validation: Dataset | None
+    unit: str
+
+
+def load_texts(recipe: ClmRecipe) -> Records:
+    """Read what the recipe names, split off the held-out part if there is none, and apply max_*_samples.
+
+    Raises:
+        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach; a split is empty.
+    """
+    units: list[str] = []
+
+    def sample_by(files: list[Path]) -> str:
+        units.append(_text_unit(recipe, files))
+        return units[0] if units[0] in ("line", "paragraph") else "document"
+
+    source = read_source(recipe, sample_by=sample_by)
+    unit = units[0] if units else "row" if source.kind == "hub" else "record"
+    parts = {name: _only_text(part, _text_column(part, recipe.text_column)) for name, part in source.parts.items()}
+    if unit == "mark":
+        parts = {name: _cut_at_mark(part, recipe.document_separator or END_OF_TEXT) for name, part in parts.items()}
+    train, validation = parts["train"], parts.get("validation")
+    if validation is None and recipe.validation_split_percentage > 0:
+        train, validation = split_off(train, recipe.validation_split_percentage / 100)
+    train = first(train, recipe.max_train_samples)
+    validation = validation if validation is None else first(validation, recipe.max_eval_samples)
+    return Records(train, validation, unit)
+
+
+def _text_unit(recipe: TextOptions, files: list[Path]) -> str:
+    """line, paragraph, file or mark: how these text files are cut into documents."""
+    if recipe.document_separator in ("line", "paragraph", "file"):
+        return recipe.document_separator
+    if recipe.document_separator or _contains(files[0], END_OF_TEXT):
+        return "mark"
+    return "line" if recipe.packing == "none" else "file"
+
+
+def _contains(path: Path, mark: str) -> bool:
+    needle, tail = mark.encode(), b""
+    with open_bytes(path) as file:
+        while chunk := file.read(2**24):
+            if needle in tail + chunk:
+                return True
+            tail = chunk[-len(needle) :]
+    return False
+
+
+def _text_column(dataset: Dataset, wanted: str | None) -> str:
+    texts, present = text_columns(dataset), columns_present(dataset)
+    if wanted:
+        if wanted not in dataset.column_names:
+            raise UserError(f"text_column = {wanted!r}: there is no such column; {present}")
+        if wanted not in texts:
+            raise UserError(f"text_column = {wanted!r} holds no text; {present}")
+        return wanted
+    if "text" in texts:
+        return "text"
+    if len(texts) != 1:
+        raise UserError(f"no column is called text; {present}. Name the one with --text_column")
+    return texts[0]
+
+
+def _only_text(dataset: Dataset, column: str) -> Dataset:
+    dataset = dataset.remove_columns([name for name in dataset.column_names if name != column])
+    dataset = dataset if column == "text" else dataset.rename_column(column, "text")
+    if dataset.data.column("text").null_count:  # records without text
+        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Leaving out empty records")
+    return dataset
+
+
+def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
+    def cut(batch: dict) -> dict:
+        pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
+        return {"text": [piece for piece in pieces if piece.strip()]}
+
+    name = sha256(f"{dataset._fingerprint} cut at {mark}".encode()).hexdigest()[:32]
+    return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
+
+
+def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
+    """(training, held-out) parts: documents drawn at random with a fixed seed, or, of a few long ones, their ends."""
+    if len(dataset) >= FEW_DOCUMENTS:
+        return hold_out(dataset, share)
+    cuts = [_cut_near_the_end(text, share) for text in dataset["text"]]
+    parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
+    if not any(parts):
+        raise UserError(NO_TEXT)
+    if not all(parts):
+        raise empty_split(dataset, share)
+    train, held_out = (
+        name_for_the_cache(Dataset.from_dict({"text": part}), dataset._fingerprint, share, name)
+        for part, name in zip(parts, ("train", "held out"))
+    )
+    return train, held_out
+
+
+def _cut_near_the_end(text: str, share: float) -> tuple[str, str]:
+    """Cut off about the last `share` of a text, at the start of the line that the cut falls into if that is near."""
+    wanted = round(len(text) * (1 - share))
+    newline = text.rfind("\n", 0, wanted)
+    near = wanted - newline <= share * len(text) / 2
+    cut = newline + 1 if newline > 0 and near else wanted
+    return text[:cut], text[cut:]

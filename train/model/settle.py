@@ -1,0 +1,101 @@
+"""Questions to the prepared model before it trains, each settled by a few tokens."""
+
+from functools import partial
+
+import torch
+
+from train.model.loss import choose_loss, has_separate_body, install_loss
+from train.model.probe import LENGTH, documents_leak, losses_differ, random_tokens
+from train.recipe.errors import UserError
+from train.recipe.tasks import LossOptions
+
+BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # two orders of the same sum, relative
+
+
+def install_chosen_loss(model, recipe: LossOptions) -> None:
+    """Before the model is prepared: install the loss that the recipe asks for, and this machine has."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    install_loss(model, _chosen(model, recipe, device)[0])
+
+
+def settle_loss(engine, recipe: LossOptions) -> str:
+    """See that the installed loss is this model's loss. Returns the log's line on it.
+
+    If the memory-saving loss is another one (the model caps or scales its logits, say), the plain one takes its place,
+    and the line says so.
+
+    Raises:
+        UserError: the recipe insists on a loss that is not this model's.
+    """
+    config = engine.module.config
+    kind, why = _chosen(engine.module, recipe, engine.device)
+    if kind != "full":
+        engine.model.eval()
+        tokens = random_tokens(*_probe(engine), count=2)
+        inputs = {"input_ids": tokens, "labels": tokens.clone()}
+        difference = losses_differ(engine.model, partial(setattr, engine.module, "loss_kind"), kind, inputs)
+        engine.model.train()
+        if not difference < TOLERANCE[engine.strategy.precision]:
+            finding = f"the {kind} loss is not the loss of a {config.model_type}, it differs by {difference:.1e}"
+            if recipe.loss != "auto":
+                raise UserError(f"loss = {recipe.loss}: {finding}. Use --loss full")
+            engine.module.loss_kind = "full"
+            why = f"full: all logits are held, because {finding}"
+    return f"loss      {why}"
+
+
+def check_packing(engine) -> None:
+    """Raises UserError if documents that are packed into one block would see each other."""
+    engine.model.eval()
+    leak, config = documents_leak(engine.model, *_probe(engine)), engine.module.config
+    engine.model.train()
+    if leak:
+        raise UserError(
+            f"packing = documents: with attn_implementation = {config._attn_implementation!r} a {config.model_type} "
+            "lets a document see the one before it in its block. Use --attn_implementation sdpa or eager, or "
+            "--packing none, or --packing concatenate to accept it"
+        )
+
+
+def avoid_fp16_overflow(strategy, config) -> str | None:
+    """Take bf16 where fp16 was asked for a model that it gives NaN. Returns a warning where that was done.
+
+    T5 was trained in bf16, and its activations leave fp16's range (above 65,504) in the larger sizes.
+
+    Raises:
+        UserError: this GPU has no bf16.
+    """
+    if strategy.precision != "fp16" or config.model_type not in BEYOND_FP16:
+        return None
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"precision = fp16: a {config.model_type} gives NaN in it, and this GPU has no bf16. Use --precision fp32"
+        )
+    strategy.use_precision("bf16")
+    return (
+        f"warning   bf16 is used in place of fp16: a {config.model_type} was trained in bf16, and its activations "
+        "leave fp16's range, which gives NaN"
+    )
+
+
+def settle_start_token(config, tokenizer) -> None:
+    """The token with which the decoder begins, where a configuration from scratch leaves it open."""
+    if config.decoder_start_token_id is None:
+        known = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
+        config.decoder_start_token_id = next(token for token in known if token is not None)
+
+
+def _chosen(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]:
+    if not has_separate_body(model) and recipe.loss != "full":
+        why = f"a {model.config.model_type} gives its logits and nothing before them, so all are held"
+        if recipe.loss != "auto":
+            raise UserError(f"loss = {recipe.loss}: {why}. Use --loss auto")
+        return "full", f"full: {why}"
+    return choose_loss(recipe.loss, device)
+
+
+def _probe(engine) -> tuple[int, torch.device, int]:
+    """(vocabulary, device, tokens of a document) for the probes."""
+    positions = getattr(engine.module.config, "max_position_embeddings", None) or 2 * LENGTH
+    return engine.module.get_input_embeddings().num_embeddings, engine.device, min(LENGTH, positions // 2)

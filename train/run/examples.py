@@ -1,0 +1,71 @@
+"""Evaluation of classified examples: loss, metrics, and predictions.jsonl.
+
+What leaves a rank is two numbers an example: the class and its probability, or the predicted number.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from train.data.collate import Batch
+from train.data.examples import HeldOut
+from train.data.glue import TASKS
+from train.data.labels import Labels
+from train.model.loss import loss_of_examples
+from train.run.evaluate import mean_over_ranks, one_row_each
+from train.run.folder import RunFolder
+from train.run.metrics import compute
+
+
+def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -> tuple[str, ...]:
+    """The names of the figures that `evaluate_examples` gives, the one that the task is judged by in front."""
+    if labels.names is None:
+        of_part = ("pearson", "spearmanr", "mse", "loss")
+    else:
+        of_part = ("accuracy", "f1" if len(labels.names) == 2 else "f1_macro", "matthews_correlation", "loss")
+    names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
+    first = TASKS[task_name].metric if task_name else names[0]
+    return tuple(dict.fromkeys([first, *names]))
+
+
+@torch.no_grad()
+def evaluate_examples(
+    engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
+) -> dict[str, float]:
+    """The figures of one held-out part; the main process also writes its predictions."""
+    loss, targets, found = torch.zeros((), device=engine.device), 0, {}
+    for batch in batches:
+        logits = engine.model(**batch.inputs).logits.float()  # (B, classes)
+        loss += loss_of_examples(logits, batch.labels)
+        targets += batch.num_targets
+        found |= zip(batch.indices, _answers(logits, labels))
+    figures = {"loss": mean_over_ranks(engine, loss, targets)}
+    answers = one_row_each(engine, found)
+    if answers is not None:
+        truth = part.samples.labels.tolist()
+        folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
+        predictions = [answer for answer, _ in answers]
+        if labels.names is None:
+            figures |= compute("regression", predictions, truth)
+        else:
+            figures |= compute("classification", predictions, truth, num_labels=len(labels.names))
+    figures = engine.from_main(figures)
+    return {f"eval_{name}{part.suffix}": value for name, value in figures.items()}
+
+
+def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | None]]:
+    """(class, probability) or (number, None) of each row."""
+    if labels.names is None:
+        return [(value, None) for value in logits[:, 0].tolist()]
+    probabilities, classes = logits.softmax(dim=-1).max(dim=-1)
+    return list(zip(classes.tolist(), probabilities.tolist()))
+
+
+def _lines(part: HeldOut, truth: list, answers: list, labels: Labels) -> Iterator[dict[str, Any]]:
+    for texts, label, (answer, probability) in zip(part.texts, truth, answers):
+        if labels.names is None:
+            yield {**texts, "label": label, "prediction": answer}
+        else:
+            name, predicted = labels.names[label], labels.names[answer]
+            yield {**texts, "label": name, "prediction": predicted, "probability": probability}
