@@ -31,6 +31,49 @@ def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int =
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
 
 
+SMALL_BLENDERBOT = [
+    "--config_name", "blenderbot-400M-distill", "--config_overrides",
+    "d_model=96,encoder_layers=1,decoder_layers=1,encoder_attention_heads=4,decoder_attention_heads=4,"
+    "encoder_ffn_dim=128,decoder_ffn_dim=128,dropout=0",
+    "--per_device_train_batch_size", "16", "--learning_rate", "3e-3", "--num_warmup_steps", "20",
+    "--max_train_steps", "150", "--val_max_target_length", "16",
+]  # fmt: skip
+
+
+def tiny_deberta(folder: Path, num_labels: int) -> None:
+    """A DeBERTa-v2 with relative attention and random weights, without dropout, and a tokenizer for its family."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from train.model.tokenizer import train_tokenizer
+
+    words = (file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
+    tokenizer = train_tokenizer(words, 600, "docs", folder.parent, pairs=True)
+    config = AutoConfig.for_model(
+        "deberta-v2", vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        relative_attention=True, position_buckets=16, pos_att_type="p2c|c2p", norm_rel_ebd="layer_norm",
+        share_att_key=True, position_biased_input=False, type_vocab_size=0, conv_kernel_size=3, conv_act="gelu",
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pooler_dropout=0.0, num_labels=num_labels,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tiny_t5(folder: Path, vocabulary: Path) -> None:
+    """A T5 with random weights, without dropout, and BlenderBot's tokenizer."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM, BlenderbotTokenizer
+
+    tokenizer = BlenderbotTokenizer.from_pretrained(vocabulary)
+    config = AutoConfig.for_model(
+        "t5", vocab_size=8008, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def launch(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
            task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> list[dict]:  # fmt: skip
     """Run `accelerate launch train/TASK.py` for real and return the lines of its metrics.jsonl."""

@@ -1,18 +1,20 @@
 """Same weights, same data, same global batch: the same loss, gradient norm and learning rate in every update.
 
 Every strategy pair, launched for real with 2 CPU processes in fp32 from the same pretrained weights, against one
-process, with packed blocks and with padded rows of different lengths. Each run is launched once and all tests here
-read its record. The table that comes out is written to outputs/tests/agreement.md (a copy lies in docs/agreement.md).
+process, for all three tasks. Each run is launched once and all tests here read its record. The table that comes out is
+written to outputs/tests/agreement.md (a copy lies in docs/agreement.md).
 """
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, launch, updates
+from helpers import ROOT, SMALL_BLENDERBOT, launch, tiny_deberta, tiny_t5, updates
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-UPDATES, GLOBAL_BATCH, RTOL = 22, 8, 1e-5
+RTOL = 1e-5
 LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from the global batch of 8
     "1 process, accumulation 4": ("single", 1, 2),
     "1 process, accumulation 2": ("single", 1, 4),
@@ -25,39 +27,85 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "zero2_plain": ("zero2_plain", 2, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-DATA = {
-    "packed": ["--block_size", "128", "--packing", "documents"],
-    "padded": ["--block_size", "192", "--packing", "none", "--max_train_samples", "100"],  # the run spans two epochs
-}
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a task on some data, from weights that the fixture `weights` has."""
+
+    task: str
+    updates: int
+    flags: tuple[str, ...]
+    layouts: tuple[str, ...] = tuple(OTHERS)
+
+
+PAIRS = ("--train_file", "{shared}/dialogue/valid_freq.json", "--max_source_length", "48", "--max_target_length", "24",
+         "--max_train_samples", "300", "--max_eval_samples", "11", "--num_beams", "2",
+         "--per_device_eval_batch_size", "3", "--val_min_target_length", "4",
+         "--val_max_target_length", "12")  # fmt: skip
+CASES = {
+    "packed": Case("clm", 22, (
+        "--model_name_or_path", "{stories}", "--train_file", "{shared}/text/tinystories_a.txt",
+        "--max_eval_samples", "17", "--block_size", "128", "--packing", "documents",
+    )),
+    "padded": Case("clm", 22, (  # the run spans two epochs
+        "--model_name_or_path", "{stories}", "--train_file", "{shared}/text/tinystories_a.txt",
+        "--max_eval_samples", "17", "--block_size", "192", "--packing", "none", "--max_train_samples", "100",
+    )),
+    "deberta": Case("cls", 16, (
+        "--model_name_or_path", "{deberta}", "--task_name", "mrpc", "--train_file", "{shared}/glue/MRPC/train.tsv",
+        "--validation_file", "{shared}/glue/MRPC/dev.tsv", "--max_length", "64", "--max_train_samples", "100",
+        "--max_eval_samples", "101",
+    )),
+    "blenderbot": Case("seq2seq", 12, ("--model_name_or_path", "{blenderbot}", *PAIRS)),
+    "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS), ("zero3", "zero2_offload", "zero3_offload")),
+}  # fmt: skip
+RUNS = [(case, layout) for case, about in CASES.items() for layout in about.layouts]
+
+
 @pytest.fixture(scope="module")
-def run(stories, shared, cache, tmp_path_factory):
-    """run(data, layout) -> (metrics, output folder); each is launched once."""
+def weights(stories, shared, cache, tmp_path_factory) -> dict[str, Path]:
+    """Pretrained weights by name. None of these models has dropout, whose noise depends on the layout."""
+    folder = tmp_path_factory.mktemp("weights")
+    tiny_deberta(folder / "deberta", num_labels=2)
+    tiny_t5(folder / "t5", shared / "tokenizers" / "blenderbot-400M-distill")
+    run = folder / "blenderbot"
+    lines = launch(
+        run, *SMALL_BLENDERBOT, "--tokenizer_name", shared / "tokenizers" / "blenderbot-400M-distill", "--train_file",
+        shared / "dialogue" / "valid_freq.json", "--max_source_length", "48", "--max_target_length", "24",
+        "--max_eval_samples", "11", "--cache_dir", cache, task="seq2seq",
+    )  # fmt: skip
+    return {"stories": stories, "shared": shared, "deberta": folder / "deberta", "t5": folder / "t5",
+            "blenderbot": run / "model", "lines": lines}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(weights, cache, tmp_path_factory):
+    """run(case, layout) -> (metrics, output folder); each is launched once."""
     folder, done = tmp_path_factory.mktemp("agreement"), {}
 
-    def once(data: str, layout: str) -> tuple[list[dict], Path]:
-        if (data, layout) not in done:
-            strategy, processes, micro = LAYOUTS[layout]
-            output = folder / f"{data}-{layout.replace(' ', '_')}"
+    def once(name: str, layout: str) -> tuple[list[dict], Path]:
+        if (name, layout) not in done:
+            case, (strategy, processes, micro) = CASES[name], LAYOUTS[layout]
+            output = folder / f"{name}-{layout.replace(' ', '_')}"
+            flags = [flag.format(**weights) for flag in case.flags]
             lines = launch(
-                output, "--model_name_or_path", stories, "--train_file", shared / "text" / "tinystories_a.txt",
-                *DATA[data], "--per_device_train_batch_size", micro, "--global_batch_size", GLOBAL_BATCH,
-                "--max_train_steps", UPDATES, "--learning_rate", "5e-4", "--num_warmup_steps", "5",
-                "--weight_decay", "0.1", "--max_eval_samples", "17", "--precision", "fp32", "--cache_dir", cache,
-                strategy=strategy, processes=processes,
+                output, *flags, "--per_device_train_batch_size", micro, "--global_batch_size", "8",
+                "--max_train_steps", case.updates, "--learning_rate", "5e-4", "--num_warmup_steps", "5",
+                "--weight_decay", "0.1", "--precision", "fp32", "--cache_dir", cache,
+                strategy=strategy, processes=processes, task=case.task,
             )  # fmt: skip
-            done[data, layout] = lines, output
-        return done[data, layout]
+            done[name, layout] = lines, output
+        return done[name, layout]
 
     return once
 
 
-def differences(run, data: str, layout: str) -> dict[str, float]:
+def differences(run, case: str, layout: str) -> dict[str, float]:
     """The largest relative difference from the reference over all updates, for each figure."""
-    ours, reference = (updates(run(data, each)[0]) for each in (layout, REFERENCE))
-    assert len(ours) == len(reference) == UPDATES
+    ours, reference = (updates(run(case, each)[0]) for each in (layout, REFERENCE))
+    assert len(ours) == len(reference) == CASES[case].updates
     largest = {}
     for figure in FIGURES:
         pairs = [(line[figure], other[figure]) for line, other in zip(ours, reference)]
@@ -65,39 +113,60 @@ def differences(run, data: str, layout: str) -> dict[str, float]:
     return largest
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("layout", OTHERS)
-def test_strategies_agree(run, data, layout):
-    largest = differences(run, data, layout)
+@pytest.mark.parametrize(("case", "layout"), RUNS)
+def test_strategies_agree(run, case, layout):
+    largest = differences(run, case, layout)
     assert all(value <= RTOL for value in largest.values()), largest
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("layout", OTHERS)
-def test_samples_and_tokens_are_the_same(run, data, layout):
-    for ours, expected in zip(updates(run(data, layout)[0]), updates(run(data, REFERENCE)[0])):
+@pytest.mark.parametrize(("case", "layout"), RUNS)
+def test_samples_and_tokens_are_the_same(run, case, layout):
+    for ours, expected in zip(updates(run(case, layout)[0]), updates(run(case, REFERENCE)[0])):
         for count in ("consumed_samples", "targets", "tokens"):
             assert ours[count] == expected[count]
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("layout", OTHERS)
-def test_held_out_losses_agree(run, data, layout):
+@pytest.mark.parametrize(("case", "layout"), RUNS)
+def test_held_out_figures_agree(run, case, layout):
+    """The losses, and with the tasks that have them the metrics: each example counts once, 2 divides none of them."""
     ours, expected = (
-        [line["eval_loss"] for line in run(data, each)[0] if "eval_loss" in line] for each in (layout, REFERENCE)
+        [{name: line[name] for name in line if name.startswith("eval_")} for line in run(case, each)[0]]
+        for each in (layout, REFERENCE)
     )
-    assert len(expected) >= 2
-    assert ours == pytest.approx(expected, rel=RTOL)
+    assert sum(map(bool, expected)) >= 2
+    for line, other in zip(ours, expected):
+        assert line == pytest.approx(other, rel=RTOL)
+
+
+@pytest.mark.parametrize(("case", "layout"), [each for each in RUNS if CASES[each[0]].task != "clm"])
+def test_predictions_are_the_same(run, case, layout):
+    ours, expected = (
+        [json.loads(line) for line in (run(case, each)[1] / "predictions.jsonl").read_text().splitlines()]
+        for each in (layout, REFERENCE)
+    )
+    assert len(expected) == (101 if case == "deberta" else 11)
+    assert [row["prediction"] for row in ours] == [row["prediction"] for row in expected]
 
 
 def test_the_reference_moves_and_warms_up(run):
     """That agreement is not agreement in standing still. (That runs learn is shown in test_runs.py.)"""
-    lines, _ = run("packed", REFERENCE)
-    held = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    assert abs(held[-1] - held[0]) > 1e-3
-    rates = [line["learning_rate"] for line in updates(lines)]
-    expected = [5e-4 * (k / 5 if k < 5 else (UPDATES - k) / (UPDATES - 5)) for k in range(UPDATES)]
-    assert rates == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    for case, about in CASES.items():
+        lines, _ = run(case, REFERENCE)
+        held = [line["eval_loss"] for line in lines if "eval_loss" in line]
+        assert abs(held[-1] - held[0]) > 1e-4 * held[0], case
+        rates = [line["learning_rate"] for line in updates(lines)]
+        end = about.updates
+        expected = [5e-4 * (k / 5 if k < 5 else (end - k) / (end - 5)) for k in range(end)]
+        assert rates == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def test_a_blenderbot_from_scratch_learns(weights, run):
+    """And what it writes is text by now, so that equal BLEU and ROUGE are no equal zeros."""
+    held = [line["eval_loss"] for line in weights["lines"] if "eval_loss" in line]
+    assert held[-1] < held[0] - 2.5
+    figures = run("blenderbot", REFERENCE)[0][-1]
+    assert figures["eval_rouge1"] > 1
+    assert figures["eval_bleu"] > 0
 
 
 @pytest.mark.parametrize("layout", OTHERS)
@@ -136,11 +205,10 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(run, layout, shar
 def test_the_table(run):
     """Writes the agreement table; what it shows is asserted above."""
     rows = []
-    for data in DATA:
-        for layout in OTHERS:
-            largest = differences(run, data, layout)
-            rows.append(f"| {data} | {layout} | " + " | ".join(f"{largest[figure]:.1e}" for figure in FIGURES) + " |")
-    assert len(rows) == 16
+    for case, layout in RUNS:
+        largest = differences(run, case, layout)
+        rows.append(f"| {case} | {layout} | " + " | ".join(f"{largest[figure]:.1e}" for figure in FIGURES) + " |")
+    assert len(rows) == 35
     head = ["| data | layout | loss | gradient norm | learning rate |", "|---|---|---|---|---|"]
     target = ROOT / "outputs" / "tests"
     target.mkdir(parents=True, exist_ok=True)

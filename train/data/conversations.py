@@ -103,6 +103,10 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
     dialogue = recipe.dialogue_column
     if dialogue and dialogue not in lists:
         raise UserError(f"dialogue_column = {dialogue!r} holds no list of turns; {columns_present(table)}")
+    for option in ("source_column", "target_column"):
+        name = getattr(recipe, option)
+        if name and name not in texts:
+            raise UserError(f"{option} = {name!r} holds no text; {columns_present(table)}")
     if not dialogue and not recipe.source_column:
         dialogue = next((name for name in DIALOGUES if name in lists), None)
     if dialogue:
@@ -140,7 +144,7 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
         held = found.values()
         if not found or not all(isinstance(value, dict) and isinstance(value.get("content"), list) for value in held):
             return None
-        conversations += [[turn.get("message") for turn in value["content"]] for value in held]
+        conversations += [[text for _, text in _turns(value["content"])] for value in held]
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return name_for_the_cache(Dataset.from_dict({"dialogue": conversations}), "keyed conversations", stamps)
 
@@ -155,7 +159,7 @@ def _turns(items: Any) -> Iterator[tuple[str | None, str | None]]:
         items = [dict(zip(items, values)) for values in zip(*items.values())]
     for item in items:
         if isinstance(item, dict):
-            role = next((item[key] for key in ROLE_OF_A_TURN if item.get(key)), None)
+            role = next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
             yield role, next((item[key] for key in TEXT_OF_A_TURN if key in item), None)
         else:
             yield None, item

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Value
 
 from train.data import glue
 from train.data.cache import cache_root, one_process_at_a_time
@@ -105,8 +105,9 @@ def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> t
     else:
         known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
         known += [] if task else [(name,) for name in text_columns(table) if (name,) in TEXTS]
-        texts = next((names for names in known if names and set(names) <= present), ())
-        words = [name for name in text_columns(table) if name not in LABELS]
+        known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits, read as numbers
+        texts = next((names for names in known if names and set(names) <= present - {recipe.label_column}), ())
+        words = [name for name in text_columns(table) if name not in (*LABELS, recipe.label_column)]
         if not texts and not task and len(words) == 1:
             texts = (words[0],)
         if not texts:
@@ -122,6 +123,9 @@ def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> t
         label = next((name for name in known if name in present), None)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
+    for option, names in (("text_columns", texts), ("label_column", (label,))):
+        bad = [name for name in names if name in present and not isinstance(table.features[name], (Value, ClassLabel))]
+        problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
     if problems:
         raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
     return texts, label

@@ -43,20 +43,21 @@ class Labels:
         return self._numbers(values, where) if self.names is None else self._classes(values, where, class_names)
 
     def _numbers(self, values: list[Any], where: str) -> np.ndarray:
-        try:
-            numbers = [math.nan if value in NOTHING else float(value) for value in values]
-        except (TypeError, ValueError):
-            row = next(index for index, value in enumerate(values) if not _is_number(value))
-            raise UserError(
-                f"{where}, record {row + 1}: the label {values[row]!r} is no number. With words as labels leave "
-                "--regression out"
-            ) from None
-        return np.array(numbers, dtype=np.float32)
+        for row, value in enumerate(values):
+            if not (_is_missing(value) or _is_number(value) or isinstance(value, bool)):
+                raise UserError(
+                    f"{where}, record {row + 1}: the label {value!r} is no number. With words as labels leave "
+                    "--regression out"
+                )
+        return np.array([math.nan if _is_missing(value) else float(value) for value in values], dtype=np.float32)
 
     def _classes(self, values: list[Any], where: str, class_names: tuple[str, ...] | None) -> np.ndarray:
         number = {name: index for index, name in enumerate(self.names)}
-        known: dict[Any, int] = dict.fromkeys(NOTHING, MISSING)
-        for value in set(values) - set(known):
+        known: dict[Any, int] = {}
+        for value in set(values):
+            if _is_missing(value):
+                known[value] = MISSING
+                continue
             name = _name(value)
             if class_names and name.lstrip("-").isdigit():
                 index = int(name)
@@ -78,36 +79,37 @@ def find_labels(values: list[Any], where: str, feature: Any, regression: bool | 
     """The label set of the training data.
 
     Names of a ClassLabel column are taken as they are; words and whole numbers are classes, sorted; numbers with a
-    fractional part make a regression.
+    fractional part make a regression. What is asked for with `regression` goes before all of these.
 
     Raises:
         UserError: there are no labels, only one, or more than anybody classifies into.
     """
     names = getattr(feature, "names", None)
-    if names:
+    if names and not regression:
         return Labels(tuple(names))
-    there = {value for value in values if value not in NOTHING}
+    there = {value for value in values if not _is_missing(value)}
     if not there:
         raise UserError(f"{where}: no record has a label. See that label_column names the right column")
     if regression or (
         regression is None and all(_is_number(v) for v in there) and not all(_is_whole(v) for v in there)
     ):
         return Labels(None)
-    ordered = sorted(there, key=(lambda v: int(_name(v))) if all(_is_whole(v) for v in there) else _name)
-    if len(ordered) < 2 or len(ordered) > MOST_CLASSES:
-        what = f"only one label, {ordered[0]!r}" if len(ordered) < 2 else f"{len(ordered):,} different labels"
+    ordered = sorted(there, key=float if all(_is_whole(v) for v in there) else _name)
+    names = tuple(dict.fromkeys(_name(value) for value in ordered))
+    if len(names) < 2 or len(names) > MOST_CLASSES:
+        what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
         raise UserError(
             f"{where} has {what}: there is nothing to classify. See that label_column names the right column"
-            + ("" if len(ordered) < 2 else ", or predict a number with --regression")
+            + ("" if len(names) < 2 else ", or predict a number with --regression")
         )
-    return Labels(tuple(dict.fromkeys(_name(value) for value in ordered)))
+    return Labels(names)
 
 
 def in_the_models_order(labels: Labels, config) -> Labels:
     """The classes as a pretrained model numbers them, where it knows the same names; else as they are."""
     theirs = [name for _, name in sorted(config.id2label.items())]
     ours = {name.lower(): name for name in labels.names or ()}
-    if set(ours) == {str(name).lower() for name in theirs}:
+    if len(theirs) == labels.num_outputs and set(ours) == {str(name).lower() for name in theirs}:
         return Labels(tuple(ours[str(name).lower()] for name in theirs))
     return labels
 
@@ -137,8 +139,15 @@ def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatc
 
 
 def _name(value: Any) -> str:
-    """How a label is called: 1, 1.0 and "1" are the same class."""
-    return str(int(value)) if _is_whole(value) and not isinstance(value, bool) else str(value)
+    """How a label is called: 1, 1.0, "1" and "1.0" are the same class."""
+    if isinstance(value, int) or not _is_whole(value):  # True is an int too, and is called True
+        return str(value)
+    return str(int(float(value)))
+
+
+def _is_missing(value: Any) -> bool:
+    """Nothing, or nan: so pandas stores a missing label."""
+    return value in NOTHING or str(value).strip().lower() in ("", "nan")
 
 
 def _is_number(value: Any) -> bool:

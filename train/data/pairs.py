@@ -87,7 +87,13 @@ class PairEncoder:
         self.separator = known if recipe.turn_separator is None else recipe.turn_separator
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         self.marks = [self._marks(end, **kind) for kind in ({"text": "a"}, {"text_target": "a"})]
-        self.key = (fingerprint(tokenizer), self.prefix, self.separator, widths)
+        self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
+        self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
+        if len(self._ids([self.prefix])[0]) >= self.room:
+            raise UserError(
+                f"source_prefix = {self.prefix!r} and max_source_length = {widths[0]}: the prefix leaves no room for "
+                "the source. Make it shorter, or max_source_length larger"
+            )
 
     def _marks(self, end: int | None, **text: str) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text. Every text ends with the end-of-text token: without it in the
@@ -114,31 +120,39 @@ class PairEncoder:
     def _sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a
         last turn that does not fit alone its end is kept; of a single text its beginning."""
-        before, after = self.marks[0]
-        room = self.widths[0] - len(before) - len(after)
-        rows = self._ids([self.prefix + self.separator.join(turns) for turns in histories])
+        (before, after), room = self.marks[0], self.room
         prefix = len(self._ids([self.prefix])[0]) if self.prefix else 0
-        lost = [0] * len(rows)
+        size, between = self._sizes(histories), len(self._ids([self.separator])[0]) if self.separator else 0
+        kept = [self._latest(turns, room - prefix, size, between) for turns in histories]
+        rows = self._ids([self._joined(turns) for turns in kept])
+        lost = []
         for index, turns in enumerate(histories):
-            full = len(rows[index])
-            while len(rows[index]) > room and len(turns) > 1:
-                turns = turns[self._turns_to_drop(turns, len(rows[index]) - room) :]
-                rows[index] = self._ids([self.prefix + self.separator.join(turns)])[0]
+            while len(rows[index]) > room and len(kept[index]) > 1:  # joined, the turns take more than one by one
+                kept[index] = kept[index][1:]
+                rows[index] = self._ids([self._joined(kept[index])])[0]
             ids = rows[index]
+            dropped = turns[: len(turns) - len(kept[index])]
+            lost.append(sum(size[turn] + between for turn in dropped) + max(0, len(ids) - room))
             if len(ids) > room:
-                conversation = len(histories[index]) > 1
-                rows[index] = [*ids[:prefix], *ids[len(ids) - (room - prefix) :]] if conversation else ids[:room]
-            lost[index] = full - len(rows[index])
+                rows[index] = [*ids[:prefix], *ids[len(ids) - (room - prefix) :]] if len(turns) > 1 else ids[:room]
         return [[*before, *ids, *after] for ids in rows], lost
 
-    def _turns_to_drop(self, turns: list[str], excess: int) -> int:
-        """How many of the oldest turns hold about `excess` tokens: at least one, and never the last."""
-        dropped = 0
-        for number, ids in enumerate(self._ids(turns[:-1]), 1):
-            dropped += len(ids)
-            if dropped >= excess:
-                return number
-        return len(turns) - 1
+    def _joined(self, turns: list[str]) -> str:
+        return self.prefix + self.separator.join(turns)
+
+    def _sizes(self, histories: list[list[str]]) -> dict[str, int]:
+        """{turn: its tokens}, each turn looked at once."""
+        turns = list(dict.fromkeys(turn for history in histories for turn in history))
+        return dict(zip(turns, map(len, self._ids(turns))))
+
+    @staticmethod
+    def _latest(turns: list[str], room: int, size: dict[str, int], between: int) -> list[str]:
+        """As many of the latest turns as fit; at least the last."""
+        used, first = size[turns[-1]], len(turns) - 1
+        while first > 0 and used + between + size[turns[first - 1]] <= room:
+            first -= 1
+            used += between + size[turns[first]]
+        return turns[first:]
 
     def _ids(self, texts: list[str], kind: str = "text") -> list[list[int]]:
         return self.tokenizer(**{kind: texts}, add_special_tokens=False, return_attention_mask=False, verbose=False)[
@@ -177,7 +191,7 @@ def _check(recipe: Seq2SeqRecipe, source: Source, part: str, columns: Columns) -
 
     table = source.parts[part]
     features = Features({"record": Value("int64"), "problem": Value("string")})
-    bad = encode_table(table, look, features, ("problems", *columns.names), cache_root(recipe.cache_dir),
+    bad = encode_table(table, look, features, ("problems", columns), cache_root(recipe.cache_dir),
                        recipe.preprocessing_num_workers, _anew(recipe), with_indices=True)  # fmt: skip
     if not len(bad):
         return []
@@ -205,7 +219,7 @@ def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2
         return encoder.encode(pairs)
 
     features = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "truncated": Value("int32")})
-    return encode_table(table, encode, features, (*encoder.key, *columns.names), cache_root(recipe.cache_dir),
+    return encode_table(table, encode, features, (*encoder.key, columns), cache_root(recipe.cache_dir),
                         recipe.preprocessing_num_workers, _anew(recipe))  # fmt: skip
 
 

@@ -7,11 +7,14 @@ import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
+import pandas as pd
+from datasets import Dataset, DatasetDict, Features, Value, get_dataset_config_names, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 from train.data.cache import cache_root
 from train.recipe.errors import UserError, first_line
@@ -88,12 +91,25 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
         if table is not None:
             return table
         names = [str(path) for path in paths]
-        loaded = load_dataset(builder, data_files={part: names}, cache_dir=_cache_dir(recipe), **kwargs)
+        load = partial(load_dataset, builder, data_files={part: names}, cache_dir=_cache_dir(recipe), **kwargs)
+        try:
+            loaded = load()
+        except DatasetGenerationError:
+            if builder != "csv":
+                raise
+            loaded = load(features=_all_text(paths[0], kwargs))
     except UserError:
         raise
     except Exception as error:  # the library raises a dozen types
         raise unreadable(paths, kind, error) from None
     return loaded[part]
+
+
+def _all_text(path: Path, kwargs: dict) -> Features:
+    """Every column of a .csv as text. The library guesses types from the first 10,000 rows; where a word, or an empty
+    place, turns up later in a column of numbers, it gives up."""
+    columns = pd.read_csv(path, nrows=0, **kwargs).columns
+    return Features(dict.fromkeys(columns, Value("string")))
 
 
 def first(dataset: Dataset, limit: int | None) -> Dataset:

@@ -32,6 +32,17 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
     )
 
 
+def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, a scalar.
+
+    On a CPU the squares are added up in fp64: torch's fp32 norm adds them one after another there, and is too small by
+    5e-5 for a tensor of 0.8 M elements and by 0.4 % for one of 50 M.
+    """
+    wide = torch.float64 if gradients and gradients[0].device.type == "cpu" else None
+    norms = torch._foreach_norm(gradients, 2, wide)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
 class Engine:
     """Common to all strategies. Gradients of `backward` are averaged over ranks and summed over micro-batches."""
 
@@ -161,11 +172,10 @@ class TorchEngine(Engine):
     def update(self, number):
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number)
+        self.accelerator.unscale_gradients()
+        norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.max_grad_norm > 0:
-            norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        else:
-            self.accelerator.unscale_gradients()
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)

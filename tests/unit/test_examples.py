@@ -1,0 +1,323 @@
+"""Records with labels become rows: columns, formats, bad records, splits, truncation."""
+
+import json
+
+import numpy as np
+import pytest
+
+from train.data.examples import ExampleData, prepare_examples
+from train.model.configuration import load_configuration
+from train.recipe import ClsRecipe, UserError, parse_recipe
+from train.recipe.tasks import GLUE_ON_THE_HUB
+
+VOCAB = 270  # 4 marks, 256 bytes, 10 merges
+WORDS = ("good", "bad", "long", "short", "story", "film", "play", "song")
+TEXTS = [f"A {WORDS[n % 8]} {WORDS[n * 3 % 7]}, number {n}" for n in range(40)]
+LABELS = ["yes" if n % 3 else "no" for n in range(40)]
+SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=1,intermediate_size=16,max_position_embeddings=64"
+
+
+@pytest.fixture
+def prepare(cache):
+    """Files and flags -> samples, through the recipe's own parser."""
+
+    def run(train, *flags: str, vocab: int = VOCAB) -> ExampleData:
+        model = ["--model_type", "bert", "--config_overrides", SIZES]
+        data = ["--train_file", str(train), "--train_tokenizer_vocab_size", str(vocab), "--cache_dir", cache]
+        recipe = parse_recipe(ClsRecipe, [*model, *data, *map(str, flags)])
+        return prepare_examples(recipe, load_configuration(recipe))
+
+    return run
+
+
+@pytest.fixture
+def refused(prepare):
+    def run(*args: str) -> str:
+        with pytest.raises(UserError) as caught:
+            prepare(*args)
+        return caught.value.report()
+
+    return run
+
+
+def write(path, columns: dict[str, list]):
+    """A .csv (all texts in quotes), .tsv or .jsonl file of these columns."""
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    if path.suffix == ".jsonl":
+        lines = [json.dumps(row) for row in rows]
+    elif path.suffix == ".csv":
+        lines = [",".join(columns), *(",".join(f'"{value}"' for value in row.values()) for row in rows)]
+    else:
+        lines = ["\t".join(columns), *("\t".join(map(str, row.values())) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def words(data: ExampleData, samples=None) -> list[str]:
+    """The texts that the rows hold, special tokens left out."""
+    samples = data.train if samples is None else samples
+    ids = [samples[index]["input_ids"] for index in range(len(samples))]
+    return [data.tokenizer.decode(row, skip_special_tokens=True).strip() for row in ids]
+
+
+def names(data: ExampleData, samples=None) -> list[str]:
+    samples = data.train if samples is None else samples
+    return [data.labels.names[samples[index]["label"]] for index in range(len(samples))]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+@pytest.mark.parametrize("column", ["text", "sentence", "body"])
+def test_formats_and_columns_that_are_found(tmp_path, prepare, ending, column):
+    path = write(tmp_path / f"a.{ending}", {"id": list(range(40)), column: TEXTS, "label": LABELS})
+    data = prepare(path, "--validation_split_percentage", "0")
+    assert data.held_out == []
+    assert words(data) == TEXTS
+    assert names(data) == LABELS
+    first = data.train[0]["input_ids"].tolist()
+    assert (first[0], first[-1]) == (data.tokenizer.cls_token_id, data.tokenizer.sep_token_id)
+
+
+def test_columns_that_are_named(tmp_path, prepare):
+    columns = {"headline": TEXTS, "note": TEXTS[::-1], "verdict": LABELS, "label": ["x"] * 40}
+    path = write(tmp_path / "a.csv", columns)
+    flags = ("--label_column", "verdict", "--validation_split_percentage", "0")
+    data = prepare(path, "--text_columns", "note", *flags)
+    assert words(data) == TEXTS[::-1]
+    assert names(data) == LABELS
+    pair = prepare(path, "--text_columns", "note", "headline", *flags)
+    assert len(pair.train[0]["input_ids"]) > len(data.train[0]["input_ids"])
+
+
+def test_the_label_column_that_is_named_is_no_text(tmp_path, prepare):
+    path = write(tmp_path / "a.csv", {"body": TEXTS, "verdict": LABELS})
+    assert words(prepare(path, "--label_column", "verdict", "--validation_split_percentage", "0")) == TEXTS
+
+
+def test_columns_that_are_not_found(tmp_path, refused):
+    path = write(tmp_path / "a.csv", {"one": TEXTS, "two": TEXTS, "three": LABELS})
+    message = refused(path)
+    assert message.startswith("error: 2 problems")  # both at once
+    assert "Name the columns with --text_columns" in message
+    assert "Name it with --label_column" in message
+    assert message.count("the columns are one, two, three") == 2
+    message = refused(path, "--text_columns", "tow", "--label_column", "thre")
+    assert "text_columns: there is no column 'tow'; the columns are one, two, three" in message
+    assert "label_column: there is no column 'thre'; the columns are one, two, three" in message
+    message = refused(path, "--task_name", "mrpc", "--label_column", "three")
+    assert "task_name = mrpc reads sentence1 and sentence2, which are not found" in message
+
+
+@pytest.mark.parametrize("option", ["text_columns", "label_column"])
+def test_a_column_of_lists_is_refused(tmp_path, refused, option):
+    columns = {"text": TEXTS, "tokens": [text.split() for text in TEXTS], "label": LABELS}
+    message = refused(write(tmp_path / "a.jsonl", columns), f"--{option}", "tokens")
+    assert f"{option}: 'tokens' holds lists" in message
+
+
+def test_a_held_out_file_with_other_columns_or_labels(tmp_path, refused):
+    train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
+    other = write(tmp_path / "other.csv", {"words": TEXTS, "label": LABELS})
+    assert f"{other} has no column text; the columns are words, label" in refused(train, "--validation_file", other)
+    wrong = write(tmp_path / "wrong.csv", {"text": TEXTS[:3], "label": ["yes", "no", "perhaps"]})
+    message = refused(train, "--validation_file", wrong)
+    assert f"{wrong}, record 3: the label 'perhaps' is outside the label set (no, yes)" in message
+
+
+def test_labels_that_the_two_files_write_differently(tmp_path, prepare):
+    """pandas reads whole numbers, and numbers with a point where one is missing, as other types."""
+    train = write(tmp_path / "train.csv", {"text": TEXTS, "label": [n % 2 for n in range(40)]})
+    held_out = write(tmp_path / "dev.csv", {"text": TEXTS[:4], "label": ["1.0", "0.0", "0.0", "1.0"]})
+    data = prepare(train, "--validation_file", held_out)
+    assert names(data, data.held_out[0].samples) == ["1", "0", "0", "1"]
+
+
+def test_regression(tmp_path, prepare):
+    path = write(tmp_path / "a.csv", {"text": TEXTS, "score": [n / 8 for n in range(40)]})
+    data = prepare(path, "--validation_split_percentage", "0")
+    assert data.labels.names is None
+    label = data.train[3]["label"]
+    assert label.dtype == np.float32
+    assert label == 0.375
+
+
+# -------------------------------------------------------------------------------------------------------- GLUE's files
+
+
+def test_mrpc_as_released(tmp_path, prepare):
+    """It begins with a byte order mark, and its quotation marks are not balanced."""
+    rows = [f'{n % 2}\t1\t2\tHe said " {TEXTS[n]}\t" {TEXTS[n]} is what he said .' for n in range(40)]
+    lines = ["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]
+    (tmp_path / "train.tsv").write_text("\r\n".join(lines) + "\r\n", encoding="utf-8-sig", newline="")
+    data = prepare(tmp_path / "train.tsv", "--task_name", "mrpc", "--validation_split_percentage", "0")
+    assert len(data.train) == 40
+    assert names(data)[:2] == ["not_equivalent", "equivalent"]
+    assert words(data)[1] == f'He said " {TEXTS[1]} " {TEXTS[1]} is what he said .'
+
+
+def test_cola_as_released_has_no_header(tmp_path, prepare):
+    rows = [f"gj04\t{n % 2}\t{'' if n % 2 else '*'}\t{TEXTS[n]}" for n in range(40)]
+    for name, part in (("train", rows), ("dev", rows[:6])):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(part) + "\n")
+    data = prepare(tmp_path / "train.tsv", "--validation_file", tmp_path / "dev.tsv", "--task_name", "cola")
+    assert words(data) == TEXTS  # the first line is a record too
+    assert words(data, data.held_out[0].samples) == TEXTS[:6]
+    assert names(data)[:2] == ["unacceptable", "acceptable"]
+
+
+def mnli(path, last: str = "neutral"):
+    gold = [("entailment", "neutral", "contradiction")[n % 3] for n in range(39)] + [last]
+    return write(path, {"index": list(range(40)), "sentence1": TEXTS, "sentence2": TEXTS[::-1], "gold_label": gold})
+
+
+def test_mnli_as_released_has_two_held_out_parts(tmp_path, prepare, refused):
+    train, matched = mnli(tmp_path / "train.tsv"), mnli(tmp_path / "dev_matched.tsv")
+    other = mnli(tmp_path / "dev_mismatched.tsv", last="-")
+    files = ("--validation_file", matched, "--validation_mismatched_file", other, "--task_name", "mnli")
+    message = refused(train, *files)
+    assert f"{other}, record 40: it has no label (gold_label)" in message
+    assert "--skip_bad_records" in message
+    data = prepare(train, *files, "--skip_bad_records", "--max_eval_samples", "100")
+    assert [part.suffix for part in data.held_out] == ["", "_mismatched"]
+    assert [len(part.samples) for part in data.held_out] == [40, 39]
+    assert data.labels.names == ("entailment", "neutral", "contradiction")
+    assert names(data)[:4] == ["entailment", "neutral", "contradiction", "entailment"]
+    assert any("1 of 40 records" in note for note in data.notes)
+
+
+def test_a_task_without_files_comes_from_the_hub():
+    model = ["--model_type", "bert", "--tokenizer_name", "x"]
+    recipe = parse_recipe(ClsRecipe, [*model, "--task_name", "rte"])
+    assert (recipe.dataset_name, recipe.dataset_config_name) == (GLUE_ON_THE_HUB, "rte")
+    assert parse_recipe(ClsRecipe, [*model, "--task_name", "rte", "--train_file", "a.tsv"]).dataset_name is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--text_columns", "a", "b", "c"), "name one column, or the two of a pair"),
+        (("--task_name", "sst2", "--validation_mismatched_file", "b.tsv"), "belongs to --task_name mnli"),
+        (("--task_name", "sst2", "--regression"), "leave regression out"),
+        (("--max_length", "8", "--max_seq_length", "9"), "are the same option"),
+    ],
+)
+def test_options_that_do_not_go_together(refused, flags, words):
+    assert words in refused("a.csv", *flags)
+
+
+# -------------------------------------------------------------------------------------------------------- hard content
+
+
+def test_words_that_pandas_would_take_for_nothing(tmp_path, prepare):
+    texts = ["None", "NA", "null", "nan", *TEXTS[4:]]
+    data = prepare(write(tmp_path / "a.csv", {"text": texts, "label": LABELS}), "--validation_split_percentage", "0")
+    assert words(data) == texts
+
+
+def test_texts_of_digits(tmp_path, prepare):
+    digits = [str(10_000 + n * n) for n in range(40)]
+    single = write(tmp_path / "single.csv", {"text": digits, "label": LABELS})
+    assert words(prepare(single, "--validation_split_percentage", "0", vocab=261)) == digits
+    pair = write(tmp_path / "pair.csv", {"sentence1": digits, "sentence2": TEXTS, "label": LABELS})
+    assert words(prepare(pair, "--validation_split_percentage", "0"))[5] == f"{digits[5]} {TEXTS[5]}"
+
+
+@pytest.mark.parametrize("late", ["", "two"])
+def test_a_column_whose_type_changes_late(tmp_path, prepare, late):
+    """The datasets library guesses a column's type from its first 10,000 records."""
+    labels = [n % 2 for n in range(10_001)] + [late]
+    path = write(tmp_path / "a.csv", {"text": [f"{WORDS[n % 8]} {n}" for n in range(10_002)], "label": labels})
+    flags = ("--skip_bad_records", "--validation_split_percentage", "0")
+    data = prepare(path, *flags)
+    assert len(data.train) == 10_002 - (not late)
+    assert data.labels.names == (("0", "1", "two") if late else ("0", "1"))
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+def test_empty_texts_and_missing_labels(tmp_path, prepare, refused, ending):
+    texts, labels = [*TEXTS[:6], " ", *TEXTS[7:20], "", *TEXTS[21:]], [*LABELS[:30], "", *LABELS[31:]]
+    path = write(tmp_path / f"a.{ending}", {"text": texts, "label": labels})
+    message = refused(path)
+    assert f"{path}, record 7: the text (text) is empty (3 such records)" in message
+    assert "--skip_bad_records" in message
+    data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
+    kept = [n for n in range(40) if n not in (6, 20, 30)]
+    assert words(data) == [TEXTS[n] for n in kept]
+    assert names(data) == [LABELS[n] for n in kept]  # no label moved to its neighbour
+    assert any("3 of 40 records" in note for note in data.notes)
+
+
+def test_of_a_pair_one_text_may_be_empty(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", {"premise": TEXTS, "hypothesis": ["", None] * 20, "label": LABELS})
+    data = prepare(path, "--validation_split_percentage", "0")
+    assert words(data) == TEXTS
+
+
+def test_no_record_that_can_be_used(tmp_path, refused):
+    train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
+    empty = write(tmp_path / "dev.csv", {"text": [" ", " "], "label": ["yes", "no"]})
+    assert f"{empty} has no record that can be used" in refused(train, "--validation_file", empty,
+                                                              "--skip_bad_records")  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- splits and rows
+
+
+def test_the_split_loses_nothing_and_keeps_labels_with_their_texts(tmp_path, prepare):
+    path = write(tmp_path / "a.csv", {"text": TEXTS, "label": LABELS})
+    data = prepare(path, "--validation_split_percentage", "25")
+    (held_out,) = data.held_out
+    assert (len(data.train), len(held_out.samples)) == (30, 10)
+    assert sorted([*words(data), *words(data, held_out.samples)]) == sorted(TEXTS)
+    expected = dict(zip(TEXTS, LABELS))
+    assert names(data, held_out.samples) == [expected[text] for text in words(data, held_out.samples)]
+    assert names(data) == [expected[text] for text in words(data)]
+    assert held_out.texts["text"][:] == words(data, held_out.samples)  # what predictions.jsonl shows
+    again = prepare(path, "--validation_split_percentage", "25", "--seed", "7")
+    assert words(again, again.held_out[0].samples) == words(data, held_out.samples)
+
+
+def test_only_so_many_samples(tmp_path, prepare):
+    path = write(tmp_path / "a.csv", {"text": TEXTS, "label": LABELS})
+    flags = ("--validation_split_percentage", "50")
+    whole = prepare(path, *flags)
+    part = prepare(path, *flags, "--n_train", "15", "--max_eval_samples", "4", vocab=262)
+    assert words(part) == words(whole)[:15]
+    assert names(part) == names(whole)[:15]
+    assert words(part, part.held_out[0].samples) == words(whole, whole.held_out[0].samples)[:4]
+    assert len(part.held_out[0].texts) == 4
+
+
+def test_pairs_have_token_types(tmp_path, prepare):
+    path = write(tmp_path / "a.csv", {"sentence1": TEXTS, "sentence2": TEXTS[::-1], "label": LABELS})
+    data = prepare(path, "--validation_split_percentage", "0")
+    sample = data.train[3]
+    ids, types = sample["input_ids"].tolist(), sample["token_type_ids"].tolist()
+    middle = ids.index(data.tokenizer.sep_token_id) + 1
+    assert types == [0] * middle + [1] * (len(ids) - middle)
+    assert data.tokenizer.decode(ids[1 : middle - 1]).strip() == TEXTS[3]
+    assert data.tokenizer.decode(ids[middle:-1]).strip() == TEXTS[36]
+
+
+def test_truncation_is_counted_and_keeps_the_marks(tmp_path, prepare):
+    path = write(tmp_path / "a.csv", {"sentence1": TEXTS, "sentence2": ["ok"] * 40, "label": LABELS})
+    whole = prepare(path, "--validation_split_percentage", "0")
+    cut = prepare(path, "--validation_split_percentage", "0", "--max_length", "12")
+    assert whole.train.contents.truncated == 0
+    assert whole.train.lengths.max() > 12
+    assert cut.train.lengths.max() == 12
+    assert cut.train.contents.truncated == int(np.maximum(whole.train.lengths - 12, 0).sum()) > 0
+    assert cut.train.contents.tokens == whole.train.contents.tokens
+    sample, separator = cut.train[0], cut.tokenizer.sep_token_id
+    assert sample["input_ids"][-1] == separator
+    assert (sample["input_ids"] == separator).sum() == 2
+    assert len(sample["token_type_ids"]) == 12
+    assert words(cut)[0].endswith("ok")  # the longer text is cut, not the last one
+
+
+def test_more_tokens_than_the_model_has_positions(tmp_path, prepare, refused):
+    path = write(tmp_path / "a.csv", {"text": [f"{text} " * 20 for text in TEXTS], "label": LABELS})
+    message = refused(path, "--max_seq_length", "65")
+    assert "max_length = 65 (--max_length): the model has 64 positions. Choose 64 or less" in message
+    data = prepare(path)  # the default, 128, gives way
+    assert data.max_length == 64
+    assert data.train.lengths.max() == 64
