@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.data.labels import settle_labels
     from train.data.pack import contents_rows
     from train.model.configuration import load_configuration
-    from train.model.load import build_model
+    from train.model.load import build_model, weights_of_head
     from train.model.loss import loss_of_examples
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
@@ -48,19 +48,20 @@ def main(argv: list[str] | None = None) -> int:
     config = load_configuration(recipe)
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.contents if data.held_out else None
-    notes = [
-        *data.notes,
-        check_vocabulary(config, data.tokenizer, recipe),
-        settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes),
-    ]
+    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
+    had = settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes)
+    replaced = weights_of_head(AutoModelForSequenceClassification, config, had) if had else []
+    if replaced:
+        notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     settle_padding(config, data.tokenizer)
     session.plan(len(data.train))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
-    head = {"ignore_mismatched_sizes": recipe.ignore_mismatched_sizes}
-    model = build_model(AutoModelForSequenceClassification, config, recipe, session.strategy, recipe.seed, **head)
+    model = build_model(
+        AutoModelForSequenceClassification, config, recipe, session.strategy, recipe.seed, left_out=replaced
+    )
     timeline.mark("model")
     engine = session.prepare(model)
 

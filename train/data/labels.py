@@ -114,14 +114,16 @@ def in_the_models_order(labels: Labels, config) -> Labels:
     return labels
 
 
-def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> str | None:
-    """Write the labels into the model's configuration. Returns a sentence for the log where a head is replaced.
+def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
+    """Write the labels into the model's configuration.
+
+    Returns: the number of outputs that the pretrained head has, where it must be replaced.
 
     Raises:
-        UserError: the pretrained model's head has another number of classes.
+        UserError: the pretrained model's head has another number of classes, and it may not be replaced.
     """
     trained = any("SequenceClassification" in name for name in config.architectures or ())
-    had, note = [str(name) for _, name in sorted(config.id2label.items())], None
+    had, replaced = [str(name) for _, name in sorted(config.id2label.items())], None
     if pretrained and trained and len(had) != labels.num_outputs:
         if not ignore_mismatched_sizes:
             ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"
@@ -129,13 +131,13 @@ def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatc
                 f"model_name_or_path = {pretrained!r} was trained for {len(had)} labels ({', '.join(had)}), and the "
                 f"data has {ours}. Give it a new, random head with --ignore_mismatched_sizes"
             )
-        note = f"note      the head of {len(had)} labels is replaced by a random one of {labels.num_outputs}"
+        replaced = len(had)
     names = labels.names or ("LABEL_0",)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.num_labels = len(names)
     config.problem_type = "single_label_classification" if labels.names else "regression"
-    return note
+    return replaced
 
 
 def _name(value: Any) -> str:

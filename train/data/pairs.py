@@ -89,7 +89,10 @@ class PairEncoder:
         self.marks = [self._marks(end, **kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
         self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
-        if len(self._ids([self.prefix])[0]) >= self.room:
+        # What prefix and separator add to a text; alone they may be more tokens, such as the space at a prefix's end.
+        text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
+        self.prefix_size, self.separator_size = prefixed - text, two - 2 * text
+        if self.prefix_size >= self.room:
             raise UserError(
                 f"source_prefix = {self.prefix!r} and max_source_length = {widths[0]}: the prefix leaves no room for "
                 "the source. Make it shorter, or max_source_length larger"
@@ -121,8 +124,7 @@ class PairEncoder:
         """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a
         last turn that does not fit alone its end is kept; of a single text its beginning."""
         (before, after), room = self.marks[0], self.room
-        prefix = len(self._ids([self.prefix])[0]) if self.prefix else 0
-        size, between = self._sizes(histories), len(self._ids([self.separator])[0]) if self.separator else 0
+        prefix, between, size = self.prefix_size, self.separator_size, self._sizes(histories)
         kept = [self._latest(turns, room - prefix, size, between) for turns in histories]
         rows = self._ids([self._joined(turns) for turns in kept])
         lost = []

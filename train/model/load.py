@@ -1,20 +1,27 @@
 """The model itself: pretrained weights, or random ones that are the same under every strategy."""
 
 import contextlib
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from train.model.configuration import from_hub_or_folder
+from train.model.parameters import true_shape
 from train.recipe.errors import UserError
 from train.recipe.options import ModelOptions
 
 
-def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, **kwargs):
+def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, left_out: Sequence[str] = ()):
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
+
+    What the pretrained weights lack (a classifier's head) is drawn from `seed` too, the same under every strategy.
 
     Args:
         auto_class: AutoModelForCausalLM or another of transformers' auto classes.
-        kwargs: for `from_pretrained` alone.
+        left_out: names of pretrained weights that are not to be loaded.
 
     Raises:
         UserError: the weights cannot be had, or do not fit; the configuration makes no model.
@@ -24,11 +31,14 @@ def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, *
         common["attn_implementation"] = recipe.attn_implementation
     name = recipe.model_name_or_path
     try:
+        torch.manual_seed(seed)
         if name:
-            load = auto_class.from_pretrained
-            return from_hub_or_folder("model_name_or_path", name, load, config=config, **common, **kwargs)
+            common |= _leaving_out(left_out, strategy) if left_out else {}
+            load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
+            model, info = from_hub_or_folder("model_name_or_path", name, load)
+            _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
+            return model
         with _where_it_is_drawn(auto_class, config, strategy, recipe.trust_remote_code):
-            torch.manual_seed(seed)
             return auto_class.from_config(config, **common)
     except (ValueError, ImportError) as error:
         said = " ".join(str(error).split())
@@ -43,6 +53,44 @@ def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, *
         raise UserError(
             f"model_name_or_path = {name!r}: its weights have other shapes than its configuration says{overrides}"
         ) from None
+
+
+def _leaving_out(names: Sequence[str], strategy) -> dict:
+    """The arguments of from_pretrained that leave weights out. Under ZeRO-3 transformers does not heed
+    ignore_mismatched_sizes; there, and only there, a weight that is given another name is left out."""
+    if strategy.shards_parameters:
+        return {"key_mapping": {f"^{re.escape(name)}$": f"left_out.{name}" for name in names}}
+    return {"ignore_mismatched_sizes": True}
+
+
+def weights_of_head(auto_class, config, num_labels: int) -> list[str]:
+    """The weights of a classifier whose shapes would be others with `num_labels` labels."""
+    other, shapes = copy.deepcopy(config), []
+    other.num_labels = num_labels
+    for each in (config, other):
+        with torch.device("meta"):
+            model = auto_class.from_config(each)
+        shapes.append({name: parameter.shape for name, parameter in model.named_parameters()})
+    return [name for name, shape in shapes[0].items() if shapes[1][name] != shape]
+
+
+def _draw_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed: int) -> None:
+    """Draw the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so they
+    are the same in every run, on every device and under every strategy."""
+    parameters = dict(model.named_parameters())
+    torch.manual_seed(seed)
+    for name in sorted(set(missing) & parameters.keys()):
+        parameter, (owner, _, own_name) = parameters[name], name.rpartition(".")
+        module = model.get_submodule(owner)
+        drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=parameter.dtype))
+        others = {key: held for key, held in module._parameters.items() if key != own_name and held is not None}
+        for held in others.values():
+            held._is_hf_initialized = True  # transformers leaves such alone
+        module._parameters[own_name] = drawn
+        model._init_weights(module)
+        module._parameters[own_name] = parameter
+        with strategy.gathered(parameter), torch.no_grad():
+            parameter.copy_(drawn)
 
 
 def _where_it_is_drawn(auto_class, config, strategy, trust: bool):

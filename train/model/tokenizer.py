@@ -10,7 +10,8 @@ from train.recipe.errors import UserError
 from train.recipe.options import ModelOptions
 
 END_OF_TEXT = "<|endoftext|>"
-PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+               "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
 
 
 def get_tokenizer(
@@ -65,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    name = hashlib.sha256(f"bpe-1 {vocab_size} {key}{' pairs' if pairs else ''}".encode()).hexdigest()[:20]
+    name = hashlib.sha256(f"bpe-1 {vocab_size} {key}{' pairs-2' if pairs else ''}".encode()).hexdigest()[:20]
     folder = cache / f"tokenizer-{name}"
     if not folder.is_dir():
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
@@ -110,9 +111,7 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
     tokens, rows, padding = producible_tokens(tokenizer), config.vocab_size, 1024
     if from_scratch:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(tokenizer, name) is not None or not tokens <= rows:
-                setattr(config, name, getattr(tokenizer, name))
+        _take_special_tokens(config, tokenizer)
     if tokens <= rows <= tokens + padding:
         return None
     if from_scratch and not vocab_size_is_set:
@@ -126,6 +125,20 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
         "they do not belong together. Set tokenizer_name to the model's own tokenizer"
         + (", or leave vocab_size out of config_overrides" if vocab_size_is_set else "")
     )
+
+
+def _take_special_tokens(config, tokenizer) -> None:
+    """A model from scratch marks beginnings, ends and padding as its tokenizer does."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if all(getattr(config, name, None) == getattr(tokenizer, name) for name in names):
+        return  # the tokenizer is the published one of this architecture
+    for name in names:
+        setattr(config, name, getattr(tokenizer, name))
+    if config.is_encoder_decoder:
+        by_padding = config.model_type in ("t5", "mt5", "umt5", "longt5", "pegasus")
+        config.decoder_start_token_id = config.pad_token_id if by_padding else config.bos_token_id
+        if getattr(config, "forced_eos_token_id", None) is not None:
+            config.forced_eos_token_id = config.eos_token_id
 
 
 def padding_token(tokenizer) -> int:

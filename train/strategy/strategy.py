@@ -108,6 +108,14 @@ class Strategy:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.precision, torch.float32) if self.deepspeed is not None else torch.float32
 
+    def gathered(self, parameter) -> AbstractContextManager:
+        """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
+        if not self.shards_parameters or not hasattr(parameter, "ds_id"):
+            return contextlib.nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
     def building_from_scratch(self, num_parameters: int) -> AbstractContextManager:
         """The context in which random weights are drawn.
 

@@ -1,0 +1,118 @@
+"""Micro-batches of rows that differ in length: padding, masks, fillers, and what is counted."""
+
+import numpy as np
+import pytest
+import torch
+
+from train.data.collate import ExampleCollator, PairCollator, multiple_for, round_up
+from train.data.order import FILLER
+from train.model.loss import IGNORE, loss_of_examples
+
+PAD, TYPE = 90, 7
+
+
+def example(length: int, label) -> dict[str, np.ndarray]:
+    ids = np.arange(1, length + 1)
+    return {"input_ids": ids, "token_type_ids": ids % 2, "label": label}
+
+
+def pair(source: int, target: int) -> dict[str, np.ndarray]:
+    return {"input_ids": np.arange(1, source + 1), "labels": np.arange(11, target + 11)}
+
+
+def padded(values: np.ndarray, width: int, filler: int) -> list[int]:
+    return [*values.tolist(), *[filler] * (width - len(values))]
+
+
+@pytest.mark.parametrize(
+    ("width", "multiple", "expected"), [(None, 1, 5), (None, 8, 8), (12, 1, 12), (12, 8, 12), (5, 1, 5)]
+)
+def test_examples(width, multiple, expected):
+    samples = [(example(length, np.int64(label)), 10 + length) for length, label in ((3, 1), (5, 0), (1, 2))]
+    batch = ExampleCollator({"input_ids": PAD, "token_type_ids": TYPE}, width, multiple)(samples)
+    assert batch.inputs.keys() == {"input_ids", "token_type_ids", "attention_mask"}
+    for row, (sample, _) in enumerate(samples):
+        length = len(sample["input_ids"])
+        assert batch.inputs["input_ids"][row].tolist() == padded(sample["input_ids"], expected, PAD)
+        assert batch.inputs["token_type_ids"][row].tolist() == padded(sample["token_type_ids"], expected, TYPE)
+        assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (expected - length)
+    assert batch.labels.tolist() == [1, 0, 2]
+    assert batch.labels.dtype == torch.int64
+    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (3, 9, 3 * expected)
+    assert batch.indices == [13, 15, 11]
+
+
+def test_only_the_columns_that_the_model_reads():
+    batch = ExampleCollator({"input_ids": PAD})([(example(3, np.int64(1)), 0)])
+    assert batch.inputs.keys() == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_filled_up_examples_do_not_count(kind):
+    samples = [(example(3, kind(1)), 0), (example(4, kind(0)), FILLER), (example(4, kind(0)), FILLER)]
+    batch = ExampleCollator({"input_ids": PAD})(samples)
+    assert batch.labels[0] == 1
+    assert all(label == IGNORE or label.isnan() for label in batch.labels[1:])
+    assert batch.labels.dtype == (torch.int64 if kind is np.int64 else torch.float32)
+    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (1, 3, 12)
+    assert batch.indices == [0, FILLER, FILLER]
+    assert samples[1][0]["label"] == 0  # the sample itself stays as it is: it may be another batch's
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_the_loss_of_filled_up_examples_is_the_loss_of_the_others(kind):
+    """Value and gradient; a micro-batch of fillers alone gives zeros and no nan."""
+    logits = torch.randn(3, 2 if kind is np.int64 else 1, generator=torch.Generator().manual_seed(0))
+    rows = [(example(3, kind(1)), 0), (example(4, kind(0)), 1), (example(4, kind(0)), FILLER)]
+    collate = ExampleCollator({"input_ids": PAD})
+    whole, part = logits.clone().requires_grad_(), logits[:2].clone().requires_grad_()
+    loss, expected = loss_of_examples(whole, collate(rows).labels), loss_of_examples(part, collate(rows[:2]).labels)
+    torch.testing.assert_close(loss, expected)
+    own = torch.nn.functional.cross_entropy if kind is np.int64 else torch.nn.functional.mse_loss
+    labels = collate(rows[:2]).labels
+    mean = own(logits[:2] if kind is np.int64 else logits[:2, 0], labels)
+    torch.testing.assert_close(expected / 2, mean)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(whole.grad[:2], part.grad)
+    assert whole.grad[2].abs().max() == 0
+    nothing = logits.clone().requires_grad_()
+    loss = loss_of_examples(nothing, collate([(sample, FILLER) for sample, _ in rows]).labels)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert nothing.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("widths", "multiple", "expected"), [(None, 1, (5, 4)), (None, 8, (8, 8)), ((16, 6), 8, (16, 6))]
+)
+def test_pairs(widths, multiple, expected):
+    samples = [(pair(3, 4), 5), (pair(5, 1), 6)]
+    batch = PairCollator(PAD, widths, multiple)(samples)
+    assert batch.inputs.keys() == {"input_ids", "attention_mask", "labels"}
+    for row, (sample, _) in enumerate(samples):
+        length = len(sample["input_ids"])
+        assert batch.inputs["input_ids"][row].tolist() == padded(sample["input_ids"], expected[0], PAD)
+        assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (expected[0] - length)
+        assert batch.inputs["labels"][row].tolist() == padded(sample["labels"], expected[1], IGNORE)
+    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (5, 8 + 5, 2 * sum(expected))
+    assert batch.indices == [5, 6]
+    assert batch.labels is None  # the loss is the model's own
+
+
+def test_filled_up_pairs_do_not_count():
+    batch = PairCollator(PAD)([(pair(3, 4), 5), (pair(6, 2), FILLER)])
+    assert (batch.inputs["labels"][1] == IGNORE).all()
+    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (4, 7, 2 * (6 + 4))
+
+
+def test_a_batch_goes_to_a_device_whole():
+    batch = ExampleCollator({"input_ids": PAD})([(example(3, np.int64(1)), 0)]).to(torch.device("meta"))
+    assert batch.inputs["input_ids"].is_meta
+    assert batch.labels.is_meta
+
+
+def test_widths_are_rounded_up():
+    assert [round_up(length, 8) for length in (1, 8, 9)] == [8, 8, 16]
+    assert multiple_for(torch.device("cpu")) == 1
+    assert multiple_for(torch.device("cuda")) == 8

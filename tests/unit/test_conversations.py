@@ -1,0 +1,355 @@
+"""Conversations and other pairs: where they are, what is a reply to what, and what is kept of what is too long."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
+from train.data.pairs import PairEncoder, prepare_pairs
+from train.model.configuration import load_configuration
+from train.model.tokenizer import load_tokenizer
+from train.recipe import Seq2SeqRecipe, UserError, parse_recipe
+from train.recipe.tasks import PairOptions
+
+TURNS = ["Hi!", "Hello, who are you?", "A cat."]
+ROLES = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), TURNS)]
+
+
+def columns_of(record: dict, **options: str) -> Columns:
+    return find_columns(PairOptions(**options), Dataset.from_list([record]))
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    return caught.value.report()
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "expected"),
+    [
+        ({"id": "1", "dialog": TURNS}, {}, Columns("dialog", None, None)),
+        ({"messages": ROLES}, {}, Columns("messages", None, None)),
+        ({"history": TURNS, "response": "x"}, {}, Columns("history", None, "response")),
+        ({"said": TURNS, "x": "x", "y": "y"}, {"dialogue_column": "said"}, Columns("said", None, None)),
+        ({"said": TURNS, "answer": "x"}, {"dialogue_column": "said", "target_column": "answer"},
+         Columns("said", None, "answer")),
+        ({"source": "x", "target": "y", "id": "1"}, {}, Columns(None, "source", "target")),
+        ({"highlights": "x", "article": "y", "id": "1"}, {}, Columns(None, "article", "highlights")),
+        ({"dialogue": "a text, no list", "summary": "y"}, {}, Columns(None, "dialogue", "summary")),
+        ({"ja": "x", "en": "y", "year": 1999}, {}, Columns(None, "ja", "en")),
+        ({"ja": "x", "en": "y"}, {"source_column": "en"}, Columns(None, "en", "ja")),
+        ({"ja": "x", "en": "y"}, {"target_column": "ja"}, Columns(None, "en", "ja")),
+        ({"dialog": TURNS, "a": "x", "b": "y", "c": "z"}, {"source_column": "a", "target_column": "c"},
+         Columns(None, "a", "c")),
+    ],
+)  # fmt: skip
+def test_columns_that_are_found(record, options, expected):
+    found = columns_of(record, **options)
+    assert found == expected
+    assert all(name in found.describe for name in found.names)
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "words"),
+    [
+        ({"a": "x", "b": "y", "c": "z"}, {}, "name --dialogue_column, or --source_column and --target_column"),
+        ({"a": "x", "b": "y", "c": "z"}, {"source_column": "a"}, "no conversation and no source and target are found"),
+        ({"a": "x", "b": "y"}, {"target_column": "z"}, "target_column = 'z': there is no such column"),
+        ({"a": "x", "b": "y"}, {"dialogue_column": "a"}, "dialogue_column = 'a' holds no list of turns"),
+        ({"a": TURNS, "b": "y"}, {"source_column": "a", "target_column": "b"}, "source_column = 'a' holds no text"),
+    ],
+)
+def test_columns_that_are_not_found(record, options, words):
+    message = refusal(columns_of, record, **options)
+    assert words in message
+    assert f"the columns are {', '.join(record)}" in message
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
+
+
+@pytest.mark.parametrize(
+    ("columns", "record", "pairs"),
+    [
+        (Columns("d", None, None), {"d": TURNS}, EACH_TURN),
+        (Columns("d", None, None), {"d": [f" {turn}\n" for turn in TURNS]}, EACH_TURN),
+        (Columns("d", None, None), {"d": ROLES}, EACH_TURN[:1]),
+        (Columns("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
+         [Pair(["Hi!"], "Ho!")]),
+        (Columns("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
+                                          {"role": "Assistant", "text": "Hm."}]}, [Pair(["Hi!", "Ho?"], "Hm.")]),
+        (Columns("d", None, None), {"d": [{"speaker": "Ann", "text": "Hi!"}, {"speaker": "Bob", "text": "Ho!"}]},
+         [Pair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
+        (Columns("d", None, None), {"d": {"role": ["user", "assistant"], "content": ["Hi!", "Ho!"]}},
+         [Pair(["Hi!"], "Ho!")]),
+        (Columns("d", None, "r"), {"d": TURNS, "r": "Oh "}, [Pair(TURNS, "Oh")]),
+        (Columns("d", None, "r"), {"d": ROLES, "r": "Oh"}, [Pair(TURNS, "Oh")]),
+        (Columns(None, "s", "t"), {"s": " some text", "t": "less\n"}, [Pair(["some text"], "less")]),
+    ],
+)  # fmt: skip
+def test_pairs_of_a_record(columns, record, pairs):
+    assert columns.pairs(record) == pairs
+
+
+@pytest.mark.parametrize(
+    ("columns", "record", "words"),
+    [
+        (Columns("d", None, None), {"d": ["Hi!", " ", "Ho!"]}, "turn 2 of its d is empty"),
+        (Columns("d", None, None), {"d": ["Hi!", None]}, "turn 2 of its d is empty"),
+        (Columns("d", None, None), {"d": [{"role": "user", "image": "x"}]}, "turn 1 of its d is empty"),
+        (Columns("d", None, None), {"d": ["Hi!"]}, "a reply with no history: its d has 1 turn"),
+        (Columns("d", None, None), {"d": [ROLES[1], ROLES[0]]}, "a reply with no history: its d has 2 turns"),
+        (Columns("d", None, None), {"d": []}, "a conversation without a turn"),
+        (Columns("d", None, None), {"d": None}, "a conversation without a turn"),
+        (Columns("d", None, "r"), {"d": TURNS, "r": ""}, "the r is empty"),
+        (Columns("d", None, "r"), {"d": [], "r": "x"}, "a reply with no history: its d has no turn"),
+        (Columns(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
+        (Columns(None, "s", "t"), {"s": "x", "t": None}, "the t is empty"),
+    ],
+)
+def test_records_that_hold_no_pair(columns, record, words):
+    with pytest.raises(BadRecord, match=words):
+        columns.pairs(record)
+
+
+def keyed(number: int) -> dict:
+    content = [{"message": f"{turn} ({number})", "agent": f"agent_{n % 2}"} for n, turn in enumerate(TURNS)]
+    return {"article_url": "", "config": "C", "content": content}
+
+
+def test_conversations_by_their_name(tmp_path):
+    """The form of Topical-Chat."""
+    for part in (0, 1):
+        (tmp_path / f"{part}.json").write_text(json.dumps({f"t_{part}{n}": keyed(10 * part + n) for n in range(3)}))
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    table = read_keyed_conversations(paths)
+    expected = [[f"{turn} ({n})" for turn in TURNS] for n in (0, 1, 2, 10, 11, 12)]
+    assert table["dialogue"][:] == expected
+    assert find_columns(PairOptions(), table) == Columns("dialogue", None, None)
+    assert read_keyed_conversations(paths)._fingerprint == table._fingerprint  # every process finds the same cache
+    assert read_keyed_conversations(paths[:1])._fingerprint != table._fingerprint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"dialogue": ["a", "b"]}]',
+        '{"dialogue": ["a", "b"]}\n{"dialogue": ["c", "d"]}\n',
+        '{"dialogue": ["a", "b"]}',
+        '{"source": "a", "target": "b"}',
+        "{}",
+        '{"a": {"content": "text"}}',
+        '{"a": ',
+    ],
+)
+def test_any_other_json_is_left_to_the_library(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert read_keyed_conversations([tmp_path / "a.json"]) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- token ids
+
+
+@pytest.fixture(scope="module")
+def blenderbot(shared):
+    """flags -> an encoder with the real tokenizer of BlenderBot."""
+    folder = shared / "tokenizers" / "blenderbot-400M-distill"
+    flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name", str(folder), "--train_file", "a.jsonl"]
+    config = load_configuration(parse_recipe(Seq2SeqRecipe, flags))
+    tokenizer = load_tokenizer(parse_recipe(Seq2SeqRecipe, flags), config)
+
+    def encoder(source: int = 128, target: int = 128, *more: str) -> PairEncoder:
+        return PairEncoder(tokenizer, parse_recipe(Seq2SeqRecipe, [*flags, *more]), config, (source, target))
+
+    return encoder
+
+
+def decoded(encoder: PairEncoder, ids: list[int]) -> str:
+    return encoder.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+LONG = [f"turn {number} of our long talk" for number in NUMBERS]
+
+
+def test_every_source_and_target_ends_with_the_end_of_text(blenderbot):
+    """Also what was cut: a model that never sees the end of a target never learns to stop."""
+    encoder = blenderbot(16, 6)
+    pairs = [Pair(LONG[:n], LONG[n]) for n in range(1, 8)] + [Pair(["no"], "yes"), Pair(["word " * 50], "word " * 50)]
+    encoded = encoder.encode(pairs)
+    end = encoder.tokenizer.eos_token_id
+    assert {len(rows) for rows in encoded.values()} == {len(pairs)}
+    for name, width in (("input_ids", 16), ("labels", 6)):
+        rows = encoded[name]
+        assert all(row[-1] == end and row.count(end) == 1 for row in rows), name
+        assert max(map(len, rows)) == width
+    assert encoded["target"] == [pair.target for pair in pairs]  # measured against the whole text
+    assert decoded(encoder, encoded["labels"][-2]) == "yes"
+
+
+def test_turns_are_joined_by_the_models_separator(blenderbot):
+    encoder = blenderbot()
+    (ids,) = encoder.encode([Pair(["Hello.", "How are you?"], "x")])["input_ids"]
+    assert ids == [*encoder.tokenizer("Hello.  How are you?", add_special_tokens=False)["input_ids"], ids[-1]]
+    other = blenderbot(128, 128, "--turn_separator", " // ")
+    assert decoded(other, other.encode([Pair(["Hello.", "Yes?"], "x")])["input_ids"][0]) == "Hello. // Yes?"
+
+
+@pytest.mark.parametrize("prefix", ["", "Answer: "])
+def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
+    seen = set()
+    for width in range(12, 80):  # from one turn to all
+        encoder = blenderbot(width, 8, "--source_prefix", prefix)
+        fits = [len(encoder.tokenizer(prefix + "  ".join(LONG[-n:]), add_special_tokens=False)["input_ids"]) < width
+                for n in range(1, 9)]  # fmt: skip
+        kept = sum(fits)
+        encoded = encoder.encode([Pair(LONG, "x")])
+        (ids,) = encoded["input_ids"]
+        assert len(ids) <= width
+        assert decoded(encoder, ids) == (prefix + "  ".join(LONG[-kept:])).strip(), width
+        whole = len(encoder.tokenizer(prefix + "  ".join(LONG), add_special_tokens=False)["input_ids"])
+        assert encoded["truncated"] == [whole + 1 - len(ids)]
+        seen.add(kept)
+    assert seen == set(range(1, 9))
+
+
+def test_of_a_last_turn_that_is_too_long_the_end_is_kept(blenderbot):
+    encoder = blenderbot(12)
+    encoded = encoder.encode(
+        [Pair(["An old turn.", "one two three four five six seven eight nine ten eleven" * 2], "x")]
+    )
+    (ids,) = encoded["input_ids"]
+    assert len(ids) == 12
+    assert decoded(encoder, ids).endswith("seven eight nine ten eleven")
+    assert "old" not in decoded(encoder, ids)
+
+
+def test_of_a_single_text_the_beginning_is_kept(blenderbot):
+    encoder = blenderbot(8, 6)
+    text = "one two three four five six seven eight nine ten"
+    whole = encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+    encoded = encoder.encode([Pair([text], text)])
+    assert encoded["input_ids"][0][:-1] == whole[:7]
+    assert encoded["labels"][0][:-1] == whole[:5]
+    assert encoded["truncated"] == [len(whole) - 7 + len(whole) - 5]
+
+
+@pytest.mark.parametrize("prefix", ["summarize: ", "summarize:", "Q."])
+@pytest.mark.parametrize("turns", [["one " * 30 + "end"], ["first " * 9, "one " * 30 + "end"], LONG])
+def test_the_prefix_survives_truncation(blenderbot, prefix, turns):
+    """And nothing of the old turns with it, where the space at its end belongs to the next token."""
+    encoder = blenderbot(14, 8, "--source_prefix", prefix)
+    (ids,) = encoder.encode([Pair(turns, "x")])["input_ids"]
+    text = decoded(encoder, ids)
+    assert text.startswith(prefix.strip())
+    assert "first" not in text
+    assert len(ids) <= 14
+    if turns is not LONG:
+        assert len(ids) == 14
+        assert set(text.removeprefix(prefix.strip()).replace("end", "").split()) == {"one"}
+
+
+def test_a_prefix_that_leaves_no_room(blenderbot):
+    message = refusal(blenderbot, 8, 8, "--source_prefix", "an instruction that goes on and on and on: ")
+    assert "max_source_length = 8: the prefix leaves no room" in message
+
+
+# --------------------------------------------------------------------------------------------------- from file to rows
+
+
+@pytest.fixture
+def prepare(cache):
+    def run(path, *flags: str):
+        model = ["--model_type", "bart", "--train_tokenizer_vocab_size", "262", "--cache_dir", cache]
+        recipe = parse_recipe(Seq2SeqRecipe, [*model, "--train_file", str(path), *map(str, flags)])
+        return prepare_pairs(recipe, load_configuration(recipe))
+
+    return run
+
+
+def write(path, records: list[dict]):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def talk(number: int, turns: int = 4) -> dict:
+    return {"dialogue": [f"talk {number} turn {turn}" for turn in range(turns)]}
+
+
+def sources(data, samples) -> list[str]:
+    ids = [samples[index]["input_ids"] for index in range(len(samples))]
+    return [data.tokenizer.decode(row, skip_special_tokens=True).strip() for row in ids]
+
+
+def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [talk(n, turns=2 + n % 4) for n in range(40)])
+    data = prepare(path, "--validation_split_percentage", "25")
+    train, held_out = ({source.split()[1] for source in sources(data, samples)}
+                       for samples in (data.train, data.validation.samples))  # fmt: skip
+    assert len(held_out) == 10
+    assert train | held_out == {str(n) for n in range(40)}
+    assert not train & held_out
+    assert len(data.train) + len(data.validation.samples) == sum(1 + n % 4 for n in range(40))
+    assert len(data.validation.targets) == len(data.validation.samples)
+    for source, target in zip(sources(data, data.validation.samples), data.validation.targets):
+        assert source.split()[1] == target.split()[1]
+
+
+def test_bad_records_are_named_or_left_out(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [*(talk(n) for n in range(20)), talk(20, 1), {"dialogue": ["a", " "]}])
+    message = refusal(prepare, path)
+    assert f"{path}, record 21: a reply with no history: its dialogue has 1 turn (2 such records)" in message
+    assert "--skip_bad_records" in message
+    data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
+    assert len(data.train) == 20 * 3
+    assert any("2 of 22 records" in note for note in data.notes)
+    only_bad = write(tmp_path / "bad.jsonl", [talk(0, 1)])
+    assert "has no record that can be used" in refusal(prepare, only_bad, "--skip_bad_records")
+
+
+def test_the_same_columns_in_another_role(tmp_path, prepare):
+    """What was found under the one reading of a file is not taken from the cache for the other."""
+    path = write(tmp_path / "a.jsonl", [{"a": f"left {n}", "b": f"right {n}"} for n in range(20)])
+    flags = ("--validation_split_percentage", "0")
+    one = prepare(path, "--source_column", "a", "--target_column", "b", *flags)
+    other = prepare(path, "--source_column", "b", "--target_column", "a", *flags)
+    assert sources(one, one.train)[3] == "left 3"
+    assert sources(other, other.train)[3] == "right 3"
+
+
+def test_a_trained_tokenizer_marks_sources_and_targets(tmp_path, prepare):
+    data = prepare(write(tmp_path / "a.jsonl", [talk(n) for n in range(20)]), "--max_target_length", "5")
+    begin, end = data.tokenizer.cls_token_id, data.tokenizer.sep_token_id
+    samples = [data.train[index] for index in range(len(data.train))]
+    assert len(samples) > 50
+    assert all((row[0], row[-1]) == (begin, end) for sample in samples for row in sample.values())
+    assert all(list(sample["labels"]).count(end) == 1 for sample in samples)
+    lengths = [len(sample["labels"]) for sample in samples]
+    assert max(lengths) == 5
+    assert data.train.contents.trained == sum(lengths)
+    assert data.widths == (128, 5)
+
+
+def test_real_conversations(shared, tmp_path, cache):
+    """Of Topical-Chat's own file, with BlenderBot's own tokenizer: every turn after the first is a reply."""
+    whole = json.loads((shared / "dialogue" / "valid_freq.json").read_text())
+    talks = dict(list(whole.items())[:30])
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name",
+             str(shared / "tokenizers" / "blenderbot-400M-distill"), "--cache_dir", cache, "--train_file",
+             str(tmp_path / "talks.json"), "--validation_split_percentage", "10"]  # fmt: skip
+    recipe = parse_recipe(Seq2SeqRecipe, flags)
+    data = prepare_pairs(recipe, load_configuration(recipe))
+    held_out = data.validation.samples
+    assert len(data.train) + len(held_out) == sum(len(talk["content"]) - 1 for talk in talks.values()) > 500
+    assert data.train.contents.truncated > 0
+    assert max(len(data.train[index]["input_ids"]) for index in range(100)) <= 128
+    said = {turn["message"].strip() for talk in talks.values() for turn in talk["content"]}
+    assert set(data.validation.targets) <= said

@@ -1,0 +1,137 @@
+"""Batches of similar length: still every sample once an epoch, still the same order under every layout, still fair."""
+
+import numpy as np
+import pytest
+from test_order import LAYOUTS
+
+from train.data.order import FILLER, FixedOrder, LengthGroups, MicroBatches, SampleOrder
+
+G = 8  # of all layouts
+SAMPLES = 333  # divided by nothing
+LENGTHS = np.random.default_rng(0).integers(1, 500, SAMPLES)
+
+
+def order(seed: int = 3, samples: int = SAMPLES, batch: int = G, window: int = 16) -> SampleOrder:
+    return SampleOrder(samples, seed, LengthGroups(LENGTHS[:samples], batch, window))
+
+
+def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), consumed: int = 0, lengths=None):
+    """(updates, accumulation, world, micro-batch): what each rank sees, as it sees it."""
+    micro, accumulation, world = layout
+    ranks = [
+        list(MicroBatches(order, total, consumed, micro, accumulation, world, rank, lengths)) for rank in range(world)
+    ]
+    return np.array(ranks).reshape(world, -1, accumulation, micro).transpose(1, 2, 0, 3)
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(333, 8), (64, 8), (37, 8), (8, 8), (5, 8), (333, 1), (129, 128)])
+@pytest.mark.parametrize("window", [1, 3, 16])
+def test_every_sample_once_an_epoch(samples, batch, window):
+    """Also where the epoch does not divide by the global batch, or is smaller than one."""
+    row = order(samples=samples, batch=batch, window=window).places(0, 5 * samples).reshape(5, samples)
+    assert all(sorted(epoch) == list(range(samples)) for epoch in row.tolist())
+    if samples > 8:
+        assert row[0].tolist() != row[1].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_order_does_not_depend_on_the_layout(layout):
+    """An update sees the same samples however it is cut, with its micro-batches sorted by length and without."""
+    expected = global_batches(order(), 1000).reshape(-1, G)
+    assert global_batches(order(), 1000, layout).reshape(-1, G).tolist() == expected.tolist()
+    rearranged = global_batches(order(), 1000, layout, lengths=LENGTHS).reshape(-1, G)
+    assert np.sort(rearranged).tolist() == np.sort(expected).tolist()
+
+
+@pytest.mark.parametrize("consumed", range(0, 1000, 104))
+def test_seeking_lands_on_the_next_sample(consumed):
+    whole = global_batches(order(), 1000, (2, 2, 2), lengths=LENGTHS)
+    rest = global_batches(order(), 1000, (2, 2, 2), consumed, lengths=LENGTHS)
+    assert rest.tolist() == whole[consumed // G :].tolist()
+
+
+@pytest.mark.parametrize("place", [1, 7, SAMPLES - 1, SAMPLES, 2 * SAMPLES + 5])
+def test_any_place_can_be_asked_for_first(place):
+    assert order().places(place, place + 50).tolist() == order().places(0, place + 50)[place:].tolist()
+
+
+def spread(batches: np.ndarray) -> float:
+    """The mean difference between the longest and the shortest sample of a batch."""
+    lengths = LENGTHS[batches]
+    return float((lengths.max(axis=1) - lengths.min(axis=1)).mean())
+
+
+def test_an_updates_samples_are_of_similar_length():
+    total = 5 * SAMPLES // G * G
+    grouped = order().places(0, total).reshape(-1, G)
+    drawn = SampleOrder(SAMPLES, 3).places(0, total).reshape(-1, G)
+    assert spread(grouped) < spread(drawn) / 4
+    wide = order(window=64).places(0, total).reshape(-1, G)
+    assert spread(wide) < spread(grouped)  # the more there is to choose from, the more alike
+
+
+def test_batches_stay_alike_where_an_epoch_begins_inside_an_update():
+    """The groups are laid out from the first update that an epoch begins, not from the epoch's first sample."""
+    row = order().places(0, 6 * SAMPLES // G * G).reshape(-1, G)
+    seams = {-(-epoch * SAMPLES // G) - 1 for epoch in range(1, 6)}
+    tails = {seam - 1 for seam in seams}  # an epoch's last few samples are too few for a group
+    inside = np.array([update for update in range(len(row)) if update not in seams | tails])
+    assert len(inside) > 200
+    lengths = LENGTHS[row[inside]]
+    assert (lengths.max(axis=1) - lengths.min(axis=1)).max() < 200  # of 500: one shifted place would mix two groups
+
+
+def test_short_and_long_have_the_same_chance_of_every_update():
+    """The correlation of length and update over 400 epochs: its mean is within four standard errors of zero."""
+    epochs = 400
+    updates = np.arange(SAMPLES) // G
+    found = [np.corrcoef(LENGTHS[order(seed, window=5).epoch(0)], updates)[0, 1] for seed in range(epochs)]
+    assert abs(np.mean(found)) < 4 * np.std(found) / np.sqrt(epochs)
+    assert np.std(found) < 0.5  # and no epoch is sorted as a whole
+
+
+def test_the_longest_sample_may_be_anywhere():
+    """Over 600 seeds, in each quarter of the epoch about 150 times: within five standard deviations (10.6)."""
+    longest = int(LENGTHS.argmax())
+    places = [order(seed).epoch(0).tolist().index(longest) for seed in range(600)]
+    quarters = np.histogram(places, bins=4, range=(0, SAMPLES))[0]
+    assert quarters.sum() == 600
+    assert all(abs(count - 150) < 53 for count in quarters), quarters
+
+
+def test_the_seed_decides_and_the_epoch_too():
+    first, other = order(1), order(2)
+    assert first.epoch(0).tolist() != other.epoch(0).tolist()
+    assert first.epoch(0).tolist() == order(1).epoch(0).tolist()
+    assert first.epoch(1).tolist() != first.epoch(0).tolist()
+
+
+@pytest.mark.parametrize("groups", [None, LengthGroups(LENGTHS, G)])
+@pytest.mark.parametrize("layout", [(2, 2, 2), (1, 8, 1), (4, 1, 2)])
+def test_micro_batches_hold_neighbours_in_length_the_longest_first(layout, groups):
+    """The ranks' micro-batches of one moment are alike too: nobody waits long for the others."""
+    whole = SampleOrder(SAMPLES, 3, groups)
+    plain = global_batches(whole, 328, layout).reshape(-1, G)
+    batches = global_batches(whole, 328, layout, lengths=LENGTHS)
+    assert np.sort(batches.reshape(-1, G)).tolist() == np.sort(plain).tolist()
+    lengths = LENGTHS[batches.reshape(-1, G)]
+    assert (np.diff(lengths, axis=1) <= 0).all()
+    assert (LENGTHS[plain] != lengths).any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fillers_stand_at_the_end(layout):
+    batches = global_batches(order(), SAMPLES, layout, lengths=LENGTHS).reshape(-1)
+    missing = -SAMPLES % G
+    assert missing == 3
+    assert batches[-missing:].tolist() == [FILLER] * missing
+    assert sorted(batches[:-missing].tolist()) == list(range(SAMPLES))
+
+
+def test_an_evaluation_sees_every_sample_once_the_longest_first():
+    whole = FixedOrder(SAMPLES, LENGTHS)
+    batches = global_batches(whole, SAMPLES, (4, 1, 2), lengths=LENGTHS).reshape(-1)
+    seen = batches[batches != FILLER]
+    assert sorted(seen.tolist()) == list(range(SAMPLES))
+    assert (np.diff(LENGTHS[seen]) <= 0).all()
+    assert FixedOrder(5).places(1, 9).tolist() == [1, 2, 3, 4]

@@ -1,0 +1,172 @@
+"""The metrics are those of the libraries behind them, without a network; and which evaluation was the best."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import sacrebleu
+from rouge_score import rouge_scorer
+from scipy import stats
+from sklearn import metrics as sk
+
+from train.data.labels import Labels
+from train.recipe import ClsRecipe, UserError
+from train.run.best import Best, make_best
+from train.run.examples import figures_of
+from train.run.generation import FIGURES
+from train.run.metrics import FOLDER, compute
+
+RNG = np.random.default_rng(0)
+NAN = float("nan")
+
+
+def test_every_metric_is_looked_at_here():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"__init__", "classification", "generation", "regression"}
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_classification(classes):
+    truth = RNG.integers(0, classes, 200)
+    predictions = np.where(RNG.random(200) < 0.6, truth, RNG.integers(0, classes, 200))
+    found = compute("classification", predictions.tolist(), truth.tolist(), num_labels=classes)
+    f1 = {"f1": sk.f1_score(truth, predictions)} if classes == 2 else {
+        "f1_macro": sk.f1_score(truth, predictions, average="macro")}  # fmt: skip
+    matthews = sk.matthews_corrcoef(truth, predictions)
+    assert found == pytest.approx({"accuracy": (predictions == truth).mean(), **f1, "matthews_correlation": matthews})
+    assert len(set(found.values())) == 3
+
+
+def test_f1_knows_predictions_from_references():
+    """Accuracy and Matthews would not notice if they were exchanged; precision and recall do. F1 of class 1."""
+    found = compute("classification", [1, 1, 1, 0], [1, 0, 0, 0], num_labels=2)
+    assert found["f1"] == pytest.approx(2 * (1 / 3) * 1 / (1 / 3 + 1))
+    assert compute("classification", [0, 0], [1, 0], num_labels=2)["f1"] == 0.0  # nothing found: no warning, no nan
+
+
+def test_regression():
+    truth, noise = RNG.normal(size=100), RNG.normal(size=100)
+    predictions = truth**3 + noise
+    found = compute("regression", predictions.tolist(), truth.tolist())
+    assert found == pytest.approx({
+        "pearson": stats.pearsonr(truth, predictions).statistic,
+        "spearmanr": stats.spearmanr(truth, predictions).statistic,
+        "mse": sk.mean_squared_error(truth, predictions),
+    }, rel=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("predictions", "truth", "mse"),
+    [
+        ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], 5 / 3),
+        ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], 5 / 3),
+        ([1.0], [3.0], 4.0),
+        ([1.0, NAN, 3.0], [1.0, 2.0, 3.0], NAN),
+    ],
+)
+def test_regression_where_nothing_correlates(predictions, truth, mse):
+    """A constant model, one held-out record, a run that has diverged: nan, and the run goes on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = compute("regression", predictions, truth)
+    assert math.isnan(found["pearson"])
+    assert math.isnan(found["spearmanr"])
+    assert found["mse"] == pytest.approx(mse, nan_ok=True)
+
+
+def test_generation():
+    truth = ["The cat sat on the mat today.", "I like music a lot.", "Hello, how are you doing?"]
+    predictions = ["The cats sat on a mat today.", "I like music a lot.", ""]
+    found = compute("generation", predictions, truth)
+    assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(predictions, [truth]).score)
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    scores = [scorer.score(reference, written) for reference, written in zip(truth, predictions)]
+    for name in ("rouge1", "rouge2", "rougeL"):
+        assert found[name] == pytest.approx(100 * np.mean([score[name].fmeasure for score in scores]))
+    assert set(found) == set(FIGURES)
+    assert 20 < found["bleu"] < 100
+    assert compute("generation", truth, truth) == pytest.approx(dict.fromkeys(FIGURES, 100.0))
+
+
+def test_the_names_that_are_promised_are_those_that_come():
+    """A metric_for_best_model is checked against the one, and looked up in the other."""
+
+    class Part:
+        suffix = "_mismatched"
+
+    for labels in (Labels(None), Labels(("a", "b")), Labels(("a", "b", "c"))):
+        promised = figures_of(labels, [Part], None)
+        name, options = ("regression", {}) if labels.names is None else (
+            "classification", {"num_labels": len(labels.names)})  # fmt: skip
+        found = compute(name, [0, 1, 1], [0, 1, 0], **options)
+        assert set(promised) == {f"{figure}_mismatched" for figure in (*found, "loss")}
+    assert figures_of(Labels(("a", "b")), [], None) == ("loss",)
+
+
+# ---------------------------------------------------------------------------------------------------------------- best
+
+
+def judged(best: Best, values: list[float]) -> list[bool]:
+    return [best.is_best(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "threshold", "values", "better"),
+    [
+        ("accuracy", 0.0, [0.5, 0.4, 0.5, 0.6], [True, False, False, True]),
+        ("loss", 0.0, [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
+        ("loss_mismatched", 0.0, [2.0, 1.0], [True, True]),
+        ("perplexity", 0.0, [2.0, 1.0], [True, True]),
+        ("mse", 0.0, [2.0, 1.0, 1.5], [True, True, False]),
+        ("accuracy", 0.1, [0.5, 0.59, 0.65, 0.7], [True, False, True, False]),
+        ("loss", 0.1, [2.0, 1.95, 1.85], [True, False, True]),
+        ("accuracy", 0.0, [NAN, 0.1, NAN, 0.2], [False, True, False, True]),
+        ("loss", 0.0, [NAN, NAN], [False, False]),
+        ("matthews_correlation", 0.0, [-0.5, -0.1], [True, True]),
+    ],
+)
+def test_what_is_better(metric, threshold, values, better):
+    best = Best(metric, threshold=threshold)
+    assert judged(best, values) == better
+    last = max((n for n, is_best in enumerate(better, 1) if is_best), default=None)
+    assert best.update == (last and 10 * last)
+    assert best.value == pytest.approx(values[last - 1] if last else NAN, nan_ok=True)
+    assert not best.is_exhausted  # without patience there is no end
+
+
+@pytest.mark.parametrize(
+    ("patience", "values", "exhausted"),
+    [
+        (2, [0.5, 0.4, 0.3], [False, False, True]),
+        (2, [0.5, 0.4, 0.6, 0.5, 0.5], [False, False, False, False, True]),
+        (1, [0.5, 0.5], [False, True]),  # as good is not better
+        (2, [NAN, NAN], [False, True]),
+    ],
+)
+def test_patience(patience, values, exhausted):
+    best, seen = Best("accuracy", patience), []
+    for value in values:
+        judged(best, [value])
+        seen.append(best.is_exhausted)
+    assert seen == exhausted
+
+
+def test_the_recipes_choice():
+    figures = ("accuracy", "f1", "loss")
+    assert make_best(ClsRecipe(), figures, True) == Best("accuracy")
+    recipe = ClsRecipe(metric_for_best_model="eval_f1", early_stopping_patience=3, early_stopping_threshold=0.1)
+    assert make_best(recipe, figures, True) == Best("f1", 3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_evaluated", "words"),
+    [
+        ({"metric_for_best_model": "acuracy"}, True, "evaluation gives accuracy, loss. Did you mean accuracy?"),
+        ({"early_stopping_patience": 2}, False, "early_stopping_patience = 2: nothing is held out"),
+        ({"load_best_model_at_end": True}, False, "load_best_model_at_end = True: nothing is held out"),
+    ],
+)
+def test_a_choice_that_cannot_be(options, is_evaluated, words):
+    with pytest.raises(UserError) as caught:
+        make_best(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated)
+    assert words in caught.value.report()

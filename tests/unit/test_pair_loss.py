@@ -1,0 +1,208 @@
+"""The loss of encoder-decoder models, and models that classify: on the real architectures, tiny and random."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train.model.loss as loss_module
+from train.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
+from train.model.parameters import flops_per_pair_token
+
+needs_chunked = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy")
+
+VOCAB = 97
+BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+        "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2,
+      "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # fmt: skip
+PAIRS = {
+    "blenderbot": ("blenderbot", {**BART, "decoder_start_token_id": 1}),
+    "bart": ("bart", {**BART, "decoder_start_token_id": 2}),
+    "t5": ("t5", T5),  # its head is tied and its hidden states are scaled
+    "t5-v1.1": ("t5", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}
+SEPARATE = [name for name in PAIRS if not name.startswith("t5")]
+
+
+def pair_model(name: str, **settings):
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    family, sizes = PAIRS[name]
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, use_cache=False, **sizes)
+    model = AutoModelForSeq2SeqLM.from_config(config, **settings).eval()
+    bias = getattr(model, "final_logits_bias", None)
+    assert bias is None or bias.abs().max() == 0  # as in every published model
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sources = torch.randint(3, VOCAB, (3, 11), generator=generator)
+    labels = torch.randint(3, VOCAB, (3, 9), generator=generator)
+    mask = torch.ones_like(sources)
+    sources[1, 6:], mask[1, 6:], labels[0, 4:], labels[2] = 0, 0, IGNORE, IGNORE  # the last row is a filler
+    return {"input_ids": sources, "attention_mask": mask, "labels": labels}
+
+
+def loss_and_gradients(model, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    install_loss(model, kind)
+    model.zero_grad()
+    loss = model(**batch())
+    (loss / 7).backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_plain_loss_is_transformers_own(name):
+    """Value and gradients, of a mean over the trained tokens."""
+    model = pair_model(name)
+    mean = model(**batch()).loss
+    mean.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    trained = int((batch()["labels"] != IGNORE).sum())
+    assert trained == 4 + 9
+    loss, gradients = loss_and_gradients(model, "full")
+    torch.testing.assert_close(loss / trained, mean.detach())
+    assert len(gradients) > 40
+    assert gradients.keys() == expected.keys()
+    for parameter, gradient in gradients.items():
+        limit = 1e-5 * float(expected[parameter].abs().max()) + 1e-8
+        torch.testing.assert_close(gradient * 7 / trained, expected[parameter], rtol=1e-4, atol=limit)
+
+
+@needs_chunked
+@pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * VOCAB * 5])
+def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
+    model = pair_model(name)
+    full, full_gradients = loss_and_gradients(model, "full")
+    chunked, chunked_gradients = loss_and_gradients(model, "chunked")
+    torch.testing.assert_close(chunked, full, rtol=1e-6, atol=0)
+    assert len(full_gradients) > 40
+    for parameter, gradient in full_gradients.items():
+        limit = 1e-5 * float(gradient.abs().max()) + 1e-8
+        torch.testing.assert_close(chunked_gradients[parameter], gradient, rtol=1e-4, atol=limit)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_which_bodies_can_be_called_without_their_head(name):
+    assert has_separate_body(pair_model(name)) == (name in SEPARATE)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_decoder_reads_the_target_shifted_right(name):
+    model, labels = pair_model(name), torch.tensor([[5, 6, 2], [7, 2, IGNORE]])
+    start = model.config.decoder_start_token_id
+    assert shifted_right(model, labels).tolist() == [[start, 5, 6], [start, 7, 2]]
+    longer = F.pad(labels, (0, 1), value=IGNORE)
+    assert shifted_right(model, longer).tolist() == [[start, 5, 6, 2], [start, 7, 2, 0]]
+
+
+def test_a_model_that_cannot_shift_is_helped():
+    class Plain:
+        class config:
+            decoder_start_token_id, pad_token_id = 8, 9
+
+    labels = torch.tensor([[5, 6, 2, IGNORE, IGNORE], [7, 2, IGNORE, IGNORE, IGNORE]])
+    assert shifted_right(Plain, labels).tolist() == [[8, 5, 6, 2, 9], [8, 7, 2, 9, 9]]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_padding_changes_nothing(name):
+    """A source alone has the loss that it has beside a longer one."""
+    model, inputs = pair_model(name), batch()
+    install_loss(model, "full")
+    alone = {"input_ids": inputs["input_ids"][1:2, :6], "attention_mask": inputs["attention_mask"][1:2, :6],
+             "labels": inputs["labels"][1:2]}  # fmt: skip
+    other = {key: tensor[:1] for key, tensor in inputs.items()}
+    torch.testing.assert_close(model(**alone) + model(**other), model(**inputs), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_with_a_loss_installed_the_model_still_generates(name):
+    model, inputs = pair_model(name), batch()
+    inputs.pop("labels")
+    settings = {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    expected = model.generate(**inputs, **settings)
+    install_loss(model, "chunked" if name in SEPARATE else "full")
+    assert model.generate(**inputs, **settings).tolist() == expected.tolist()
+
+
+def counted_flops(model, source: int, target: int) -> int:
+    """What torch counts in the matrix products of a forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = {"input_ids": torch.full((1, source), 5), "labels": torch.full((1, target), 5)}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**inputs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("source", "target", "tolerance"), [(16, 16, 1e-6), (48, 8, 0.2), (8, 48, 0.2)])
+def test_flops_are_those_that_torch_counts(name, source, target, tolerance):
+    """A third of a trained token's are the forward pass's. The formula counts cross attention's keys and values for
+    target tokens, as if there were as many as source tokens; else it is exact."""
+    model = pair_model(name, attn_implementation="eager")  # the fused kernels of a CPU are not counted
+    expected = 3 * counted_flops(model, source, target) / (source + target)
+    assert flops_per_pair_token(model, source, target) == pytest.approx(expected, rel=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------ classification
+
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+        "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+CLASSIFIERS = {
+    "bert": BERT,
+    "roberta": BERT,
+    "deberta-v2": {**BERT, "relative_attention": True, "position_biased_input": False, "norm_rel_ebd": "layer_norm",
+                   "pos_att_type": "p2c|c2p", "max_relative_positions": -1, "position_buckets": 16, "share_att_key":
+                   True, "conv_kernel_size": 3, "conv_act": "gelu", "type_vocab_size": 0},  # as in the xlarge model
+    "llama": {**BERT, "num_key_value_heads": 1},
+}  # fmt: skip
+
+
+def classifier(family: str, **changes):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, use_cache=False, **CLASSIFIERS[family], **changes)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("regression", [False, True])
+def test_every_parameter_of_a_classifier_gets_a_gradient(family, regression):
+    """DDP stops at the second update where one gets none."""
+    model = classifier(family, num_labels=1 if regression else 3)
+    inputs = batch()
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    labels = torch.tensor([0.5, 2.0, torch.nan]) if regression else torch.tensor([2, 0, IGNORE])
+    assert logits.shape == (3, 1 if regression else 3)
+    loss_of_examples(logits, labels).backward()
+    parameters = dict(model.named_parameters())
+    assert len(parameters) > 15
+    assert [name for name, parameter in parameters.items() if parameter.grad is None] == []
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("regression", [False, True])
+def test_the_loss_of_examples_is_transformers_own(family, regression):
+    model = classifier(family, num_labels=1 if regression else 3).eval()
+    inputs = {name: tensor for name, tensor in batch().items() if name != "labels"}
+    labels = torch.tensor([0.5, 2.0, 0.1]) if regression else torch.tensor([2, 0, 1])
+    own = model(**inputs, labels=labels).loss
+    torch.testing.assert_close(loss_of_examples(model(**inputs).logits, labels) / 3, own)
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_padding_changes_no_answer(family):
+    """A Llama answers at the last token that is no padding: it must know which token that is."""
+    model, inputs = classifier(family).eval(), batch()
+    both = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    alone = model(input_ids=inputs["input_ids"][1:2, :6], attention_mask=inputs["attention_mask"][1:2, :6]).logits
+    torch.testing.assert_close(alone[0], both[1], rtol=1e-4, atol=1e-5)
