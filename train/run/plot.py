@@ -35,7 +35,7 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
                        "o-", color="#d94801", markersize=4, linewidth=1)  # fmt: skip
         middle[0].set(ylabel=f"{figure_of_merit}\n(held out)")
         middle[0].grid(alpha=0.3)
-    upper.set(ylabel=f"loss, nats a {unit}" if unit != "number" else "squared error", title=title)
+    upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}", title=title)
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)
     rate = lower.plot(updates, [line["learning_rate"] for line in train], color="#238b45", label="learning rate")
