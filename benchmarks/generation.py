@@ -30,7 +30,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             output, begun = Path(folder) / "run", time.perf_counter()
             lines = launch(
-                output, "--model_name_or_path", options.model, "--train_file", options.data, "--validation_file", options.data,
+                output, "--model_name_or_path", options.model, "--train_file", options.data,
+                "--validation_file", options.data,
                 "--max_eval_samples", options.examples, "--max_train_samples", "16", "--max_train_steps", "1",
                 "--learning_rate", "0", "--eval_on_start", "false", "--save_best", "false", "--num_beams",
                 options.num_beams, "--per_device_eval_batch_size", options.batch, "--max_source_length", "64",
@@ -62,9 +63,9 @@ def write(rows: list[str], options: argparse.Namespace) -> None:
     text = f"""# Evaluation by generation under every strategy
 
 The same weights (a BlenderBot from scratch, `recipes/seq2seq/dialogue-small.yaml`), {options.examples} examples
-of BlendedSkillTalk, batches of {options.batch} a process, beam search with {options.num_beams} beams, fp32. Two processes
-do not divide the number of examples: the last batches are filled up with rows that do not count. *Differing*: generated
-texts that are not those of one process. *Seconds*: of the whole launch, start-up included.
+of BlendedSkillTalk, batches of {options.batch} a process, beam search with {options.num_beams} beams, fp32. Two
+processes do not divide the number of examples: the last batches are filled up with rows that do not count.
+*Differing*: generated texts that are not those of one process. *Seconds*: of the whole launch, start-up included.
 
 | strategy | processes | loss | BLEU | ROUGE-1 | ROUGE-2 | ROUGE-L | differing | seconds |
 |---|---|---|---|---|---|---|---|---|

@@ -27,6 +27,8 @@ ELSEWHERE = {  # names that users bring along from other programs
     "checkpointing_steps": "checkpoints during a run are not there yet, the model is saved at its end",
     "resume_from_checkpoint": "checkpoints during a run are not there yet",
     "low_cpu_mem_usage": "weights are always loaded that way",
+    "ignore_pad_token_for_loss": "padding is never trained on",
+    "max_length": "say --max_source_length and --max_target_length (or --block_size, for text)",
     "use_slow_tokenizer": "transformers 5 chooses the tokenizer itself",
     "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
     "push_to_hub": "upload the run's model/ folder with `hf upload` after the run",

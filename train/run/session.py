@@ -159,10 +159,12 @@ class Session:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best evaluation's weights are kept: as the recipe says, else where there is more than a loss."""
-        wanted = self.recipe.save_best
+        """Whether the best evaluation's weights are kept: as the recipe says; else where they are asked for by another
+        option, or where there is more than a loss to judge by."""
+        recipe, wanted = self.recipe, self.recipe.save_best
         if wanted is None:
-            wanted = self.job.figures[0] != "loss" or bool(self.recipe.load_best_model_at_end)
+            asked = (recipe.load_best_model_at_end, recipe.early_stopping_patience, recipe.metric_for_best_model)
+            wanted = any(asked) or any(name not in ("loss", "perplexity") for name in self.job.figures)
         return wanted and self.job.evaluate is not None
 
     def _keep_best(self, update: int) -> None:
