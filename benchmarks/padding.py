@@ -78,6 +78,7 @@ WAYS = {  # shown name: its options; the first is what the others are compared w
 LAYOUTS = {"32 = 32 x 1": (32, 32), "64 = 16 x 4": (64, 16)}  # shown name: (global batch, micro-batch)
 WINDOWS = (1, 2, 4, 8, 16, 50)  # updates
 DOCUMENT = "docs/padding.md"
+BLOCKS = ("speed", "environment", "places", "windows")  # fenced blocks of the document
 
 
 @dataclass(frozen=True)
@@ -356,17 +357,11 @@ def place_table(found: list[dict[str, Any]]) -> str:
 
 
 def set_into_document(path: Path, tables: dict[str, str]) -> None:
-    """Replace the fenced block after each `<!-- name -->`.
-
-    Raises:
-        RuntimeError: the document has no such place.
-    """
+    """Replace the fenced block after each `<!-- name -->`."""
     text = path.read_text(encoding="utf-8")
     for name, content in tables.items():
-        pattern = rf"(<!-- {name} -->\n```\n).*?(\n```)"
-        text, replaced = re.subn(pattern, lambda m, c=content: m[1] + c + m[2], text, flags=re.DOTALL)
-        if replaced != 1:
-            raise RuntimeError(f"{path} has {replaced} places for the table {name}")
+        pattern = rf"(<!-- {name} -->\n```\n).*?^```"
+        text = re.sub(pattern, lambda m, c=content: f"{m[1]}{c}\n```", text, flags=re.DOTALL | re.MULTILINE)
     path.write_text(text, encoding="utf-8")
 
 
@@ -383,6 +378,11 @@ def described(environment: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def _text(document: str) -> str:
+    path = ROOT / document
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
 def parse_options(argv: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for each in dataclasses.fields(Options):
@@ -390,6 +390,11 @@ def parse_options(argv: list[str] | None) -> Options:
     options = Options(**vars(parser.parse_args(argv)))
     if options.rounds < 0 or options.warmup < 1 or options.epochs < 2:
         parser.error("--rounds: at least 0, --warmup: at least 1, --epochs: at least 2")
+    missing = [
+        name for name in BLOCKS if options.document and f"<!-- {name} -->\n```\n" not in _text(options.document)
+    ]
+    if missing:
+        parser.error(f"--document {options.document}: it has no place for {', '.join(missing)}")
     shortest = max(size for size, _ in LAYOUTS.values()) * (options.warmup + 1)
     if options.samples < shortest:
         parser.error(f"--samples {options.samples}: at least {shortest}, to have an update after the warm-up")

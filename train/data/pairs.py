@@ -16,6 +16,8 @@ from train.recipe.errors import UserError
 from train.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
+TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "truncated": Value("int32"),
+                  "is_cut": Value("bool")})  # fmt: skip
 TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's delimiter for these models
 
 
@@ -67,6 +69,8 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         encoder = PairEncoder(tokenizer, recipe, config, widths)
         tables = {name: _encode(part, columns, encoder, recipe) for name, part in parts.items()}
     train = first(tables["train"], recipe.max_train_samples)
+    if cut := sum(train["is_cut"][:]):
+        notes.append(f"note      {cut:,} of {len(train):,} targets are cut at {widths[1]} tokens (max_target_length)")
     validation = None
     if "validation" in tables:
         table = first(tables["validation"], recipe.max_eval_samples)
@@ -108,17 +112,18 @@ class PairEncoder:
         return before, after if after or end is None else [end]
 
     def encode(self, pairs: list[Pair]) -> dict[str, list]:
-        """Columns input_ids, labels, target (the whole text) and truncated (tokens lost)."""
+        """Columns input_ids, labels, target (the whole text), truncated (tokens lost) and is_cut (of the target)."""
         if not pairs:
-            return {"input_ids": [], "labels": [], "target": [], "truncated": []}
+            return {name: [] for name in TABLE}
         sources, lost = self._sources([pair.source for pair in pairs])
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
         targets = self._ids([pair.target for pair in pairs], "text_target")
         lost = [n + max(0, len(ids) - room) for n, ids in zip(lost, targets)]
+        cut = [len(ids) > room for ids in targets]
         labels = [[*before, *ids[:room], *after] for ids in targets]
         texts = [pair.target for pair in pairs]
-        return {"input_ids": sources, "labels": labels, "target": texts, "truncated": lost}
+        return {"input_ids": sources, "labels": labels, "target": texts, "truncated": lost, "is_cut": cut}
 
     def _sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a
@@ -220,8 +225,7 @@ def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2
                 continue  # counted and said already
         return encoder.encode(pairs)
 
-    features = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "truncated": Value("int32")})
-    return encode_table(table, encode, features, (*encoder.key, columns), cache_root(recipe.cache_dir),
+    return encode_table(table, encode, TABLE, (*encoder.key, columns), cache_root(recipe.cache_dir),
                         recipe.preprocessing_num_workers, _anew(recipe))  # fmt: skip
 
 
