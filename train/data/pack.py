@@ -46,7 +46,8 @@ def contents_rows(train: Contents, validation: Contents | None) -> list[tuple[st
 
 
 class SampleSet(Protocol):
-    """Samples by index. Every rank can read every sample. `lengths` is None where all are equally long."""
+    """Samples by index. Every rank can read every sample. `lengths` orders them by length, and is None where all are
+    equally long."""
 
     contents: Contents
     lengths: np.ndarray | None
