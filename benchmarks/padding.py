@@ -1,6 +1,6 @@
 """What padding costs, and what it costs to avoid it: samples/s and padding of four ways to batch rows of any length.
 
-    python benchmarks/padding.py                           # 5 rounds of 16 launches, about 12 minutes on two cores
+    python benchmarks/padding.py                           # 5 rounds of 16 launches: 12 to 16 minutes on two cores
     python benchmarks/padding.py --rounds 9 --samples 2048
     python benchmarks/padding.py --rounds 0                # only what follows from lengths, without any training
 
@@ -211,27 +211,29 @@ def order_with(lengths: np.ndarray, size: int, window: int, seed: int) -> Sample
     return SampleOrder(len(lengths), seed, LengthGroups(lengths, size, window) if window else None)
 
 
-def by_sum(columns: tuple[np.ndarray, ...]) -> np.ndarray:
-    """What samples are sorted by, as Rows.lengths has it: all their tokens."""
-    return np.sum(columns, axis=0)
+def by_source(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """What updates are made by, and what an update's rows are sorted by, as train/data/rows.py has them."""
+    source, *target = columns
+    return source, source * (target[0].max() + 1) + target[0] if target else source
 
 
-def by_source(columns: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The alternative: by the source, and equal sources by the target."""
-    return columns[0] if len(columns) == 1 else columns[0] * (columns[1].max() + 1) + columns[1]
+def by_sum(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The alternative: both by all tokens of a sample."""
+    return (np.sum(columns, axis=0),) * 2
 
 
-KEYS = {"sum": by_sum, "source first": by_source}
+KEYS = {"source": by_source, "sum": by_sum}
 
 
 def padding_share(
-    columns: tuple[np.ndarray, ...], key: np.ndarray, size: int, micro: int, window: int, epochs: int = 10
-) -> float:
+    columns: tuple[np.ndarray, ...], keys: tuple[np.ndarray, np.ndarray], size: int, micro: int, window: int,
+    epochs: int = 10,
+) -> float:  # fmt: skip
     """The share of padding in all positions of one process; window 0: at random, 1: as --length_grouping update."""
     tokens = positions = 0
-    order, lengths = order_with(key, size, window, seed=0), key if window else None
-    total = epochs * len(key) // size * size
-    for rows in MicroBatches(order, total, 0, micro, size // micro, 1, 0, lengths):
+    order, sort_key = order_with(keys[0], size, window, seed=0), keys[1] if window else None
+    total = epochs * len(keys[0]) // size * size
+    for rows in MicroBatches(order, total, 0, micro, size // micro, 1, 0, sort_key):
         for column in columns:
             tokens += int(column[rows].sum())
             positions += len(rows) * int(column[rows].max())
@@ -282,7 +284,7 @@ def token_weights(
 
 def window_figures(columns: dict[str, tuple[np.ndarray, ...]]) -> list[dict[str, Any]]:
     """What depends on the window and on what is sorted by. Window 0: at random."""
-    cases = [("sum", 0), *(("sum", window) for window in WINDOWS), *(("source first", window) for window in (1, 16))]
+    cases = [("source", 0), *(("source", window) for window in WINDOWS), *(("sum", window) for window in (1, 16))]
     found = []
     for name, window in cases:
         keys = {task: KEYS[name](columns[task]) for task in TASKS}
@@ -291,8 +293,8 @@ def window_figures(columns: dict[str, tuple[np.ndarray, ...]]) -> list[dict[str,
             for task in TASKS
             for layout, (size, micro) in LAYOUTS.items()
         }
-        again = company(keys["MRPC"], 32, window)
-        weights = token_weights(columns["Topical-Chat"][1], keys["Topical-Chat"], 32, window)
+        again = company(keys["MRPC"][0], 32, window)
+        weights = token_weights(columns["Topical-Chat"][1], keys["Topical-Chat"][0], 32, window)
         found.append({"key": name, "window": window, "padding": padding, "company": again, "token_weights": weights})
     return found
 
@@ -302,7 +304,7 @@ def window_table(found: list[dict[str, Any]]) -> str:
     rows = [("window", *short.values(), "same company", "short : long")]
     for each in found:
         label = f"{each['window']}" if each["window"] else "at random"
-        label += "" if each["key"] == "sum" else f", {each['key']}"
+        label += "" if each["key"] == "source" else f", {each['key']}"
         shares = (f"{each['padding'][case]:.1%}" for case in short)
         weights = " : ".join(f"{weight:.2f}" for weight in each["token_weights"])
         rows.append((label, *shares, f"{each['company']:.1%}", weights))

@@ -28,7 +28,8 @@ class LengthGroups:
     The permutation is cut into windows of `window` updates. A window's samples are sorted by length and cut into
     batches of G, and the batches are put into random order. Which samples share a window is the permutation's doing,
     and any batch may come first: so every sample has the same chance of every place in the epoch, long or short, and
-    is seen once. What is not random any more is who shares an update with whom.
+    is seen once. What is not random any more is who shares an update with whom: where the loss is a mean over tokens,
+    what is grouped must not go with their number (docs/padding.md).
 
     Args:
         lengths: of all samples, in tokens.
@@ -88,10 +89,10 @@ class SampleOrder:
 
 
 class FixedOrder:
-    """The order of an evaluation: every sample once, the longest first where lengths are known."""
+    """The order of an evaluation: every sample once, the longest first where there is a key to sort by."""
 
-    def __init__(self, num_samples: int, lengths: np.ndarray | None = None):
-        self.indices = np.arange(num_samples) if lengths is None else np.argsort(-lengths, kind="stable")
+    def __init__(self, num_samples: int, sort_key: np.ndarray | None = None):
+        self.indices = np.arange(num_samples) if sort_key is None else np.argsort(-sort_key, kind="stable")
 
     def places(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop)."""
@@ -102,8 +103,8 @@ class MicroBatches(torch.utils.data.Sampler):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
-    (accumulation, world size, micro-batch). With `lengths`, the places are first sorted, the longest in front: the
-    micro-batches that the ranks handle at the same time are then alike.
+    (accumulation, world size, micro-batch). With a `sort_key` (of all samples) the places are first sorted, the
+    largest in front: the micro-batches that the ranks handle at the same time are then alike.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class MicroBatches(torch.utils.data.Sampler):
         accumulation: int,
         world: int,
         rank: int,
-        lengths: np.ndarray | None = None,
+        sort_key: np.ndarray | None = None,
     ):
         super().__init__()
-        self.order, self.total, self.consumed, self.lengths = order, total, consumed, lengths
+        self.order, self.total, self.consumed, self.sort_key = order, total, consumed, sort_key
         self.shape, self.rank = (accumulation, world, micro), rank
 
     def __len__(self) -> int:
@@ -129,8 +130,8 @@ class MicroBatches(torch.utils.data.Sampler):
         for start in range(self.consumed, self.total, size):
             places = np.full(size, FILLER)
             samples = self.order.places(start, min(start + size, self.total))
-            if self.lengths is not None:
-                samples = samples[np.argsort(-self.lengths[samples], kind="stable")]
+            if self.sort_key is not None:
+                samples = samples[np.argsort(-self.sort_key[samples], kind="stable")]
             places[: len(samples)] = samples
             for micro_batch in places.reshape(self.shape)[:, self.rank]:
                 yield micro_batch.tolist()

@@ -46,11 +46,15 @@ def contents_rows(train: Contents, validation: Contents | None) -> list[tuple[st
 
 
 class SampleSet(Protocol):
-    """Samples by index. Every rank can read every sample. `lengths` orders them by length, and is None where all are
-    equally long."""
+    """Samples by index. Every rank can read every sample.
+
+    `lengths` says which samples may share an update, and `sort_key` which of an update's samples may share a
+    micro-batch, where they are grouped by length. Both are None where all samples are equally long.
+    """
 
     contents: Contents
     lengths: np.ndarray | None
+    sort_key: np.ndarray | None
 
     def __len__(self) -> int: ...
 
@@ -67,7 +71,7 @@ class PackedBlocks:
 
     def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int):
         self.documents, self.block_size, self.boundaries, self.filler = documents, block_size, boundaries, filler
-        self.lengths = None
+        self.lengths = self.sort_key = None
         tokens = documents.num_tokens
         self.num_blocks = -(-tokens // block_size) if boundaries else tokens // block_size
         used = tokens if boundaries else self.num_blocks * block_size
@@ -110,7 +114,7 @@ class SeparateDocuments:
     def __init__(self, documents: Documents, block_size: int):
         lengths = documents.lengths
         self.documents, self.block_size = documents, block_size
-        self.lengths = np.minimum(lengths, block_size)
+        self.lengths = self.sort_key = np.minimum(lengths, block_size)
         kept = int(self.lengths.sum())
         self.contents = Contents(
             documents=len(documents),

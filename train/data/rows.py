@@ -20,9 +20,10 @@ class Rows:
         self.columns = {name: Documents(table, name) for name in columns}
         self.labels = labels
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
-        # Rows are sorted by their source, and equal sources by the target. Sorted by the sum of both, an update would
-        # hold short targets or long ones, and a token weighs the more the fewer its update has: see docs/padding.md.
-        self.lengths = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
+        # Updates are made of rows whose sources are alike. Were targets considered too, some updates would hold short
+        # ones only, and a token weighs the more the fewer its update has (docs/padding.md).
+        self.lengths = counted[0]
+        self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         truncated = int(np.sum(table.with_format("numpy")["truncated"][:]))
         self.contents = Contents(
             documents=len(table),

@@ -19,9 +19,9 @@ def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], b
 
     All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
     """
-    order = FixedOrder(len(samples), samples.lengths)
+    order = FixedOrder(len(samples), samples.sort_key)
     rank = engine.accelerator.process_index
-    micro_batches = MicroBatches(order, len(samples), 0, batch_size, 1, engine.world_size, rank, samples.lengths)
+    micro_batches = MicroBatches(order, len(samples), 0, batch_size, 1, engine.world_size, rank, samples.sort_key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=engine.device.type == "cuda"):
         yield batch.to(engine.device)

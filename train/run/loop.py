@@ -137,13 +137,14 @@ def one_update(job: Job, engine, batches: list[Batch], number: int, memory: Memo
 
 def _micro_batches(job: Job, engine, plan: Plan) -> Iterator[Batch]:
     recipe, b = job.recipe, plan.batches
-    lengths = job.train_set.lengths if job.grouping != "none" else None
-    groups = LengthGroups(lengths, b.global_batch) if job.grouping == "window" else None
+    samples, grouping = job.train_set, job.grouping
+    groups = LengthGroups(samples.lengths, b.global_batch) if grouping == "window" else None
+    sort_key = samples.sort_key if grouping != "none" else None
     order = SampleOrder(plan.num_samples, recipe.seed, groups)
     rank = engine.accelerator.process_index
-    sampler = MicroBatches(order, plan.total_samples, 0, b.micro_batch, b.accumulation, b.world_size, rank, lengths)
+    sampler = MicroBatches(order, plan.total_samples, 0, b.micro_batch, b.accumulation, b.world_size, rank, sort_key)
     workers, pin = recipe.dataloader_num_workers, engine.device.type == "cuda"
-    return iter(loader(job.train_set, sampler, job.collate, workers, pin))
+    return iter(loader(samples, sampler, job.collate, workers, pin))
 
 
 def _evaluation_is_due(recipe, plan: Plan, update: int) -> bool:
