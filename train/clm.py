@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Text -> documents -> token ids -> blocks. No process group exists yet that could time out meanwhile.
-    config = load_configuration(recipe)
+    config = load_configuration(recipe, AutoModelForCausalLM)
     data = prepare_text(recipe, config)
     notes = [check_vocabulary(config, data.tokenizer, recipe)]
     session.plan(len(data.train))

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from train.data.collate import ExampleCollator, multiple_for
     from train.data.examples import prepare_examples
-    from train.data.labels import settle_labels
+    from train.data.labels import renamed_head, settle_labels
     from train.data.pack import contents_rows
     from train.model.configuration import load_configuration
     from train.model.load import build_model, weights_of_head
@@ -45,10 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Records -> checked texts and labels -> rows of token ids, one row an example.
-    config = load_configuration(recipe)
+    config = load_configuration(recipe, AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.contents if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
+    notes.append(renamed_head(config, data.labels, recipe.model_name_or_path))
     had = settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes)
     replaced = weights_of_head(AutoModelForSequenceClassification, config, had) if had else []
     if replaced:

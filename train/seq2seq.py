@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Conversations -> (history, reply) pairs -> rows of token ids.
-    config = load_configuration(recipe)
+    config = load_configuration(recipe, AutoModelForSeq2SeqLM)
     data = prepare_pairs(recipe, config)
     notes = [
         *data.notes,

@@ -38,6 +38,8 @@ def folder(tmp_path_factory):
         "good.csv": "text,label\n" + "".join(f"{fox} {n},{'yes' if n % 2 else 'no'}\n" for n in range(40)),
         "outside.csv": f"text,label\n{fox},yes\n{fox},maybe\n",
         "unlabelled.csv": f"text,label\n{fox},yes\n{fox},no\n{fox},\n",
+        "comma.csv": f"text,label\n{fox}, indeed,yes\n{fox}, not,no\n",
+        "semicolon.csv": f"text;label\n{fox};yes\n",
         "silent.csv": f"text,label\n{fox},yes\n{fox},no\n  ,no\n",
         "columns.csv": f"first,second,third\n{fox},{fox},1\n",
         "seven.csv": f"sentence,label\n{fox},1\n{fox},7\n",
@@ -124,6 +126,15 @@ CLS_CASES = {
         ["--model_name_or_path", "{folder}/deberta", "--train_file", "{folder}/three.csv"],
         ["trained for 2 labels", "3 labels (a, b, c)", "--ignore_mismatched_sizes"],
     ),
+    "a text with a comma": (["--train_file", "{folder}/comma.csv"], ["comma.csv", "3 fields", "2 columns"]),
+    "another separator": (["--train_file", "{folder}/semicolon.csv"], ["is the file separated by ';'"]),
+    "a label that is the text": (["--text_columns", "label"], ["label_column = 'label' is a text column too"]),
+    "held-out files of a hub's data": (
+        ["--dataset_name", "imdb", "--validation_file", "{folder}/good.csv"], ["validation_file goes with train_file"],
+    ),
+    "a model of another kind": (
+        ["--model_type", "blenderbot", "--config_overrides", "d_model=32"], ["model_type = 'blenderbot'", "seq2seq.py"],
+    ),
     "text without records": (["--train_file", "{folder}/good.txt"], ["good.txt", "reads records", ".csv"]),
     "positions": (["--max_length", "65"], ["max_length = 65 (--max_length)", "64 positions"]),
     "words for a regression": (["--regression"], ["good.csv, record 1", "'no' is no number"]),
@@ -141,6 +152,9 @@ SEQ2SEQ_CASES = {
         ["--train_file", "{folder}/one_turn.jsonl"], ["one_turn.jsonl, record 2", "no history", "1 turn"],
     ),
     "an empty turn": (["--train_file", "{folder}/blank_turn.jsonl"], ["record 2: turn 2 of its dialogue is empty"]),
+    "a model of another kind": (
+        ["--config_name", "gpt2", "--config_overrides", "n_layer=1"], ["config_name = 'gpt2'", "train/clm.py"],
+    ),
     "no pairs": (
         ["--train_file", "{folder}/columns.jsonl"], ["--dialogue_column", "the columns are one, two, three"],
     ),

@@ -103,7 +103,8 @@ def test_pairs_of_a_record(columns, record, pairs):
     [
         (Columns("d", None, None), {"d": ["Hi!", " ", "Ho!"]}, "turn 2 of its d is empty"),
         (Columns("d", None, None), {"d": ["Hi!", None]}, "turn 2 of its d is empty"),
-        (Columns("d", None, None), {"d": [{"role": "user", "image": "x"}]}, "turn 1 of its d is empty"),
+        (Columns("d", None, None), {"d": [{"role": "user", "content": None}]}, "turn 1 of its d is empty"),
+        (Columns("d", None, None), {"d": [{"who": "user", "said": "x"}]}, "a turn has who, said, and none of content"),
         (Columns("d", None, None), {"d": ["Hi!"]}, "a reply with no history: its d has 1 turn"),
         (Columns("d", None, None), {"d": [ROLES[1], ROLES[0]]}, "a reply with no history: its d has 2 turns"),
         (Columns("d", None, None), {"d": []}, "a conversation without a turn"),
@@ -353,3 +354,15 @@ def test_real_conversations(shared, tmp_path, cache):
     assert max(len(data.train[index]["input_ids"]) for index in range(100)) <= 128
     said = {turn["message"].strip() for talk in talks.values() for turn in talk["content"]}
     assert set(data.validation.targets) <= said
+
+
+def test_a_turn_in_parts_is_one_text():
+    parts = [{"type": "text", "text": "How are "}, {"type": "image"}, {"type": "text", "text": "you?"}]
+    record = {"d": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Fine."}]}
+    assert Columns("d", None, None).pairs(record) == [Pair(["How are you?"], "Fine.")]
+
+
+def test_an_instruction_beside_an_input_is_not_left_out_silently():
+    table = Dataset.from_dict({"instruction": ["Add."], "input": ["1 2"], "output": ["3"]})
+    with pytest.raises(UserError, match="the columns are instruction, input, output"):
+        find_columns(Seq2SeqRecipe(), table)

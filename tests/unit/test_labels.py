@@ -5,7 +5,7 @@ import pytest
 from datasets import ClassLabel, Value
 from transformers import BertConfig
 
-from train.data.labels import MISSING, Labels, find_labels, in_the_models_order, settle_labels
+from train.data.labels import MISSING, Labels, find_labels, in_the_models_order, renamed_head, settle_labels
 from train.recipe import UserError
 
 NAN = float("nan")
@@ -181,3 +181,11 @@ def test_another_number_of_labels(labels, ours):
 def test_the_same_number_of_labels_is_no_mismatch():
     assert settle_labels(pretrained("no", "yes"), Labels(("0", "1")), "some/model", False) is None
     assert settle_labels(pretrained("no", "yes"), Labels(("a", "b", "c")), None, False) is None  # from scratch
+
+
+def test_a_head_that_goes_on_under_other_names_is_said():
+    note = renamed_head(pretrained("neg", "pos"), Labels(("alpha", "zeta")), "some/model")
+    assert note.endswith("neg as alpha, pos as zeta")
+    assert renamed_head(pretrained("neg", "pos"), Labels(("neg", "pos")), "some/model") is None
+    assert renamed_head(pretrained("NEG", "POS"), Labels(("neg", "pos")), "some/model") is None
+    assert renamed_head(pretrained("neg", "pos"), Labels(("alpha", "zeta")), None) is None, "from scratch"

@@ -37,8 +37,7 @@ def test_classification(classes):
     assert len(set(found.values())) == 3
 
 
-def test_f1_knows_predictions_from_references():
-    """Accuracy and Matthews would not notice if they were exchanged; precision and recall do. F1 of class 1."""
+def test_f1_is_that_of_class_1():
     found = compute("classification", [1, 1, 1, 0], [1, 0, 0, 0], num_labels=2)
     assert found["f1"] == pytest.approx(2 * (1 / 3) * 1 / (1 / 3 + 1))
     assert compute("classification", [0, 0], [1, 0], num_labels=2)["f1"] == 0.0  # nothing found: no warning, no nan

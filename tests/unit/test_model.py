@@ -143,3 +143,16 @@ def test_vocabularies_that_do_not_belong_together(recipe, size):
     config = load_configuration(ClmRecipe(config_name="gpt2", config_overrides=recipe.config_overrides))
     with pytest.raises(UserError, match="do not belong together"):
         check_vocabulary(config, Tokenizer(size), recipe)
+
+
+def test_sizes_that_follow_others_follow_their_overrides():
+    """T5's decoder had six layers and DeBERTa's pooler 1,536 units, whatever was overridden."""
+    t5 = load_configuration(ClmRecipe(model_type="t5", config_overrides="num_layers=2"))
+    assert (t5.num_layers, t5.num_decoder_layers) == (2, 2)
+    t5 = load_configuration(ClmRecipe(model_type="t5", config_overrides="num_layers=2,num_decoder_layers=3"))
+    assert t5.num_decoder_layers == 3
+    sizes = "hidden_size=32,num_attention_heads=2,num_hidden_layers=1,intermediate_size=64"
+    deberta = load_configuration(ClmRecipe(config_name="deberta-v2-xlarge", config_overrides=sizes))
+    assert (deberta.attention_head_size, deberta.pooler_hidden_size) == (16, 32)
+    model = AutoModelForSequenceClassification.from_config(deberta)
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 2)

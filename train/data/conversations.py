@@ -115,6 +115,8 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
         return Columns(None, recipe.source_column, recipe.target_column)
     if not recipe.source_column and not recipe.target_column:
         for source, target in SOURCES_AND_TARGETS:
+            if "instruction" in texts and source == "input":
+                continue  # the question is in another column: whoever wants this names the columns
             if source in texts and target in texts:
                 return Columns(None, source, target)
     if len(texts) == 2:
@@ -144,7 +146,10 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
         held = found.values()
         if not found or not all(isinstance(value, dict) and isinstance(value.get("content"), list) for value in held):
             return None
-        conversations += [[text for _, text in _turns(value["content"])] for value in held]
+        try:
+            conversations += [[text for _, text in _turns(value["content"])] for value in held]
+        except BadRecord:
+            return None
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return name_for_the_cache(Dataset.from_dict({"dialogue": conversations}), "keyed conversations", stamps)
 
@@ -160,9 +165,19 @@ def _turns(items: Any) -> Iterator[tuple[str | None, str | None]]:
     for item in items:
         if isinstance(item, dict):
             role = next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
-            yield role, next((item[key] for key in TEXT_OF_A_TURN if key in item), None)
+            known = next((key for key in TEXT_OF_A_TURN if item.get(key) is not None), None)
+            if known is None and not any(key in item for key in TEXT_OF_A_TURN):
+                raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
+            yield role, _plain(item.get(known))
         else:
             yield None, item
+
+
+def _plain(content: Any) -> Any:
+    """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...]."""
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        return "".join(part.get("text") or "" for part in content)
+    return content
 
 
 def _blank(text: Any) -> bool:

@@ -68,6 +68,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         source, held_out = _read(recipe)
         texts, label = _columns(recipe, source.parts["train"], task)
         labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
+        notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
         if "validation" not in parts and recipe.validation_split_percentage > 0:
             parts = {**parts, **_split(parts["train"], recipe.validation_split_percentage / 100)}
         parts = {
@@ -123,6 +124,8 @@ def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> t
         label = next((name for name in known if name in present), None)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
+    if label in texts:
+        problems.append(f"label_column = {label!r} is a text column too: name another one")
     for option, names in (("text_columns", texts), ("label_column", (label,))):
         bad = [name for name in names if name in present and not isinstance(table.features[name], (Value, ClassLabel))]
         problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]

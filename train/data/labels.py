@@ -29,7 +29,8 @@ class Labels:
         """For the log."""
         if self.names is None:
             return "each label is a number (regression)"
-        return f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+        shown = f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+        return shown + (f" (f1 is that of {self.names[1]})" if len(self.names) == 2 else "")
 
     def encode(self, values: list[Any], where: str, class_names: tuple[str, ...] | None = None) -> np.ndarray:
         """The labels of all records as int64 classes or float32 numbers; MISSING or nan where there is none.
@@ -112,6 +113,18 @@ def in_the_models_order(labels: Labels, config) -> Labels:
     if len(theirs) == labels.num_outputs and set(ours) == {str(name).lower() for name in theirs}:
         return Labels(tuple(ours[str(name).lower()] for name in theirs))
     return labels
+
+
+def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
+    """A sentence for the log where a pretrained head of as many labels goes on under other names."""
+    trained = any("SequenceClassification" in name for name in config.architectures or ())
+    had = [str(name) for _, name in sorted(config.id2label.items())]
+    if not (pretrained and trained and labels.names) or len(had) != len(labels.names) or tuple(had) == labels.names:
+        return None
+    if {name.lower() for name in had} == {name.lower() for name in labels.names}:
+        return None
+    pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, labels.names))
+    return f"note      the pretrained head goes on under other names: {pairs}"
 
 
 def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:

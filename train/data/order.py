@@ -48,7 +48,7 @@ class LengthGroups:
             drawn = permutation[start : start + self.window * size]
             whole = len(drawn) // size * size
             ordered = drawn[:whole][np.argsort(self.lengths[drawn[:whole]], kind="stable")]
-            batches = ordered.reshape(-1, size)
+            batches = rng.permuted(ordered.reshape(-1, size), axis=1)
             pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[whole:]]
         return np.concatenate(pieces)
 

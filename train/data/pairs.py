@@ -11,7 +11,7 @@ from train.data.lengths import choose_length
 from train.data.rows import Rows
 from train.data.sources import Source, columns_present, first, hold_out, read_source
 from train.data.tokenise import IDS, encode_table, fingerprint
-from train.model.tokenizer import get_tokenizer
+from train.model.tokenizer import end_with_eos, get_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.tasks import Seq2SeqRecipe
 
@@ -62,6 +62,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
             parts = {"train": train, "validation": held_out}
         train = parts["train"]
         tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, columns), train._fingerprint, pairs=True)
+        end_with_eos(tokenizer)
         widths = (
             choose_length(recipe, "max_source_length", config),
             choose_length(recipe, "max_target_length", config),

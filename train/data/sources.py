@@ -1,7 +1,9 @@
 """From files or the hub to tables of records, one for each part of the data."""
 
+import csv
 import glob
 import gzip
+import io
 import json
 import os
 import sysconfig
@@ -39,8 +41,11 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty for the hub
 
     def where(self, part: str) -> str:
-        """The name of a part for a message."""
-        return str(self.files[part][0]) if self.files.get(part) else f"the {part} split"
+        """The name of a part for a message. Records are counted through all of its files."""
+        files = self.files.get(part)
+        if not files:
+            return f"the {part} split"
+        return str(files[0]) + (f" and {len(files) - 1} more files, taken as one" if len(files) > 1 else "")
 
 
 def read_source(
@@ -91,6 +96,9 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
         if table is not None:
             return table
         names = [str(path) for path in paths]
+        if builder == "csv":
+            for path in paths:
+                _check_fields(path, kwargs)
         load = partial(load_dataset, builder, data_files={part: names}, cache_dir=_cache_dir(recipe), **kwargs)
         try:
             loaded = load()
@@ -103,6 +111,23 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
     except Exception as error:  # the library raises a dozen types
         raise unreadable(paths, kind, error) from None
     return loaded[part]
+
+
+def _check_fields(path: Path, kwargs: dict) -> None:
+    """Raises UserError if the first record has more fields than the header: pandas would drop the first of them."""
+    with open_bytes(path) as file:
+        lines = csv.reader(
+            io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
+            delimiter=kwargs.get("sep", ","),
+            quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
+        )
+        header = kwargs.get("names") or next(lines, [])
+        record = next(lines, [])
+    if len(record) > len(header):
+        raise UserError(
+            f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
+            f"({', '.join(header)}). Put texts that hold the separator in quotes"
+        )
 
 
 def _all_text(path: Path, kwargs: dict) -> Features:
@@ -134,7 +159,7 @@ def empty_split(dataset: Dataset, share: float) -> UserError:
     """The message for a split that leaves one side empty."""
     return UserError(
         f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "
-        f"{len(dataset)} documents. Choose another share, or name a validation_file"
+        f"{len(dataset)} records. Choose another share, or name a validation_file"
     )
 
 
@@ -155,7 +180,10 @@ def text_columns(dataset: Dataset) -> list[str]:
 
 def columns_present(dataset: Dataset) -> str:
     """For messages: the columns there are."""
-    return f"the columns are {', '.join(dataset.column_names)}"
+    names = dataset.column_names
+    wrong = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
+    hint = f" (is the file separated by {wrong!r}? A .csv takes commas, a .tsv tabs)" if wrong else ""
+    return f"the columns are {', '.join(names)}{hint}"
 
 
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:

@@ -9,6 +9,7 @@ from train.recipe.errors import UserError, first_line, nearest
 from train.recipe.options import ModelOptions
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
+FOLLOWS = {"num_decoder_layers": "num_layers", "pooler_hidden_size": "hidden_size"}  # T5's; DeBERTa's
 COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet")  # RoBERTa: 514 rows for 512
 
 
@@ -23,13 +24,17 @@ def known_architectures() -> dict[str, Path]:
     return files
 
 
-def load_configuration(recipe: ModelOptions):
+def load_configuration(recipe: ModelOptions, auto_class=None):
     """The transformers configuration that the recipe asks for, with its overrides applied.
+
+    Args:
+        auto_class: the transformers auto class that the task needs; None: any.
 
     A folder of that name wins, then the architectures of this tree (`config_name` only), then the hub.
 
     Raises:
-        UserError: the name is unknown or out of reach, or an override names nothing in the configuration.
+        UserError: the name is unknown or out of reach, an override names nothing in the configuration, or there is no
+            such model for the task.
     """
     from transformers import AutoConfig
 
@@ -47,6 +52,13 @@ def load_configuration(recipe: ModelOptions):
                 option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
             )
     _override(config, recipe.config_overrides)
+    if auto_class is not None and type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
+        option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
+        raise UserError(
+            f"{option} = {getattr(recipe, option)!r}: transformers has no {auto_class.__name__} for a "
+            f"{config.model_type}. Text is trained on with train/clm.py, classes with train/cls.py, and "
+            "encoder-decoder models with train/seq2seq.py"
+        )
     config.use_cache = False
     return config
 
@@ -112,6 +124,17 @@ def _override(config, text: str | None) -> None:
         setattr(config, name, value)
     if problems:
         raise UserError(problems)
+    _follow(config, overrides_of(text))
+
+
+def _follow(config, overrides: dict[str, Any]) -> None:
+    """Sizes that a configuration derives from others when it is made follow those where they are overridden."""
+    for derived, origin in FOLLOWS.items():
+        if hasattr(config, derived) and origin in overrides and derived not in overrides:
+            setattr(config, derived, getattr(config, origin))
+    sizes = {"hidden_size", "num_attention_heads"}
+    if hasattr(config, "attention_head_size") and sizes & overrides.keys() and "attention_head_size" not in overrides:
+        config.attention_head_size = config.hidden_size // config.num_attention_heads
 
 
 def _fits(value: Any, like: bool | int | float) -> bool:

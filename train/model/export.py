@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from train.model.configuration import usable_positions
+
 
 def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path, card: str) -> None:
     """Write weights (safetensors), configuration, tokenizer and README.md.
@@ -23,8 +25,13 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected
     state = {name: tensor for name, tensor in state.items() if name not in tied}  # each weight once
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.use_cache = True
+    generation = getattr(model, "generation_config", None)
+    for config in filter(None, (model.config, generation)):
+        config.use_cache = True
     model.save_pretrained(folder, state_dict=state)
     model.config.use_cache = False
+    positions = usable_positions(model.config)
+    if positions and tokenizer.model_max_length > 10**9:  # nobody said; then truncation=True would cut nothing
+        tokenizer.model_max_length = positions
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -47,16 +47,19 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
 def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_length: float) -> float:
     """The same for an encoder-decoder model: the mean over the tokens of a source and its target.
 
-    Source tokens pass through the encoder, target tokens through the decoder and the head. The decoder's attention to
-    the source counts as one more layer of attention, with its keys and values counted as if for target tokens.
+    Source tokens pass through the encoder and the decoder's keys and values of the source, target tokens through the
+    rest of the decoder and the head.
     """
     config = model.config
     encoder, decoder = model.get_encoder(), model.get_decoder()
     layers = getattr(config, "encoder_layers", config.num_hidden_layers)
     decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
-    of_source = 6.0 * _matrix_weights(encoder) + 12.0 * layers * config.hidden_size * source_length
-    of_target = 6.0 * _matrix_weights(decoder) + 6.0 * _matrix_weights(model.get_output_embeddings())
-    of_target += 12.0 * decoder_layers * config.hidden_size * (source_length + target_length)
+    heads = getattr(config, "num_heads", 0) * getattr(config, "d_kv", 0)  # T5's attention has a width of its own
+    width = heads or config.hidden_size
+    crossing = 2 * decoder_layers * config.hidden_size * width  # weights of the source's keys and values
+    of_source = 6.0 * (_matrix_weights(encoder) + crossing) + 12.0 * layers * width * source_length
+    of_target = 6.0 * (_matrix_weights(decoder) - crossing + _matrix_weights(model.get_output_embeddings()))
+    of_target += 12.0 * decoder_layers * width * (source_length + target_length)
     return (source_length * of_source + target_length * of_target) / (source_length + target_length)
 
 

@@ -149,6 +149,22 @@ def padding_token(tokenizer) -> int:
     raise AssertionError("0 is an id")
 
 
+def end_with_eos(tokenizer) -> None:
+    """Let the tokenizer itself end every text with its end-of-text token, where it marks texts with nothing at all.
+
+    Encoder-decoder models are trained so; BlenderBot's tokenizer, made from vocab.json and merges.txt, has lost it in
+    transformers 5. The exported tokenizer then gives what the model was trained on.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    end, backend = tokenizer.eos_token, getattr(tokenizer, "backend_tokenizer", None)
+    bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
+    if bare and end is not None and backend is not None:
+        backend.post_processor = TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+        )
+
+
 def settle_padding(config, tokenizer) -> None:
     """Give tokenizer and model a padding token, the same one: a Llama finds the end of a row by it."""
     if tokenizer.pad_token is None:

@@ -121,6 +121,11 @@ class SourceOptions(Recipe):
             found.append(
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
+        for name in ("validation_file", "validation_mismatched_file"):
+            if self.dataset_name and getattr(self, name, None):
+                found.append(
+                    f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"
+                )
         if self.validation_split_percentage >= 100:
             found.append(
                 f"validation_split_percentage = {self.validation_split_percentage:g}: "

@@ -1,7 +1,7 @@
 """Which evaluation was the best so far, and whether it is time to stop."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from train.recipe.errors import UserError, nearest
 from train.recipe.options import RunOptions
@@ -25,6 +25,7 @@ class Best:
     update: int | None = None
     value: float = math.nan
     worse_in_a_row: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
 
     def is_best(self, update: int, figures: dict[str, float]) -> bool:
         """Take an evaluation's figures. Returns whether it is the best so far; a NaN never is."""
@@ -32,7 +33,7 @@ class Best:
         sign = -1 if self.metric.startswith(LOWER_IS_BETTER) else 1
         better = value == value if self.update is None else sign * (value - self.value) > self.threshold
         if better:
-            self.update, self.value, self.worse_in_a_row = update, value, 0
+            self.update, self.value, self.figures, self.worse_in_a_row = update, value, figures, 0
         else:
             self.worse_in_a_row += 1
         return better

@@ -64,7 +64,7 @@ class RunFolder:
         recorded = self.path / "recipe.yaml"
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
-        if not recorded.is_file() or recipe.overwrite_output_dir:
+        if not recorded.is_file() or recipe.overwrite_output_dir or not self._has_updates():
             return False
         before = yaml.safe_load(recorded.read_text()) or {}
         now = _comparable(recipe, global_batch)
@@ -78,9 +78,16 @@ class RunFolder:
             )
         return True
 
+    def _has_updates(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        return metrics.is_file() and any(line["update"] > 0 for line in self.metrics())
+
     def start(self, recipe: Recipe, global_batch: int, strategy: dict[str, Any], environment: dict[str, Any]) -> None:
         """Write what the run is, and begin its metrics anew."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir = {str(self.path)!r} cannot be made: {error.strerror}") from None
         for left in (self.model, self.path / "checkpoints"):  # of the run that stood here, which now starts over
             shutil.rmtree(left, ignore_errors=True)
         for left in (self.path / "loss.png", *self.path.glob("predictions*.jsonl")):

@@ -54,7 +54,7 @@ class Session:
                 f"the training data gives {num_samples} samples, fewer than one global batch of {size} = "
                 f"{self.strategy.batches.micro_batch} x {self.strategy.batches.accumulation} x "
                 f"{self.strategy.batches.world_size} (per_device_train_batch_size x accumulation x processes). "
-                "Make the batch smaller or block_size shorter, or train on more data"
+                "Make the batch smaller, or train on more data (or, of text, on a shorter block_size)"
             )
         self.length = make_plan(self.recipe, num_samples, self.strategy.batches)
         deepspeed, source = self.strategy.deepspeed, self.strategy.source
@@ -172,7 +172,7 @@ class Session:
             return
         state = self.engine.state_dict()
         if self.main:
-            results = {"after": {f"eval_{self.best.metric}": self.best.value}}
+            results = {"after": self.best.figures}
             self.folder.keep_best(update, lambda folder: self._export(state, results, folder))
         self.accelerator.wait_for_everyone()
 
@@ -197,6 +197,8 @@ class Session:
             self.folder.finish_metrics()
             if load_best:
                 shutil.copytree(self.folder.best / "model", self.folder.model)
+                for file in self.folder.best.glob("predictions*.jsonl"):
+                    shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
             else:
                 self._export(state, results, self.folder.model)
             picture = self.folder.path / "loss.png"
