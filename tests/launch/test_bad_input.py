@@ -133,7 +133,7 @@ CLS_CASES = {
         ["--dataset_name", "imdb", "--validation_file", "{folder}/good.csv"], ["validation_file goes with train_file"],
     ),
     "a model of another kind": (
-        ["--model_type", "blenderbot", "--config_overrides", "d_model=32"], ["model_type = 'blenderbot'", "seq2seq.py"],
+        ["--model_type", "blenderbot", "--config_overrides", "d_model=32"], ["'blenderbot'", "seq2seq.py"],
     ),
     "text without records": (["--train_file", "{folder}/good.txt"], ["good.txt", "reads records", ".csv"]),
     "positions": (["--max_length", "65"], ["max_length = 65 (--max_length)", "64 positions"]),

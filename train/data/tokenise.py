@@ -1,5 +1,6 @@
 """From text to token ids: once, in parallel, cached, and memory-mapped from then on."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ def encode_table(
         key: what the result depends on beside the table: options, the tokenizer's fingerprint.
         with_indices: `encode` takes the numbers of the rows as a second argument.
     """
-    text = " ".join(map(str, (dataset._fingerprint, *key)))
+    text = " ".join(map(str, (dataset._fingerprint, features, code_of_this_room(), *key)))
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     return dataset.map(
         encode,
@@ -68,6 +69,13 @@ def encode_table(
         new_fingerprint=name,
         desc="Tokenising",
     )
+
+
+@functools.cache
+def code_of_this_room() -> str:
+    """A hash of the code that makes tables: what another version of it made is not taken for this one's."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def fingerprint(tokenizer) -> str:
