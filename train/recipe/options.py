@@ -102,10 +102,10 @@ class SourceOptions(Recipe):
         5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
     )
     max_train_samples: int | None = option(
-        None, "Use only this many records for training.", positive=True, aliases=("n_train",)
+        None, "Use only this many records for training (of conversations: pairs).", positive=True, aliases=("n_train",)
     )
     max_eval_samples: int | None = option(
-        None, "Use only this many records for evaluation.", positive=True, aliases=("n_val",)
+        None, "Use only this many records for evaluation (or pairs).", positive=True, aliases=("n_val",)
     )
     preprocessing_num_workers: int | None = option(
         None, "Processes that tokenise; by default the tokenizer's own threads do.", positive=True
