@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from train.run.schedule import Schedule
 
 # Freeing a DDP model frees its process group, and torch's destructor of a gloo group waits, with the interpreter's
-# lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some hundreds
-# of launches. So neither is ever freed nor the group destroyed; train.recipe.errors.leave ends the process.
+# lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some
+# hundreds of launches. So neither is ever freed nor the group destroyed; train.recipe.errors.leave ends the process.
 NEVER_FREED: list["Engine"] = []
 FUSED_ADAMW_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
