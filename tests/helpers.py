@@ -74,6 +74,17 @@ def tiny_t5(folder: Path, vocabulary: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def loss_and_gradients(model, kind: str, batch: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of `kind`, and the gradients of a seventh of it, by parameter."""
+    from train.model.loss import install_loss
+
+    install_loss(model, kind)
+    model.zero_grad()
+    loss = model(**batch)
+    (loss / 7).backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
 def launch(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
            task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> list[dict]:  # fmt: skip
     """Run `accelerate launch train/TASK.py` for real and return the lines of its metrics.jsonl."""

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     flatten = (recipe.attn_implementation or "").startswith("flash")
     collate = CausalCollator(padding_token(data.tokenizer), flatten, multiple_for(engine.device))
 
-    def evaluate(engine, update):
+    def evaluate(engine):
         batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     def loss_sum(model, batch):
         return loss_of_examples(model(**batch.inputs).logits, batch.labels)
 
-    def evaluate(engine, update):
+    def evaluate(engine):
         figures = {}
         for part in data.held_out:
             batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)

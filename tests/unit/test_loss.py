@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, tiny_model
+from helpers import TINY, loss_and_gradients, tiny_model
 
 import train.model.loss as loss_module
 from train.model.loss import choose_loss, install_loss
@@ -18,14 +18,6 @@ def batch() -> dict[str, torch.Tensor]:
     labels[0, 3:9] = -100
     labels[2] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def loss_and_gradients(model, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    install_loss(model, kind)
-    model.zero_grad()
-    loss = model(**batch())
-    (loss / 7).backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -48,8 +40,8 @@ def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
     monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
     model = tiny_model(family, tie_word_embeddings=tied)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-    full, full_gradients = loss_and_gradients(model, "full")
-    chunked, chunked_gradients = loss_and_gradients(model, "chunked")
+    full, full_gradients = loss_and_gradients(model, "full", batch())
+    chunked, chunked_gradients = loss_and_gradients(model, "chunked", batch())
     torch.testing.assert_close(chunked, full, rtol=1e-6, atol=0)
     assert len(full_gradients) > 10
     for name, gradient in full_gradients.items():
@@ -71,7 +63,7 @@ def test_it_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(F, "linear_cross_entropy", spy)
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 97 * 10)
     monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)
-    loss_and_gradients(tiny_model("gpt2"), "chunked")
+    loss_and_gradients(tiny_model("gpt2"), "chunked", batch())
     assert seen == [(10, 60)]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import loss_and_gradients
 
 import train.model.loss as loss_module
 from train.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
@@ -46,14 +47,6 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": sources, "attention_mask": mask, "labels": labels}
 
 
-def loss_and_gradients(model, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    install_loss(model, kind)
-    model.zero_grad()
-    loss = model(**batch())
-    (loss / 7).backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_plain_loss_is_transformers_own(name):
     """Value and gradients, of a mean over the trained tokens."""
@@ -63,7 +56,7 @@ def test_the_plain_loss_is_transformers_own(name):
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     trained = int((batch()["labels"] != IGNORE).sum())
     assert trained == 4 + 9
-    loss, gradients = loss_and_gradients(model, "full")
+    loss, gradients = loss_and_gradients(model, "full", batch())
     torch.testing.assert_close(loss / trained, mean.detach())
     assert len(gradients) > 40
     assert gradients.keys() == expected.keys()
@@ -79,8 +72,8 @@ def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch)
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
     model = pair_model(name)
-    full, full_gradients = loss_and_gradients(model, "full")
-    chunked, chunked_gradients = loss_and_gradients(model, "chunked")
+    full, full_gradients = loss_and_gradients(model, "full", batch())
+    chunked, chunked_gradients = loss_and_gradients(model, "chunked", batch())
     torch.testing.assert_close(chunked, full, rtol=1e-6, atol=0)
     assert len(full_gradients) > 40
     for parameter, gradient in full_gradients.items():

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.recipe.options import SourceOptions
+
 
 def cache_root(cache_dir: str | None) -> Path:
     """The folder for prepared data: the recipe's cache_dir, else zerofit's part of the datasets library's cache."""
@@ -13,6 +15,11 @@ def cache_root(cache_dir: str | None) -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "zerofit"
+
+
+def prepare_anew(recipe: SourceOptions) -> bool:
+    """Whether this process is to leave the cache aside: the first one, where the recipe asks for it."""
+    return recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager

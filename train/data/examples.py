@@ -1,6 +1,5 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,11 +7,20 @@ import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, Value
 
 from train.data import glue
-from train.data.cache import cache_root, one_process_at_a_time
+from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.data.labels import MISSING, Labels, find_labels, in_the_models_order
 from train.data.lengths import choose_length
 from train.data.rows import Rows
-from train.data.sources import HELD_OUT, Source, columns_present, first, hold_out, read_source, text_columns
+from train.data.sources import (
+    HELD_OUT,
+    Source,
+    bad_record,
+    columns_present,
+    first,
+    hold_out,
+    read_source,
+    text_columns,
+)
 from train.data.tokenise import IDS, encode_table, fingerprint
 from train.model.tokenizer import fillers, get_tokenizer
 from train.recipe.errors import UserError
@@ -154,11 +162,7 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         bad = _bad_records(part, texts, label)
         if bad and not recipe.skip_bad_records:
             index, what = min(bad.items())
-            raise UserError(
-                f"{where[name]}, record {index + 1}: {what}"
-                + (f" ({len(bad):,} such records)" if len(bad) > 1 else "")
-                + ". Correct the data, or leave such records out with --skip_bad_records"
-            )
+            raise bad_record(where[name], index, what, len(bad))
         if bad:
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
             notes.append(f"note      {len(bad):,} of {len(table):,} records of {where[name]} are left out: "
@@ -224,7 +228,7 @@ def _encode(part: _Part, tokenizer, length: int, recipe: ClsRecipe) -> Rows:
         return {**rows, "truncated": truncated}
 
     features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
-    anew = recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
+    anew = prepare_anew(recipe)
     table = encode_table(part.texts, encode, features, (fingerprint(tokenizer), length, columns),
                          cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
     return Rows(table, columns, part.labels)

@@ -1,15 +1,14 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
-import os
 from dataclasses import dataclass, field
 
 from datasets import Dataset, Features, Value
 
-from train.data.cache import cache_root, one_process_at_a_time
+from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
 from train.data.lengths import choose_length
 from train.data.rows import Rows
-from train.data.sources import Source, columns_present, first, hold_out, read_source
+from train.data.sources import Source, bad_record, columns_present, first, hold_out, read_source
 from train.data.tokenise import IDS, encode_table, fingerprint
 from train.model.tokenizer import end_with_eos, get_tokenizer
 from train.recipe.errors import UserError
@@ -62,7 +61,6 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
             parts = {"train": train, "validation": held_out}
         train = parts["train"]
         tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, columns), train._fingerprint, pairs=True)
-        end_with_eos(tokenizer)
         widths = (
             choose_length(recipe, "max_source_length", config),
             choose_length(recipe, "max_target_length", config),
@@ -80,7 +78,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
 
 
 class PairEncoder:
-    """Pairs -> token ids.
+    """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
 
     Args:
         widths: the longest source and target in tokens, special tokens included.
@@ -90,8 +88,8 @@ class PairEncoder:
         self.tokenizer, self.prefix, self.widths = tokenizer, recipe.source_prefix, widths
         known = TURN_SEPARATORS.get(config.model_type) or tokenizer.sep_token or tokenizer.eos_token or "\n"
         self.separator = known if recipe.turn_separator is None else recipe.turn_separator
-        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        self.marks = [self._marks(end, **kind) for kind in ({"text": "a"}, {"text_target": "a"})]
+        end_with_eos(tokenizer)
+        self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
         self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
         # What prefix and separator add to a text; alone they may be more tokens, such as the space at a prefix's end.
@@ -103,14 +101,12 @@ class PairEncoder:
                 "the source. Make it shorter, or max_source_length larger"
             )
 
-    def _marks(self, end: int | None, **text: str) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text. Every text ends with the end-of-text token: without it in the
-        targets a model never learns to stop (and BlenderBot's tokenizer, from bare files, leaves it out)."""
+    def _marks(self, **text: str) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
         plain = self.tokenizer(**text, add_special_tokens=False)["input_ids"]
         marked = self.tokenizer(**text)["input_ids"]
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
-        before, after = marked[:place], marked[place + len(plain) :]
-        return before, after if after or end is None else [end]
+        return marked[:place], marked[place + len(plain) :]
 
     def encode(self, pairs: list[Pair]) -> dict[str, list]:
         """Columns input_ids, labels, target (the whole text), truncated (tokens lost) and is_cut (of the target)."""
@@ -200,18 +196,14 @@ def _check(recipe: Seq2SeqRecipe, source: Source, part: str, columns: Columns) -
     table = source.parts[part]
     features = Features({"record": Value("int64"), "problem": Value("string")})
     bad = encode_table(table, look, features, ("problems", columns), cache_root(recipe.cache_dir),
-                       recipe.preprocessing_num_workers, _anew(recipe), with_indices=True)  # fmt: skip
+                       recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
     if not len(bad):
         return []
     where = source.where(part)
     if len(bad) == len(table):
         raise UserError(f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}")
     if not recipe.skip_bad_records:
-        raise UserError(
-            f"{where}, record {bad[0]['record'] + 1}: {bad[0]['problem']}"
-            + (f" ({len(bad):,} such records)" if len(bad) > 1 else "")
-            + ". Correct the data, or leave such records out with --skip_bad_records"
-        )
+        raise bad_record(where, bad[0]["record"], bad[0]["problem"], len(bad))
     return [f"note      {len(bad):,} of {len(table):,} records of {where} are left out, such as record "
             f"{bad[0]['record'] + 1}: {bad[0]['problem']}"]  # fmt: skip
 
@@ -227,8 +219,4 @@ def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2
         return encoder.encode(pairs)
 
     return encode_table(table, encode, TABLE, (*encoder.key, columns), cache_root(recipe.cache_dir),
-                        recipe.preprocessing_num_workers, _anew(recipe))  # fmt: skip
-
-
-def _anew(recipe: Seq2SeqRecipe) -> bool:
-    return recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
+                        recipe.preprocessing_num_workers, prepare_anew(recipe))  # fmt: skip

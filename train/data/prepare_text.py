@@ -1,9 +1,8 @@
 """Text for the causal task: from the recipe's data options to samples, before any process waits in a collective."""
 
-import os
 from dataclasses import dataclass
 
-from train.data.cache import cache_root, one_process_at_a_time
+from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.data.lengths import choose_length
 from train.data.pack import PackedBlocks, SampleSet, SeparateDocuments
 from train.data.sources import not_utf8
@@ -64,7 +63,7 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
     for part in sets:
         dataset = getattr(records, part)
         if dataset is not None:
-            anew = recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
+            anew = prepare_anew(recipe)
             cache, workers = cache_root(recipe.cache_dir), recipe.preprocessing_num_workers
             encoded = tokenise(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)

@@ -43,7 +43,3 @@ class Rows:
     def mean_lengths(self) -> list[float]:
         """The mean number of tokens in each column."""
         return [float(column.lengths.mean()) for column in self.columns.values()]
-
-    def largest_id(self) -> int:
-        """The largest token id there is."""
-        return max(column.largest() for column in self.columns.values())

@@ -163,6 +163,15 @@ def empty_split(dataset: Dataset, share: float) -> UserError:
     )
 
 
+def bad_record(where: str, index: int, what: str, count: int) -> UserError:
+    """The message for a record that cannot be used, the first of `count`."""
+    more = f" ({count:,} such records)" if count > 1 else ""
+    return UserError(
+        f"{where}, record {index + 1}: {what}{more}. Correct the data, or leave such records out with "
+        "--skip_bad_records"
+    )
+
+
 def name_for_the_cache(dataset: Dataset, *words: object) -> Dataset:
     """Give a table that was made in memory a fingerprint that every process agrees on."""
     dataset._fingerprint = sha256(" ".join(map(str, words)).encode()).hexdigest()[:32]

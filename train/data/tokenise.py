@@ -116,10 +116,6 @@ class Documents:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def largest(self) -> int:
-        """The largest id of all."""
-        return max(int(chunk.max()) for chunk in self._chunks if len(chunk))
-
     def row(self, index: int) -> np.ndarray:
         """The ids of one document, a copy (int64)."""
         return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))

@@ -17,7 +17,7 @@ class Job:
 
     Args:
         loss_sum: (model, batch) -> the loss summed over the batch's targets, a scalar with a gradient.
-        evaluate: (engine, update) -> held-out figures, the same on every rank; `eval_loss` among them. All ranks call
+        evaluate: (engine) -> held-out figures, the same on every rank; `eval_loss` among them. All ranks call
             it together. None where nothing is held out.
         figures: the names of the held-out figures, without their `eval_`; the first says which evaluation is the best.
         unit: what the loss is a mean over, for the plot.
@@ -28,7 +28,7 @@ class Job:
     train_set: SampleSet
     collate: Callable[[list], Batch]
     loss_sum: Callable[[Any, Batch], torch.Tensor]
-    evaluate: Callable[[Any, int], dict[str, float]] | None
+    evaluate: Callable[[Any], dict[str, float]] | None
     figures: tuple[str, ...] = ("loss", "perplexity")
     unit: str = "token"
     grouping: str = "none"

@@ -70,7 +70,7 @@ def fit(
     before = after = {}
     tokens = positions = 0.0
     if job.evaluate is not None and recipe.eval_on_start:
-        before = after = job.evaluate(engine, 0)
+        before = after = job.evaluate(engine)
         write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **before})
     progress = Progress(plan.num_updates, recipe.logging_steps, engine.is_main)
     engine.model.train()
@@ -89,7 +89,7 @@ def fit(
         line |= meter.of_update(line["tokens"], plan.consumed(update) - plan.consumed(update - 1), seconds)
         line["seconds"] = seconds
         if job.evaluate is not None and _evaluation_is_due(recipe, plan, update):
-            after = job.evaluate(engine, update)
+            after = job.evaluate(engine)
             line |= after
             progress.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in after.items()))
             if best.is_best(update, after):
