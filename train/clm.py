@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
     model = build_model(AutoModelForCausalLM, config, recipe, session.strategy, recipe.seed)
+    session.add_adapter(model)
     install_chosen_loss(model, recipe)
     timeline.mark("model")
     engine = session.prepare(model)

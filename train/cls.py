@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     model = build_model(
         AutoModelForSequenceClassification, config, recipe, session.strategy, recipe.seed, left_out=replaced
     )
+    session.add_adapter(model)
     timeline.mark("model")
     engine = session.prepare(model)
 

@@ -9,15 +9,18 @@ from functools import partial
 import torch
 
 from train.model.configuration import from_hub_or_folder
+from train.model.lora import quantisation
 from train.model.parameters import true_shape
 from train.recipe.errors import UserError
-from train.recipe.options import ModelOptions
+from train.recipe.options import TrainingRecipe
 
 
-def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, left_out: Sequence[str] = ()):
+def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, left_out: Sequence[str] = ()):
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
 
-    What the pretrained weights lack (a classifier's head) is drawn from `seed` too, the same under every strategy.
+    What the pretrained weights lack (a classifier's head) is drawn from `seed` too, the same under every strategy; the
+    model's `drawn_weights` names it. With LoRA the weights are frozen, and are held in half precision (or quantised)
+    where half precision is trained in.
 
     Args:
         auto_class: AutoModelForCausalLM or another of transformers' auto classes.
@@ -26,7 +29,8 @@ def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, l
     Raises:
         UserError: the weights cannot be had, or do not fit; the configuration makes no model.
     """
-    common = {"dtype": strategy.model_dtype, "trust_remote_code": recipe.trust_remote_code}
+    dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
+    common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
     if recipe.attn_implementation:
         common["attn_implementation"] = recipe.attn_implementation
     name = recipe.model_name_or_path
@@ -36,7 +40,7 @@ def build_model(auto_class, config, recipe: ModelOptions, strategy, seed: int, l
             common |= _leaving_out(left_out, strategy) if left_out else {}
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
             model, info = from_hub_or_folder("model_name_or_path", name, load)
-            _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
+            model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
             return model
         with _where_it_is_drawn(auto_class, config, strategy, recipe.trust_remote_code):
             return auto_class.from_config(config, **common)
@@ -74,12 +78,13 @@ def weights_of_head(auto_class, config, num_labels: int) -> list[str]:
     return [name for name, shape in shapes[0].items() if shapes[1][name] != shape]
 
 
-def _draw_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed: int) -> None:
+def _draw_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed: int) -> list[str]:
     """Draw the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so they
-    are the same in every run, on every device and under every strategy."""
+    are the same in every run, on every device and under every strategy. Returns their names."""
     parameters = dict(model.named_parameters())
     torch.manual_seed(seed)
-    for name in sorted(set(missing) & parameters.keys()):
+    names = sorted(set(missing) & parameters.keys())
+    for name in names:
         parameter, (owner, _, own_name) = parameters[name], name.rpartition(".")
         module = model.get_submodule(owner)
         drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=parameter.dtype))
@@ -91,6 +96,7 @@ def _draw_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed
         module._parameters[own_name] = parameter
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(drawn)
+    return names
 
 
 def _where_it_is_drawn(auto_class, config, strategy, trust: bool):

@@ -11,7 +11,9 @@ def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
 
 
 def true_numel(parameter: torch.nn.Parameter) -> int:
-    return true_shape(parameter).numel()
+    """The number of weights; bitsandbytes packs two of 4 bits into each byte that it stores."""
+    packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
+    return packed * true_shape(parameter).numel()
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -33,15 +35,16 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
 
 
 def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
-    """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product, and
-    attention over the whole sequence (Chowdhery et al. 2022, PaLM, appendix B: 6 N + 12 L H T).
+    """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product (2 for
+    a frozen one, which has no gradient of its own), and attention over the whole sequence (Chowdhery et al. 2022,
+    PaLM, appendix B: 6 N + 12 L H T).
 
     Causal masking, document boundaries and recomputed activations are not subtracted or added, so that figures of
     different settings compare. Embedding lookups are no matrix products; a tied embedding counts as the head it is.
     """
     config = model.config
-    weights = _matrix_weights(model, model.get_output_embeddings())
-    return 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+    weights = _matrix_flops(model, model.get_output_embeddings())
+    return weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
 
 
 def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_length: float) -> float:
@@ -56,15 +59,16 @@ def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_le
     decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
     heads = getattr(config, "num_heads", 0) * getattr(config, "d_kv", 0)  # T5's attention has a width of its own
     width = heads or config.hidden_size
-    crossing = 2 * decoder_layers * config.hidden_size * width  # weights of the source's keys and values
-    of_source = 6.0 * (_matrix_weights(encoder) + crossing) + 12.0 * layers * width * source_length
-    of_target = 6.0 * (_matrix_weights(decoder) - crossing + _matrix_weights(model.get_output_embeddings()))
+    frozen = not next(decoder.parameters()).requires_grad
+    crossing = (4.0 if frozen else 6.0) * 2 * decoder_layers * config.hidden_size * width  # the source's keys, values
+    of_source = _matrix_flops(encoder) + crossing + 12.0 * layers * width * source_length
+    of_target = _matrix_flops(decoder) - crossing + _matrix_flops(model.get_output_embeddings())
     of_target += 12.0 * decoder_layers * width * (source_length + target_length)
     return (source_length * of_source + target_length * of_target) / (source_length + target_length)
 
 
-def _matrix_weights(model: torch.nn.Module, head: torch.nn.Module | None = None) -> int:
-    """The weights that take part in matrix products: those of `head`, and all others that are no lookup table."""
+def _matrix_flops(model: torch.nn.Module, head: torch.nn.Module | None = None) -> float:
+    """Operations a token in matrix products: with the weights of `head`, and all others that are no lookup table."""
     lookup = {
         id(parameter)
         for module in model.modules()
@@ -73,7 +77,7 @@ def _matrix_weights(model: torch.nn.Module, head: torch.nn.Module | None = None)
     }
     heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     return sum(
-        true_numel(parameter)
+        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter)
         for parameter in model.parameters()
         if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
     )

@@ -87,8 +87,11 @@ def settle_start_token(config, tokenizer) -> None:
 
 
 def _chosen(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]:
-    if not has_separate_body(model) and recipe.loss != "full":
+    adapted = hasattr(model.get_output_embeddings(), "lora_A")
+    if (adapted or not has_separate_body(model)) and recipe.loss != "full":
         why = f"a {model.config.model_type} gives its logits and nothing before them, so all are held"
+        if adapted:
+            why = "the head has an adapter, so all logits are held"
         if recipe.loss != "auto":
             raise UserError(f"loss = {recipe.loss}: {why}. Use --loss auto")
         return "full", f"full: {why}"

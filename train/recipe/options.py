@@ -88,6 +88,46 @@ def _bad_overrides(overrides: str | None) -> list[str]:
 
 
 @dataclass
+class LoraOptions(Recipe):
+    """LoRA: an adapter is trained, the model itself stays as it is"""
+
+    lora: bool = option(False, "Train a LoRA adapter and not the model's own weights.")
+    lora_r: int = option(8, "Rank of the adapter.", positive=True)
+    lora_alpha: int = option(16, "Its scale: what it adds is multiplied by lora_alpha / lora_r.", positive=True)
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0)
+    lora_bias: str = option("none", "Biases that are trained as well.", choices=("none", "all", "lora_only"))
+    lora_target_modules: list[str] | None = option(  # noqa: RUF009
+        None, "Modules that get an adapter, by the end of their names, or all-linear; by default the family's own."
+    )
+    lora_modules_to_save: list[str] | None = option(  # noqa: RUF009
+        None, "Modules that are trained whole and saved with the adapter."
+    )
+    use_dora: bool = option(False, "DoRA: train the norm of each weight's rows beside the adapter.")
+    use_rslora: bool = option(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r).")
+    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).")
+    load_in_8bit: bool = option(False, "Hold the frozen weights in 8 bits (LLM.int8, through bitsandbytes).")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.lora_dropout >= 1:
+            found.append(f"lora_dropout = {self.lora_dropout:g}: it must be below 1")
+        if self.load_in_4bit and self.load_in_8bit:
+            found.append("load_in_4bit and load_in_8bit are both set: keep one of the two")
+        names = [field.name for field in dataclasses.fields(LoraOptions) if field.name != "lora"]
+        if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
+            useless = [name for name in names if self.source(name)]
+            if useless:
+                found.append(f"{', '.join(useless)} ({self.source(useless[0])}): no effect without --lora")
+        return found
+
+    @property
+    def quantised(self) -> str | None:
+        """The option that quantises the frozen weights, if one does."""
+        wanted = [name for name in ("load_in_4bit", "load_in_8bit") if self.lora and getattr(self, name)]
+        return wanted[0] if wanted else None
+
+
+@dataclass
 class SourceOptions(Recipe):
     """Where the data comes from"""
 
@@ -213,6 +253,15 @@ class RunOptions(Recipe):
         "Leave the best weights in model/, not the last; by default with early stopping.",
         aliases=("load_best_model",),
     )
+    save_strategy: str | None = option(
+        None,
+        "When checkpoints/ gets a model: no, epoch (at the end of each), or steps (every save_steps updates).",
+        choices=("no", "epoch", "steps"),
+    )
+    save_steps: int | None = option(None, "Updates between two checkpoints.", positive=True)
+    save_total_limit: int | None = option(
+        None, "Keep the last so many checkpoints, and the best; by default all.", positive=True
+    )
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")
@@ -224,9 +273,15 @@ class RunOptions(Recipe):
             found.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
         if self.early_stopping_threshold and not self.early_stopping_patience:
             found.append("early_stopping_threshold has no effect without early_stopping_patience")
+        if self.save_strategy == "steps" and not self.save_steps:
+            found.append("save_strategy = steps: say how many with save_steps")
+        if self.save_steps and self.save_strategy in ("no", "epoch"):
+            found.append(f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them")
+        if self.save_total_limit and self.save_strategy in (None, "no") and not self.save_steps:
+            found.append("save_total_limit has no effect without save_strategy")
         return found
 
 
 @dataclass
-class TrainingRecipe(RunOptions, OptimizerOptions, BatchOptions, SourceOptions, ModelOptions):
+class TrainingRecipe(RunOptions, OptimizerOptions, BatchOptions, SourceOptions, LoraOptions, ModelOptions):
     """What every task has."""

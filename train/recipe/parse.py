@@ -24,8 +24,12 @@ ELSEWHERE = {  # names that users bring along from other programs
     "num_processes": LAUNCHER,
     "num_machines": LAUNCHER,
     "config_file": LAUNCHER,
-    "checkpointing_steps": "checkpoints during a run are not there yet, the model is saved at its end",
-    "resume_from_checkpoint": "checkpoints during a run are not there yet",
+    "checkpointing_steps": "say --save_strategy epoch, or --save_steps N",
+    "use_peft": "say --lora",
+    "use_lora": "say --lora",
+    "lora_rank": "say --lora_r",
+    "quantization_bit": "say --load_in_4bit or --load_in_8bit",
+    "resume_from_checkpoint": "a run cannot be resumed yet; checkpoints hold the model only",
     "low_cpu_mem_usage": "weights are always loaded that way",
     "ignore_pad_token_for_loss": "padding is never trained on",
     "max_length": "say --max_source_length and --max_target_length (or --block_size, for text)",
@@ -35,10 +39,14 @@ ELSEWHERE = {  # names that users bring along from other programs
 }
 
 
-def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None) -> R:
+def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None, tool: bool = False) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
     Each value remembers who set it (`recipe.source(name)`): a flag, a line of the YAML file, or nobody.
+
+    Args:
+        prog: the program's name in its help.
+        tool: the program is started by its name, not by accelerate launch, and trains nothing.
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
@@ -48,11 +56,12 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
     kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
     aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
     if "-h" in argv or "--help" in argv:
-        print(_help(cls, prog or Path(sys.argv[0]).name))
+        print(_help(cls, prog or Path(sys.argv[0]).name, tool))
         raise SystemExit(0)
 
     problems: list[str] = []
-    flags = _read_flags(argv, kinds, aliases, problems)
+    elsewhere = {} if tool else ELSEWHERE
+    flags = _read_flags(argv, kinds, aliases, elsewhere, problems)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     config = flags.pop("config", None)
@@ -60,7 +69,7 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:
-                problems.append(_unknown(f"{source}: {name}", name, kinds))
+                problems.append(_unknown(f"{source}: {name}", name, kinds, elsewhere))
             else:
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
@@ -92,7 +101,7 @@ def _annotations(cls: type) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-def _read_flags(argv: list[str], kinds: dict, aliases: dict, problems: list[str]) -> dict[str, Any]:
+def _read_flags(argv: list[str], kinds: dict, aliases: dict, elsewhere: dict, problems: list[str]) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
     flags: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -119,7 +128,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, problems: list[str]
         elif name in kinds:
             flags[name] = texts
         else:
-            problems.append(_unknown(f"--{name}", name, kinds))
+            problems.append(_unknown(f"--{name}", name, kinds, elsewhere))
     return flags
 
 
@@ -224,9 +233,9 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
 
 
-def _unknown(where: str, name: str, kinds: dict) -> str:
-    if name in ELSEWHERE:
-        return f"{where} is not an option: {ELSEWHERE[name]}"
+def _unknown(where: str, name: str, kinds: dict, elsewhere: dict) -> str:
+    if name in elsewhere:
+        return f"{where} is not an option: {elsewhere[name]}"
     close = nearest(name, kinds)
     remedy = f"Did you mean {close}?" if close else "--help lists the options"
     return f"{where} is not an option. {remedy}"
@@ -239,11 +248,11 @@ def _show(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------- help
 
 
-def _help(cls: type, prog: str) -> str:
+def _help(cls: type, prog: str, tool: bool) -> str:
     kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
-    launcher = "accelerate launch [--config_file accelerate_configs/NAME.yaml]"
+    start = prog if tool else f"accelerate launch [--config_file accelerate_configs/NAME.yaml] {prog}"
     lines = [
-        f"usage: {launcher} {prog} [--config RECIPE] [--option value]",
+        f"usage: {start} [--config RECIPE] [--option value]",
         "",
         "A recipe (YAML) and flags set the same options; flags win. Options and their defaults:",
     ]

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ NOT_THE_RUN = {
     "preprocessing_num_workers", "dataloader_num_workers", "cache_dir", "overwrite_cache", "sample_tokens",
     "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
-    "load_best_model_at_end", "n_val_batch_generations",
+    "load_best_model_at_end", "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit",
 }  # fmt: skip
 
 
@@ -49,11 +49,6 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
-
-    @property
-    def best(self) -> Path:
-        """The checkpoint of the best evaluation: a link, absent where none was kept."""
-        return self.path / "checkpoints" / "best"
 
     def refuse_a_different_run(self, recipe: Recipe, global_batch: int) -> bool:
         """Whether the folder holds this very run already.
@@ -125,23 +120,6 @@ class RunFolder:
         """What write_predictions wrote last."""
         with (self.path / "predictions.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
-
-    def keep_best(self, update: int, export: Callable[[Path], None]) -> None:
-        """Let `export` write a checkpoint's model/, put the predictions beside it, and point `best` there."""
-        folder = self.best.with_name(f"update_{update:08}")
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        export(partial / "model")
-        for file in self.path.glob("predictions*.jsonl"):
-            shutil.copy(file, partial / file.name)
-        partial.rename(folder)
-        before = self.best.resolve() if self.best.is_symlink() else None
-        link = self.best.with_suffix(".partial")
-        link.symlink_to(folder.name)
-        link.replace(self.best)
-        if before is not None and before != folder.resolve():
-            shutil.rmtree(before)
 
     def _write(self, name: str, text: str) -> None:
         (self.path / name).write_text(text, encoding="utf-8")

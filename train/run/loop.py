@@ -52,7 +52,7 @@ def fit(
     best: Best,
     write: Callable[[dict], None],
     started: Callable[[], None],
-    keep: Callable[[int], None],
+    keep: Callable[[int, bool, bool, dict], None],
 ) -> dict[str, Any]:
     """Train from the first update to the last, or until there was nothing better for too long.
 
@@ -60,7 +60,8 @@ def fit(
         best: is shown every evaluation.
         write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
         started: called once, when the first update is done.
-        keep: called by all ranks with the number of an update whose evaluation is the best so far.
+        keep: called by all ranks after an update whose weights may be wanted later, with its number, whether a
+            checkpoint is due, whether its evaluation is the best so far, and its held-out figures (empty: none taken).
 
     Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out), and
         the number of `updates` made and the share of `padding` in all positions.
@@ -88,12 +89,14 @@ def fit(
         seconds = time.perf_counter() - begun
         line |= meter.of_update(line["tokens"], plan.consumed(update) - plan.consumed(update - 1), seconds)
         line["seconds"] = seconds
+        is_due, is_best, figures = _is_due(recipe.save_strategy, recipe.save_steps, plan, update), False, {}
         if job.evaluate is not None and _evaluation_is_due(recipe, plan, update):
-            after = job.evaluate(engine)
+            figures = after = job.evaluate(engine)
             line |= after
             progress.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in after.items()))
-            if best.is_best(update, after):
-                keep(update)
+            is_best = best.is_best(update, after)
+        if is_due or is_best:
+            keep(update, is_due, is_best, figures)
         write(line)
         progress.update(line)
         if update == 1:
@@ -150,4 +153,11 @@ def _micro_batches(job: Job, engine, plan: Plan) -> Iterator[Batch]:
 def _evaluation_is_due(recipe, plan: Plan, update: int) -> bool:
     if update == plan.num_updates:
         return True
-    return update % recipe.eval_steps == 0 if recipe.eval_steps else plan.ends_an_epoch(update)
+    return _is_due("steps" if recipe.eval_steps else "epoch", recipe.eval_steps, plan, update)
+
+
+def _is_due(strategy: str | None, steps: int | None, plan: Plan, update: int) -> bool:
+    """Whether something that happens at the end of each epoch, or every so many updates, happens after this one."""
+    if strategy == "epoch":
+        return plan.ends_an_epoch(update)
+    return update % steps == 0 if steps else False

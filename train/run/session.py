@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
+from train.run.checkpoints import Checkpoints
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
@@ -27,11 +29,17 @@ class Session:
         """
         self.task, self.recipe, self.timeline = task, recipe, timeline
         self.strategy: Strategy = read_strategy(recipe)
+        self.adapter = None
+        if recipe.quantised:
+            from train.model.lora import check_quantisation
+
+            check_quantisation(recipe, self.strategy)
         from train.run.trackers import wanted_trackers
 
         self.trackers = wanted_trackers(recipe)
         source = recipe.source("config")
         self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", recipe.save_total_limit)
         self.same_run = self.folder.refuse_a_different_run(recipe, self.strategy.batches.global_batch)
         self.main = self.strategy.launch.rank == 0
         timeline.mark("checks")
@@ -85,6 +93,16 @@ class Session:
         self.timeline.mark("process group")
         return self.accelerator
 
+    def add_adapter(self, model) -> None:
+        """Freeze the model and put a LoRA adapter into it, where the recipe asks for one.
+
+        Raises:
+            UserError: the modules that it names are not in the model.
+        """
+        from train.model.lora import add_adapter
+
+        self.adapter = add_adapter(model, self.recipe, self.task, self.strategy)
+
     def prepare(self, model):
         """Shard and place the model under the strategy; the engine that the loop will drive."""
         from accelerate.utils import set_seed
@@ -95,6 +113,8 @@ class Session:
         recipe = self.recipe
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.adapter:
+                model.enable_input_require_grads()  # else a recomputed block finds nothing to be differentiated
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)
@@ -107,13 +127,13 @@ class Session:
         """Say what is about to happen: the model, the strategy, and what the task has to say."""
         recipe, length = self.recipe, self.length
         origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
-        share = (
-            "all trained" if self.trainable == self.parameters else f"{self.trainable / self.parameters:.2%} trained"
-        )
+        all_of_them = self.trainable == self.parameters
+        share = "all" if all_of_them else f"{self.trainable:,} ({self.trainable / self.parameters:.2%})"
         warmup = f", {self.schedule.num_warmup} warm-up" if self.schedule.num_warmup else ""
         restart = "this very run is in the folder already: it starts over" if self.same_run else ""
         self.say(
-            f"model     {origin}: {self.parameters:,} parameters, {share}",
+            f"model     {origin}: {self.parameters:,} parameters, {share} trained",
+            *self._about_the_adapter(),
             f"strategy  {self.strategy.describe}",
             *lines,
             f"run       {length.num_updates:,} updates, {length.total_samples / length.num_samples:.3g} epochs; "
@@ -121,6 +141,17 @@ class Session:
             f"folder    {self.folder.path}" + (f" ({restart})" if restart else ""),
             *(f"note      {note}" for note in self.strategy.notes),
         )
+
+    def _about_the_adapter(self) -> list[str]:
+        if not self.adapter:
+            return []
+        random = (
+            ["warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
+             "them: good for measuring only"]
+            if not self.recipe.model_name_or_path
+            else []
+        )  # fmt: skip
+        return [f"adapter   {self.adapter.note}", *random]
 
     def train(self, job, meter, tokenizer) -> dict[str, Any]:
         """Run the loop and keep its record. Returns the loop's results and the seconds it took.
@@ -141,9 +172,12 @@ class Session:
         note = start_trackers(self.accelerator, self.trackers, self.recipe, self.folder.path, self.task)
         if note:
             self.say(f"note      {note}")
-        began = time.perf_counter()
-        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep_best)
-        return {**results, "seconds": time.perf_counter() - began}
+        frozen, began = self.engine.frozen_checksum(), time.perf_counter()
+        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep)
+        seconds = time.perf_counter() - began
+        if self.engine.frozen_checksum() != frozen:
+            raise RuntimeError("weights that are frozen have changed during the run")
+        return {**results, "seconds": seconds}
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.trackers:
@@ -155,6 +189,7 @@ class Session:
         self.timeline.mark("first update")
         if self.main:
             self.environment["seconds_to_first_update"] = self.timeline.seconds
+            self.environment["bytes_held_by_rank_0"] = self.engine.held_bytes()
             self.folder.write_environment(self.environment)
 
     @property
@@ -167,37 +202,48 @@ class Session:
             wanted = any(asked) or any(name not in ("loss", "perplexity") for name in self.job.figures)
         return wanted and self.job.evaluate is not None
 
-    def _keep_best(self, update: int) -> None:
-        if not self.keeps_best:
+    def _keep(self, update: int, is_due: bool, is_best: bool, figures: dict[str, float]) -> None:
+        """Write a checkpoint where one is due, or where the best weights are kept and these are the best."""
+        is_best = is_best and self.keeps_best
+        if not (is_due or is_best):
             return
-        state = self.engine.state_dict()
+        state = self._weights()
         if self.main:
-            results = {"after": self.best.figures}
-            self.folder.keep_best(update, lambda folder: self._export(state, results, folder))
+
+            def fill(folder: Path) -> None:
+                self._export(state, {"after": figures}, folder / "model")
+                for file in self.folder.path.glob("predictions*.jsonl") if figures else ():
+                    shutil.copy(file, folder / file.name)
+
+            self.checkpoints.write(update, fill, is_due, is_best)
         self.accelerator.wait_for_everyone()
+
+    def _weights(self) -> dict[str, Any] | None:
+        """What is exported, whole, on the main process: all weights, or those of the adapter."""
+        return self.engine.trained_state() if self.adapter else self.engine.state_dict()
 
     def _export(self, state, results: dict[str, Any], folder: Path) -> None:
         from train.model.export import export_model
 
-        card = model_card(self.task, self.recipe, results, self.environment)
-        export_model(self.engine.module, state, self.tokenizer, folder, card)
+        write = self.adapter.save if self.adapter else export_model
+        library = "peft" if self.adapter else "transformers"
+        card = model_card(self.task, self.recipe, results, self.environment, library)
+        write(self.engine.module, state, self.tokenizer, folder, card)
 
     def export(self, results: dict[str, Any]) -> None:
         """Write the model, draw the curve, and say what came of the run."""
-        import shutil
-
         from train.run.plot import plot_run
 
         wanted = self.recipe.load_best_model_at_end
         if wanted is None:
             wanted = self.recipe.early_stopping_patience is not None
         load_best = wanted and self.keeps_best and self.best.update is not None
-        state = None if load_best else self.engine.state_dict()
+        state = None if load_best else self._weights()
         if self.main:
             self.folder.finish_metrics()
             if load_best:
-                shutil.copytree(self.folder.best / "model", self.folder.model)
-                for file in self.folder.best.glob("predictions*.jsonl"):
+                shutil.copytree(self.checkpoints.best / "model", self.folder.model)
+                for file in self.checkpoints.best.glob("predictions*.jsonl"):
                     shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
             else:
                 self._export(state, results, self.folder.model)
@@ -220,6 +266,8 @@ class Session:
             f"trained     {results['updates']:,} updates in {duration(results['seconds'])}, "
             f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}{padding}"
         ]
+        if self.adapter:
+            lines.append("frozen      weights are what they were, bit for bit")
         for name, value in after.items():
             was = f"{before[name]:.4f} -> " if name in before else ""
             lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
@@ -231,10 +279,12 @@ class Session:
         return lines
 
 
-def model_card(task: str, recipe: TrainingRecipe, results: dict[str, Any], environment: dict[str, Any]) -> str:
+def model_card(
+    task: str, recipe: TrainingRecipe, results: dict[str, Any], environment: dict[str, Any], library: str
+) -> str:
     """README.md of the exported model: what it is, how it was trained, what was measured."""
     base = recipe.model_name_or_path
-    front = ["---", "library_name: transformers", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
+    front = ["---", f"library_name: {library}", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
     data = recipe.dataset_name or ", ".join(recipe.train_file or [])
     figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []

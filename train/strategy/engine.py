@@ -50,6 +50,12 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """{address: bytes} of what the tensors lie in, each once."""
+    held = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
 class Engine:
     """Common to all strategies. Gradients of `backward` are averaged over ranks and summed over micro-batches."""
 
@@ -86,6 +92,16 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
         raise NotImplementedError
+
+    def trained_state(self) -> dict[str, torch.Tensor] | None:
+        """The same for the weights that are trained, and no others: each is gathered for itself."""
+        state = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                with self.strategy.gathered(parameter, written=False):
+                    if self.is_main:
+                        state[name] = parameter.detach().to("cpu", copy=True)
+        return state if self.is_main else None
 
     def sum_over_ranks(self, values: Iterable[float]) -> list[float]:
         """Each value summed over all ranks."""
@@ -136,6 +152,29 @@ class Engine:
         self.accelerator.wait_for_everyone()
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+    def held_bytes(self) -> dict[str, int]:
+        """What this rank holds from update to update, on the device or on the host: its share of the weights
+        (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
+        shares = [(p, getattr(p, "ds_tensor", None)) for p in self.module.parameters()]
+        held = [tensor for pair in shares for tensor in pair if tensor is not None]
+        state = self._torch_optimizer.state
+        states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
+        weights, optimizer = _storages(held), _storages(filter(torch.is_tensor, states))
+        optimizer = {key: size for key, size in optimizer.items() if key not in weights}
+        return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
+
+    def frozen_checksum(self) -> list[int]:
+        """The sums of the bit patterns of the frozen weights, one a weight, of this rank's share under ZeRO-3."""
+        frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
+        shares = [getattr(parameter, "ds_tensor", parameter.data) for parameter in frozen]
+        patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        return [int(share.view(patterns[share.element_size()]).sum(dtype=torch.int64)) for share in shares]
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """The innermost optimizer: accelerate and DeepSpeed each put theirs around it."""
+        raise NotImplementedError
 
     def effective_strategy(self) -> dict[str, Any]:
         """What is in force, with nothing left open."""
@@ -190,6 +229,10 @@ class TorchEngine(Engine):
     def learning_rate(self):
         return self.optimizer.param_groups[0]["lr"]
 
+    @property
+    def _torch_optimizer(self):
+        return self.optimizer.optimizer
+
     def state_dict(self):
         if not self.is_main:
             return None
@@ -238,6 +281,10 @@ class DeepSpeedEngine(Engine):
     @property
     def learning_rate(self):
         return self._rate
+
+    @property
+    def _torch_optimizer(self):
+        return self.engine.optimizer.optimizer
 
     def state_dict(self):
         state = self.accelerator.get_state_dict(self.model)

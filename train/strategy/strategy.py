@@ -108,13 +108,27 @@ class Strategy:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.precision, torch.float32) if self.deepspeed is not None else torch.float32
 
-    def gathered(self, parameter) -> AbstractContextManager:
+    @property
+    def frozen_dtype(self):
+        """The dtype of weights that are not trained: no optimizer needs them in fp32."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+
+    def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
         if not self.shards_parameters or not hasattr(parameter, "ds_id"):
             return contextlib.nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
+
+    def read_from_outside(self, module, parameter) -> None:
+        """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""
+        if self.shards_parameters:
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(module, parameter)
 
     def building_from_scratch(self, num_parameters: int) -> AbstractContextManager:
         """The context in which random weights are drawn.
