@@ -15,7 +15,8 @@ from train.strategy.strategy import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
-NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain"}
+NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
+         "zero2_plain"}  # fmt: skip
 
 
 def recipe(**options) -> ClmRecipe:

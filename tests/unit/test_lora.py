@@ -1,0 +1,294 @@
+"""LoRA: what gets an adapter, what is trained, and that plain peft finds in the file what was trained."""
+
+import json
+
+import pytest
+import torch
+from helpers import tiny_model
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from train.model.load import build_model
+from train.model.lora import add_adapter, check_quantisation
+from train.model.parameters import count_parameters, flops_per_token
+from train.model.settle import install_chosen_loss
+from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from train.strategy.strategy import Strategy
+
+CAUSAL, CLASSES, PAIRS = AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForSeq2SeqLM
+RECIPES = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+DEBERTA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+           "relative_attention": True, "position_buckets": 16, "pos_att_type": "p2c|c2p", "pooler_hidden_size": 32,
+           "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}  # fmt: skip
+BLENDERBOT = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+              "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
+              "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+              "decoder_start_token_id": 1}  # fmt: skip
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+      "decoder_start_token_id": 0}  # fmt: skip
+GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 8, "tie_word_embeddings": False}
+FAMILIES = {  # task, class, sizes, what has an adapter, how many times
+    "llama": ("clm", CAUSAL, None, "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", 14),
+    "gpt_neox": ("clm", CAUSAL, None, "query_key_value", 2),
+    "gpt2": ("clm", CAUSAL, None, "c_attn", 2),
+    "gptj": ("clm", CAUSAL, GPTJ, "q_proj k_proj v_proj out_proj fc_in fc_out", 12),  # no preset: all-linear
+    "deberta-v2": ("cls", CLASSES, DEBERTA, "query_proj key_proj value_proj", 6),
+    "blenderbot": ("seq2seq", PAIRS, BLENDERBOT, "q_proj k_proj v_proj out_proj", 4 * (1 + 2 * 2)),
+    "t5": ("seq2seq", PAIRS, T5, "q k v o", 4 * (2 + 2 * 2)),
+}
+NOT_SHARDED = Strategy(launch=None, batches=None, precision="fp32", deepspeed=None, source="")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, str]:
+    """Folders of random weights, by family."""
+    folders = {}
+    for family, (_, auto_class, sizes, _, _) in FAMILIES.items():
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        if sizes is None:
+            model = tiny_model(family)
+        else:
+            model = auto_class.from_config(AutoConfig.for_model(family, vocab_size=97, **sizes))
+        model.save_pretrained(folder)
+        folders[family] = str(folder)
+    return folders
+
+
+class Tokenizer:
+    """Stands in where a folder's tokenizer is written, which is not what is looked at here."""
+
+    def save_pretrained(self, folder):
+        pass
+
+
+def adapted(base: str, family: str, *flags: str, strategy: Strategy = NOT_SHARDED):
+    """(model with an adapter, the adapter), as the tasks make them."""
+    task, auto_class = FAMILIES[family][:2]
+    data = ["--train_file", "a.jsonl", "--lora", "--model_name_or_path", base]
+    recipe = parse_recipe(RECIPES[task], [*data, *flags])
+    model = build_model(auto_class, AutoConfig.from_pretrained(base), recipe, strategy, recipe.seed)
+    return model, add_adapter(model, recipe, task, strategy)
+
+
+def moved(model) -> dict[str, torch.Tensor]:
+    """Give all trained weights other values; returns them by name, as the engine does."""
+    generator = torch.Generator().manual_seed(7)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+
+def answer(model) -> torch.Tensor:
+    ids = torch.arange(3, 35).reshape(2, 16)
+    inputs = {"decoder_input_ids": ids[:, :6]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, **inputs).logits
+
+
+# -------------------------------------------------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_preset_of_each_family(bases, family):
+    _, auto_class, _, targets, count = FAMILIES[family]
+    model, adapter = adapted(bases[family], family)
+    assert {name.rpartition(".")[2] for name in adapter.targets} == set(targets.split())
+    assert len(adapter.targets) == count
+    base = auto_class.from_pretrained(bases[family])
+    head = sum(p.numel() for p in base.classifier.parameters()) if family == "deberta-v2" else 0
+    expected = sum(8 * sum(base.get_submodule(name).weight.shape) for name in adapter.targets) + head
+    assert count_parameters(model)[1] == expected > 0
+    assert ("all-linear" if family == "gptj" else targets.replace(" ", ", ")) in adapter.note
+
+
+def test_an_adapter_is_drawn_from_the_seed(bases):
+    states = [
+        {name: p for name, p in adapted(bases["llama"], "llama", "--seed", seed)[0].named_parameters() if "lora_" in name}
+        for seed in ("1", "1", "2")
+    ]  # fmt: skip
+    assert len(states[0]) == 28
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not any(torch.equal(states[0][name], states[2][name]) for name in states[0] if "lora_A" in name)
+
+
+def test_an_adapter_changes_nothing_before_it_is_trained(bases):
+    model, _ = adapted(bases["gpt_neox"], "gpt_neox")
+    torch.testing.assert_close(answer(model), answer(CAUSAL.from_pretrained(bases["gpt_neox"])), rtol=0, atol=0)
+
+
+def test_frozen_weights_are_held_in_half_and_trained_ones_in_fp32(bases):
+    half = Strategy(launch=None, batches=None, precision="bf16", deepspeed=None, source="")
+    model, _ = adapted(bases["llama"], "llama", strategy=half)
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_gradients_reach_the_adapter_through_recomputed_blocks(bases):
+    gradients = []
+    for recompute in (False, True):
+        model, _ = adapted(bases["gpt2"], "gpt2")
+        moved(model)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        ids = torch.arange(3, 35).reshape(2, 16)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert len(gradients[0]) == 4
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six(bases):
+    full, (model, _) = CAUSAL.from_pretrained(bases["gpt_neox"]), adapted(bases["gpt_neox"], "gpt_neox")
+    trained = count_parameters(model)[1]
+    matrices = sum(p.numel() for name, p in full.named_parameters() if p.ndim > 1 and "embed_in" not in name)
+    attention = flops_per_token(full, 16) - 6 * matrices
+    assert flops_per_token(model, 16) == 4 * matrices + 6 * trained + attention
+
+
+def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
+    model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "lm_head", "q_proj")
+    install_chosen_loss(model, ClmRecipe())
+    assert model.loss_kind == "full"
+    with pytest.raises(UserError, match="the head has an adapter"):
+        install_chosen_loss(model, ClmRecipe(loss="chunked"))
+
+
+# -------------------------------------------------------------------------------------------------------- what is written
+
+VARIANTS = [
+    *((family, ()) for family in FAMILIES),
+    ("llama", ("--use_dora",)),
+    ("gpt2", ("--use_dora", "--use_rslora", "--lora_r", "4")),
+    ("gpt2", ("--lora_bias", "all")),
+    ("gpt2", ("--lora_bias", "lora_only")),
+    ("llama", ("--lora_modules_to_save", "embed_tokens")),  # tied to the head
+    ("gpt_neox", ("--lora_modules_to_save", "embed_in", "lm_head", "--lora_target_modules", "all-linear")),
+    ("deberta-v2", ("--lora_target_modules", "all-linear")),
+]
+
+
+@pytest.mark.parametrize(("family", "flags"), VARIANTS)
+def test_plain_peft_loads_what_was_trained(bases, tmp_path, family, flags):
+    model, adapter = adapted(bases[family], family, *flags)
+    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    base = FAMILIES[family][1].from_pretrained(bases[family])
+    before, trained = answer(base), answer(model)
+    assert (trained - before).abs().max() > 1e-3
+    torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path)), trained, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
+    model, adapter = adapted(bases[family], family)
+    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
+    assert all("lora_" in name or ".classifier." in name for name in tensors)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "config.json", "base_weights.json", "README.md"}  # fmt: skip
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == bases[family]
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (8, 16, "none")
+
+
+def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
+    """A pretrained body has neither pooler nor classifier: both are random, and no base will bring them back."""
+    body = tmp_path / "body"
+    CLASSES.from_pretrained(bases["deberta-v2"]).deberta.save_pretrained(body)
+    config = AutoConfig.from_pretrained(bases["deberta-v2"])
+    recipe = ClsRecipe(model_name_or_path=str(body), lora=True)
+    model = build_model(CLASSES, config, recipe, NOT_SHARDED, 1)
+    adapter = add_adapter(model, recipe, "cls", NOT_SHARDED)
+    assert adapter.saved == ["classifier", "pooler.dense"]
+    adapter.save(model, moved(model), Tokenizer(), tmp_path / "adapter", "a card")
+    torch.manual_seed(99)
+    base = CLASSES.from_pretrained(body, num_labels=3)
+    torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path / "adapter")), answer(model))
+
+
+@pytest.mark.parametrize("spoil", ["empty", "missing"])
+def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
+    model, adapter = adapted(bases["gpt2"], "gpt2")
+    state = moved(model)
+    name = next(iter(state))
+    if spoil == "empty":
+        state[name] = torch.empty(0)
+    else:
+        del state[name]
+    with pytest.raises(RuntimeError, match="not whole"):
+        adapter.save(model, state, Tokenizer(), tmp_path / "out", "a card")
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "words"),
+    [
+        (
+            "llama",
+            ("--lora_target_modules", "q_prj"),
+            ["'q_prj' matches no module", "Did you mean q_proj?", "up_proj"],
+        ),
+        (
+            "gpt2",
+            ("--lora_target_modules", "c_attn", "q_proj"),
+            ["'q_proj' matches no module", "c_attn, c_fc, c_proj"],
+        ),
+        ("gpt2", ("--lora_target_modules", "ln_f"), ["lora_target_modules = ln_f", "not supported"]),
+        ("gpt2", ("--lora_modules_to_save", "embed_tokens"), ["'embed_tokens' matches no module", "wte"]),
+    ],
+)
+def test_modules_that_are_not_there(bases, family, flags, words):
+    with pytest.raises(UserError) as caught:
+        adapted(bases[family], family, *flags)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lora_r", "4", "--use_dora"], ["lora_r, use_dora (--lora_r): no effect without --lora"]),
+        (["--lora", "--lora_dropout", "1"], ["lora_dropout = 1"]),
+        (["--lora", "--load_in_4bit", "--load_in_8bit"], ["keep one of the two"]),
+        (["--lora", "--lora_bias", "some"], ["none, all, lora_only"]),
+        (["--use_lora"], ["say --lora"]),
+        (["--save_strategy", "steps"], ["save_steps"]),
+        (["--save_strategy", "epoch", "--save_steps", "4"], ["keep one of them"]),
+        (["--save_total_limit", "4"], ["no effect without save_strategy"]),
+    ],
+)
+def test_options_that_do_not_go_together(flags, words):
+    with pytest.raises(UserError) as caught:
+        parse_recipe(ClmRecipe, ["--model_name_or_path", "gpt2", "--train_file", "a.txt", *flags])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_lora_switched_off_on_purpose_takes_its_options_along():
+    flags = ["--model_name_or_path", "gpt2", "--train_file", "a.txt", "--lora", "false", "--lora_r", "4"]
+    assert not parse_recipe(ClmRecipe, flags).lora
+
+
+def test_quantised_weights_need_bitsandbytes_and_a_gpu(monkeypatch):
+    recipe = ClmRecipe(lora=True, load_in_4bit=True)
+    with pytest.raises(UserError, match="load_in_4bit = true needs bitsandbytes"):
+        check_quantisation(recipe, NOT_SHARDED)
+    monkeypatch.setattr("train.model.lora.version", lambda name: "0.50")
+    if not torch.accelerator.is_available():
+        with pytest.raises(UserError, match="needs a GPU"):
+            check_quantisation(recipe, NOT_SHARDED)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    sharded = Strategy(None, None, "bf16", {"zero_optimization": {"stage": 3}}, "")
+    with pytest.raises(UserError, match="ZeRO-3"):
+        check_quantisation(recipe, sharded)
+    check_quantisation(recipe, NOT_SHARDED)
+    check_quantisation(ClmRecipe(load_in_4bit=True), NOT_SHARDED)  # without --lora nothing is quantised
