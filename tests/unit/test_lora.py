@@ -89,7 +89,7 @@ def answer(model) -> torch.Tensor:
         return model.eval()(input_ids=ids, **inputs).logits
 
 
-# -------------------------------------------------------------------------------------------------------- what is trained
+# ---------------------------------------------------------------------------------------------- what is trained
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,10 +106,8 @@ def test_the_preset_of_each_family(bases, family):
 
 
 def test_an_adapter_is_drawn_from_the_seed(bases):
-    states = [
-        {name: p for name, p in adapted(bases["llama"], "llama", "--seed", seed)[0].named_parameters() if "lora_" in name}
-        for seed in ("1", "1", "2")
-    ]  # fmt: skip
+    models = [adapted(bases["llama"], "llama", "--seed", seed)[0] for seed in ("1", "1", "2")]
+    states = [{name: p for name, p in model.named_parameters() if "lora_" in name} for model in models]
     assert len(states[0]) == 28
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not any(torch.equal(states[0][name], states[2][name]) for name in states[0] if "lora_A" in name)
@@ -161,7 +159,7 @@ def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
         install_chosen_loss(model, ClmRecipe(loss="chunked"))
 
 
-# -------------------------------------------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------------------------------- what is written
 
 VARIANTS = [
     *((family, ()) for family in FAMILIES),
@@ -192,8 +190,8 @@ def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
     assert all("lora_" in name or ".classifier." in name for name in tensors)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "adapter_model.safetensors", "adapter_config.json", "config.json", "base_weights.json", "README.md"}  # fmt: skip
+    files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "base_weights.json", "README.md"}
+    assert {file.name for file in tmp_path.iterdir()} == files
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == bases[family]
     assert (config["r"], config["lora_alpha"], config["bias"]) == (8, 16, "none")
@@ -228,7 +226,7 @@ def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
     assert not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

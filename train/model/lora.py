@@ -4,6 +4,7 @@ The layers are put into the transformers model itself (peft's injection), so tha
 go on to work with the model that they know. What is left behind is a folder that peft loads.
 """
 
+import copy
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -69,7 +70,11 @@ class Adapter:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(folder)
-        model.config.save_pretrained(folder)  # of a classifier it has the labels
+        description = copy.deepcopy(model.config)  # of a classifier it has the labels
+        if hasattr(description, "quantization_config"):
+            del description.quantization_config  # how the base was held here; it may be loaded otherwise
+        description.use_cache = True
+        description.save_pretrained(folder)
         if self.base_sample:
             (folder / "base_weights.json").write_text(json.dumps({"modules": self.base_sample}) + "\n")
         tokenizer.save_pretrained(folder)

@@ -1,0 +1,83 @@
+"""What each rank holds under full fine-tuning and under LoRA: bytes of weights, of the optimizer, and the peak.
+
+    python benchmarks/lora_memory.py
+
+Each row is a real launch of train/clm.py with 2 CPU processes (one for `single`): GPT-2's shape (124 M parameters) with
+random weights, fp32, three updates. Weights and optimizer are what rank 0 holds from update to update (device and
+host together; `bytes_held_by_rank_0` of environment.json), the peak is resident memory of the largest rank. Writes the
+table of docs/lora.md to outputs/lora-memory.md.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+STRATEGIES = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "zero3_offload_optimizer": 2}
+TOKENIZER = ROOT.parent / "shared" / "data" / "tokenizers" / "gpt2"
+METHODS = {"full": [], "LoRA": ["--lora"]}
+
+
+def main() -> None:
+    rows = ["| strategy | ranks | method | trained | weights, MB | optimizer, MB | peak resident, MB |",
+            "|---|---|---|---|---|---|---|"]  # fmt: skip
+    print("\n".join(rows))
+    for strategy, processes in STRATEGIES.items():
+        for method, flags in METHODS.items():
+            rows.append(measured(strategy, processes, method, flags))
+            print(rows[-1], flush=True)
+    (ROOT / "outputs").mkdir(exist_ok=True)
+    (ROOT / "outputs" / "lora-memory.md").write_text("\n".join([*rows, "", foot()]) + "\n")
+
+
+def measured(strategy: str, processes: int, method: str, flags: list[str]) -> str:
+    """One row of the table."""
+    from helpers import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        lines = launch(
+            output, "--config_name", "gpt2", "--tokenizer_name", TOKENIZER, "--train_file", "{stdlib}/*.py",
+            "--block_size", "64", "--per_device_train_batch_size", "1", "--max_train_steps", "3",
+            "--validation_split_percentage", "0", "--precision", "fp32", *flags,
+            strategy=strategy, processes=processes, timeout=1200,
+        )  # fmt: skip
+        held = json.loads((output / "environment.json").read_text())["bytes_held_by_rank_0"]
+        trained = sum(trained_parameters(output / "model"))
+    peak = max(line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line)
+    figures = (f"{value / 1e6:,.1f}" for value in (held["parameters"], held["optimizer"], peak))
+    return f"| {strategy} | {processes} | {method} | {trained:,} | {' | '.join(figures)} |"
+
+
+def trained_parameters(model: Path) -> list[int]:
+    """The sizes of the tensors that the run left behind: those that it trained."""
+    from safetensors import safe_open
+
+    sizes = []
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            sizes += [tensors.get_tensor(name).numel() for name in tensors.keys()]  # noqa: SIM118
+    return sizes
+
+
+def foot() -> str:
+    """Hardware, versions, commit and command."""
+    import torch
+
+    from train.run.folder import describe_environment
+
+    about = describe_environment(sys.argv, torch.device("cpu"))
+    packages = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "accelerate", "deepspeed", "peft"))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    hardware = about["hardware"]
+    return (
+        f"`python benchmarks/lora_memory.py`, commit {commit.strip()}; {hardware['cores']} cores ({hardware['cpu']}), "
+        f"{hardware['memory_gib']} GiB; {packages}."
+    )
+
+
+if __name__ == "__main__":
+    main()
