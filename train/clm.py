@@ -42,10 +42,10 @@ def main(argv: list[str] | None = None) -> int:
 
     timeline.mark("imports")
 
-    # Text -> documents -> token ids -> blocks. No process group exists yet that could time out meanwhile.
+    # Text or chats -> documents -> token ids -> blocks. No process group exists yet that could time out meanwhile.
     config = load_configuration(recipe, AutoModelForCausalLM)
     data = prepare_text(recipe, config)
-    notes = [check_vocabulary(config, data.tokenizer, recipe)]
+    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
     session.plan(len(data.train))
     timeline.mark("data")
 
@@ -74,24 +74,29 @@ def main(argv: list[str] | None = None) -> int:
     session.announce(
         f"data      {data.block_size} tokens a sample, packing: {recipe.packing}",
         table(contents_rows(data.train.contents, data.validation and data.validation.contents)),
-        *data.hints,
         *(note for note in notes if note),
+        *data.shown,
     )
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
     if recipe.sample_tokens:
-        text = sample(engine, recipe, data.tokenizer)
+        text = sample(engine, recipe, data.tokenizer, data.is_chat)
         session.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
     session.close()
     return 0
 
 
-def sample(engine, recipe: ClmRecipe, tokenizer) -> str:
-    """Text that the trained model writes after `sample_prompt`, as long as its positions allow."""
+def sample(engine, recipe: ClmRecipe, tokenizer, is_chat: bool) -> str:
+    """What the trained model writes after `sample_prompt` (in a chat: its answer), as long as its positions allow."""
     import torch
 
-    prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token or "\n"
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    from train.model.chat import question_ids
+
+    if is_chat and recipe.sample_prompt:
+        ids = torch.tensor([question_ids(tokenizer, recipe.sample_prompt, recipe.system_prompt)])
+    else:
+        prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token or "\n"
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     room = getattr(engine.module.config, "max_position_embeddings", 10**6) - ids.shape[1]
     torch.manual_seed(recipe.seed)  # all ranks draw the same tokens
     written = engine.generate(

@@ -73,10 +73,11 @@ class CausalCollator:
         if not packed and not alike:
             inputs["attention_mask"] = mask(lengths, width)
         num_targets = int((inputs["labels"][:, 1:] != IGNORE).sum())
+        num_tokens = total([int(row.get("num_tokens", len(row["input_ids"]))) for row in rows], indices)
         if self.flatten and packed:
             inputs["labels"][:, 0] = IGNORE  # else the last token of a row would be trained on the next row's first
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
-        return Batch(inputs, num_targets, total(lengths, indices), len(rows) * width, indices)
+        return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from train.data.records import BadRecord
 from train.data.sources import columns_present, name_for_the_cache, open_bytes, text_columns
 from train.recipe.errors import UserError
 from train.recipe.tasks import PairOptions
@@ -33,10 +34,6 @@ class Pair:
 
     source: list[str]
     target: str
-
-
-class BadRecord(Exception):
-    """A record that holds no pair; says why."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +61,17 @@ class Columns:
         if self.dialogue is None:
             source, target = record[self.source], record[self.target]
             for name, text in ((self.source, source), (self.target, target)):
-                if _blank(text):
+                if blank(text):
                     raise BadRecord(f"the {name} is empty")
             return [Pair([source.strip()], target.strip())]
-        turns = list(_turns(record[self.dialogue] or []))
+        turns = list(turns_of(record[self.dialogue] or []))
         for number, (_, text) in enumerate(turns, 1):
-            if _blank(text):
+            if blank(text):
                 raise BadRecord(f"turn {number} of its {self.dialogue} is empty")
         texts = [text.strip() for _, text in turns]
         if self.target is not None:
             reply = record[self.target]
-            if _blank(reply):
+            if blank(reply):
                 raise BadRecord(f"the {self.target} is empty")
             if not texts:
                 raise BadRecord(f"a reply with no history: its {self.dialogue} has no turn")
@@ -99,7 +96,7 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
         if name and name not in present:
             raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(table)}")
     texts = text_columns(table)
-    lists = [name for name in present if name not in texts and _holds_lists(table.features[name])]
+    lists = [name for name in present if name not in texts and holds_lists(table.features[name])]
     dialogue = recipe.dialogue_column
     if dialogue and dialogue not in lists:
         raise UserError(f"dialogue_column = {dialogue!r} holds no list of turns; {columns_present(table)}")
@@ -147,18 +144,19 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
         if not found or not all(isinstance(value, dict) and isinstance(value.get("content"), list) for value in held):
             return None
         try:
-            conversations += [[text for _, text in _turns(value["content"])] for value in held]
+            conversations += [[text for _, text in turns_of(value["content"])] for value in held]
         except BadRecord:
             return None
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return name_for_the_cache(Dataset.from_dict({"dialogue": conversations}), "keyed conversations", stamps)
 
 
-def _holds_lists(feature: Any) -> bool:
+def holds_lists(feature: Any) -> bool:
+    """Whether a column of this feature holds lists."""
     return isinstance(feature, list) or hasattr(feature, "feature")
 
 
-def _turns(items: Any) -> Iterator[tuple[str | None, str | None]]:
+def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
     """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
     if isinstance(items, dict):  # how some versions of the datasets library give a list of objects
         items = [dict(zip(items, values)) for values in zip(*items.values())]
@@ -180,5 +178,6 @@ def _plain(content: Any) -> Any:
     return content
 
 
-def _blank(text: Any) -> bool:
+def blank(text: Any) -> bool:
+    """Whether there is no text, or only white space."""
     return not isinstance(text, str) or not text.strip()

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from datasets import Dataset, Features, Value
 
 from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
-from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
+from train.data.conversations import Columns, Pair, find_columns, read_keyed_conversations
 from train.data.lengths import choose_length
+from train.data.records import BadRecord, check_records, records_of
 from train.data.rows import Rows
-from train.data.sources import Source, bad_record, columns_present, first, hold_out, read_source
+from train.data.sources import columns_present, first, hold_out, read_source
 from train.data.tokenise import IDS, encode_table, fingerprint
 from train.model.tokenizer import end_with_eos, get_tokenizer
 from train.recipe.errors import UserError
@@ -54,7 +55,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         for part, table in source.parts.items():
             if missing := [name for name in columns.names if name not in table.column_names]:
                 raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
-            notes += _check(recipe, source, part, columns)
+            notes += check_records(recipe, source, part, columns.pairs, columns)
         parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
         if "validation" not in parts and recipe.validation_split_percentage > 0:
             train, held_out = hold_out(parts["train"], recipe.validation_split_percentage / 100)
@@ -164,14 +165,10 @@ class PairEncoder:
         ]
 
 
-def _records(batch: dict) -> list[dict]:
-    return [dict(zip(batch, values)) for values in zip(*batch.values())]
-
-
 def _texts(table: Dataset, columns: Columns):
     """Every text once, for the training of a tokenizer."""
     for batch in table.iter(200):
-        for record in _records(batch):
+        for record in records_of(batch):
             try:
                 pairs = columns.pairs(record)
             except BadRecord:
@@ -180,38 +177,10 @@ def _texts(table: Dataset, columns: Columns):
             yield pairs[-1].target
 
 
-def _check(recipe: Seq2SeqRecipe, source: Source, part: str, columns: Columns) -> list[str]:
-    """What there is to say about records that hold no pair. Raises UserError unless they may be left out."""
-
-    def look(batch: dict, indices: list[int]) -> dict:
-        found = {"record": [], "problem": []}
-        for index, record in zip(indices, _records(batch)):
-            try:
-                columns.pairs(record)
-            except BadRecord as bad:
-                found["record"].append(index)
-                found["problem"].append(str(bad))
-        return found
-
-    table = source.parts[part]
-    features = Features({"record": Value("int64"), "problem": Value("string")})
-    bad = encode_table(table, look, features, ("problems", columns), cache_root(recipe.cache_dir),
-                       recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
-    if not len(bad):
-        return []
-    where = source.where(part)
-    if len(bad) == len(table):
-        raise UserError(f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}")
-    if not recipe.skip_bad_records:
-        raise bad_record(where, bad[0]["record"], bad[0]["problem"], len(bad))
-    return [f"note      {len(bad):,} of {len(table):,} records of {where} are left out, such as record "
-            f"{bad[0]['record'] + 1}: {bad[0]['problem']}"]  # fmt: skip
-
-
 def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2SeqRecipe) -> Dataset:
     def encode(batch: dict) -> dict:
         pairs = []
-        for record in _records(batch):
+        for record in records_of(batch):
             try:
                 pairs += columns.pairs(record)
             except BadRecord:

@@ -1,47 +1,18 @@
-"""Text for the causal task: from the recipe's data options to samples, before any process waits in a collective."""
-
-from dataclasses import dataclass
+"""Data for the causal task: from the recipe's data options to samples, before any process waits in a collective."""
 
 from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
+from train.data.chat import prepare_chat
+from train.data.instructions import KINDS, Form, find_form
 from train.data.lengths import choose_length
-from train.data.pack import PackedBlocks, SampleSet, SeparateDocuments
-from train.data.sources import not_utf8
-from train.data.texts import load_texts
+from train.data.pack import Contents, PackedBlocks, SampleSet, SeparateDocuments, TextData
+from train.data.sources import Source, columns_present, not_utf8
+from train.data.texts import read_records, take_texts
 from train.data.tokenise import Documents, tokenise
 from train.model.tokenizer import get_tokenizer, padding_token
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
 
 DEFAULT_BLOCK_SIZE = 1024
-
-
-@dataclass
-class TextData:
-    """Samples of both parts, and the tokenizer that made them."""
-
-    train: SampleSet
-    validation: SampleSet | None
-    tokenizer: object
-    unit: str  # what a document was in the source: row, record, file, line, paragraph or mark
-    block_size: int
-
-    @property
-    def hints(self) -> list[str]:
-        """Advice on how the documents were cut, where the figures suggest that it was not meant so."""
-        contents = self.train.contents
-        mean = contents.tokens / contents.documents
-        if isinstance(self.train, PackedBlocks) and self.train.boundaries and mean < self.block_size / 4:
-            return [
-                f"hint      a document ({self.unit}) has {mean:.0f} tokens on average and attention stays inside it: "
-                "if these are lines of longer texts, --packing concatenate or another --document_separator gives "
-                "longer contexts"
-            ]
-        if contents.truncated > 0.1 * contents.tokens:
-            return [
-                f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: "
-                "a larger --block_size, or packing, keeps them"
-            ]
-        return []
 
 
 def prepare_text(recipe: ClmRecipe, config) -> TextData:
@@ -55,7 +26,12 @@ def prepare_text(recipe: ClmRecipe, config) -> TextData:
 
 
 def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
-    records = load_texts(recipe)
+    source, unit = read_records(recipe)
+    form = find_form(recipe, source.parts["train"])
+    _check_options(recipe, form, source)
+    if form is not None:
+        return prepare_chat(recipe, config, source, form, block_size)
+    records = take_texts(recipe, source, unit)
     texts = (text for batch in records.train.iter(100) for text in batch["text"])
     tokenizer = get_tokenizer(recipe, config, lambda: texts, records.train._fingerprint)
     append_eos = _append_eos(recipe, tokenizer)
@@ -67,7 +43,46 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
             cache, workers = cache_root(recipe.cache_dir), recipe.preprocessing_num_workers
             encoded = tokenise(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
-    return TextData(sets["train"], sets["validation"], tokenizer, records.unit, block_size)
+    hints = _hints(recipe, sets["train"].contents, unit, block_size)
+    return TextData(sets["train"], sets["validation"], tokenizer, block_size, hints)
+
+
+def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
+    """Raises UserError for options that have no effect on what the data was taken for."""
+    if form is None:
+        given = [name for name in ("chat_template", "system_prompt", "train_on_prompt") if getattr(recipe, name)]
+        what = f"text; {columns_present(source.parts['train'])}. Name the form with --data_format"
+    else:
+        given = [name for name in ("document_separator", "append_eos") if getattr(recipe, name) is not None]
+        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
+    if given:
+        named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
+        raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
+    if form is not None and recipe.packing == "concatenate":
+        raise UserError(
+            f"packing = concatenate: the data is {KINDS[form.kind]} a record (column {form.question}), and without "
+            "boundaries there is no loss on the answers alone. Use --packing documents or none"
+        )
+
+
+def _hints(recipe: ClmRecipe, contents: Contents, unit: str, block_size: int) -> list[str]:
+    """Advice on how the documents were cut, where the figures suggest that it was not meant so.
+
+    `unit` is what a document was in the source: row, record, file, line, paragraph or mark.
+    """
+    mean = contents.tokens / contents.documents
+    if recipe.packing == "documents" and mean < block_size / 4:
+        return [
+            f"hint      a document ({unit}) has {mean:.0f} tokens on average and attention stays inside it: "
+            "if these are lines of longer texts, --packing concatenate or another --document_separator gives "
+            "longer contexts"
+        ]
+    if contents.truncated > 0.1 * contents.tokens:
+        return [
+            f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: "
+            "a larger --block_size, or packing, keeps them"
+        ]
+    return []
 
 
 def _append_eos(recipe: ClmRecipe, tokenizer) -> bool:

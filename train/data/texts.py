@@ -7,6 +7,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from train.data.sources import (
+    Source,
     columns_present,
     empty_split,
     first,
@@ -34,10 +35,15 @@ class Records:
 
 
 def load_texts(recipe: ClmRecipe) -> Records:
-    """Read what the recipe names, split off the held-out part if there is none, and apply max_*_samples.
+    """The texts that the recipe names: `read_records` and `take_texts`, one after the other."""
+    return take_texts(recipe, *read_records(recipe))
+
+
+def read_records(recipe: ClmRecipe) -> tuple[Source, str]:
+    """(what the recipe names, what a record of it is).
 
     Raises:
-        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach; a split is empty.
+        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach.
     """
     units: list[str] = []
 
@@ -46,7 +52,15 @@ def load_texts(recipe: ClmRecipe) -> Records:
         return units[0] if units[0] in ("line", "paragraph") else "document"
 
     source = read_source(recipe, sample_by=sample_by)
-    unit = units[0] if units else "row" if source.kind == "hub" else "record"
+    return source, units[0] if units else "row" if source.kind == "hub" else "record"
+
+
+def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
+    """The column of text alone, the held-out part split off if there is none, max_*_samples applied.
+
+    Raises:
+        UserError: there is no such column; a split is empty.
+    """
     parts = {name: _only_text(part, _text_column(part, recipe.text_column)) for name, part in source.parts.items()}
     if unit == "mark":
         parts = {name: _cut_at_mark(part, recipe.document_separator or END_OF_TEXT) for name, part in parts.items()}

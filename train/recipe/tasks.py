@@ -21,6 +21,15 @@ class LossOptions(Recipe):
 
 
 @dataclass
+class RecordOptions(Recipe):
+    """Records that cannot be used"""
+
+    skip_bad_records: bool = option(
+        False, "Leave out records that cannot be used (an empty text, no label, no answer), and count them."
+    )
+
+
+@dataclass
 class PaddingOptions(Recipe):
     """Batches of rows that differ in length"""
 
@@ -30,9 +39,6 @@ class PaddingOptions(Recipe):
         "Who shares a batch. window: rows of similar length; update: an update's rows are drawn at random, and only "
         "its micro-batches hold similar lengths; none: at random.",
         choices=("window", "update", "none"),
-    )
-    skip_bad_records: bool = option(
-        False, "Leave out records that cannot be used (an empty text, no label, no history), and count them."
     )
 
 
@@ -129,7 +135,8 @@ class TextOptions(Recipe):
     packing: str = option(
         "documents",
         "documents: fill blocks, attention stays inside each document; concatenate: fill blocks and ignore "
-        "boundaries, as group_texts does; none: one document a row, cut at block_size and padded.",
+        "boundaries, as group_texts does; none: one document a row, cut at block_size and padded. Conversations are "
+        "packed whole.",
         choices=("documents", "concatenate", "none"),
     )
     append_eos: bool | None = option(
@@ -138,20 +145,58 @@ class TextOptions(Recipe):
 
 
 @dataclass
+class ChatOptions(Recipe):
+    """Instructions and chats"""
+
+    data_format: str = option(
+        "auto",
+        "What a record is. text: running text; instruction: instruction (, input) and output; prompt: prompt and "
+        "completion; messages: turns with roles. By default what the columns say.",
+        choices=("auto", "text", "instruction", "prompt", "messages"),
+    )
+    messages_column: str | None = option(None, "Column of the turns; by default `messages`, or a name like it.")
+    chat_template: str | None = option(
+        None,
+        "How a conversation is written: llama-2-chat, instruction, instruction-ja, none (prompt and answer one after "
+        "the other), or a .jinja file; by default as the tokenizer's own template has it.",
+    )
+    system_prompt: str | None = option(None, "System text for conversations that have none of their own.")
+    train_on_prompt: bool = option(False, "Train on the whole conversation, not on the answers only.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        text_column, packing = getattr(self, "text_column", None), getattr(self, "packing", None)
+        columns = {"text_column": text_column, "messages_column": self.messages_column}
+        named = [f"{name} = {column!r}" for name, column in columns.items() if column]
+        if len(named) > 1:
+            found.append(f"{' and '.join(named)}: keep one of the two")
+        elif self.data_format != "auto":
+            meant = {"text": "text_column", "messages": "messages_column"}.get(self.data_format)
+            useless = [line for line in named if not (meant and line.startswith(meant))]
+            found += [f"{line} has no effect with data_format = {self.data_format}" for line in useless]
+        if self.data_format not in ("auto", "text") and packing == "concatenate":
+            found.append(
+                f"packing = concatenate and data_format = {self.data_format}: samples are packed whole, "
+                "use --packing documents"
+            )
+        return found
+
+
+@dataclass
 class SampleOptions(Recipe):
     """A look at the result"""
 
     sample_tokens: int = option(0, "Generate this many tokens after training, for a look at the result.", minimum=0)
-    sample_prompt: str | None = option(None, "Text that the generated sample continues.")
+    sample_prompt: str | None = option(None, "Text that the generated sample continues (of a chat: what it answers).")
 
 
 @dataclass
-class ClmRecipe(SampleOptions, TrainingRecipe, TextOptions, LossOptions):
+class ClmRecipe(SampleOptions, TrainingRecipe, ChatOptions, RecordOptions, TextOptions, LossOptions):
     """Causal language modelling, from scratch or continued."""
 
 
 @dataclass
-class ClsRecipe(TrainingRecipe, PaddingOptions, LabelOptions):
+class ClsRecipe(TrainingRecipe, PaddingOptions, RecordOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     def __post_init__(self):
@@ -160,5 +205,5 @@ class ClsRecipe(TrainingRecipe, PaddingOptions, LabelOptions):
 
 
 @dataclass
-class Seq2SeqRecipe(TrainingRecipe, GenerationOptions, PaddingOptions, PairOptions, LossOptions):
+class Seq2SeqRecipe(TrainingRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
     """Encoder-decoder training: dialogue, or any source and target."""

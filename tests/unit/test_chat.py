@@ -1,0 +1,320 @@
+"""Chat templates and the labels of conversations: what is trained on, token by token."""
+
+import copy
+
+import numpy as np
+import pytest
+from chats import (
+    ANSWERS,
+    CHAT,
+    INSTRUCTION,
+    LONG_TALK,
+    PROMPT,
+    TOKENIZERS,
+    encoded,
+    encoder_of,
+    real_records,
+    refusal,
+    tokenizer_of,
+)
+
+from train.data.chat import overlap
+from train.data.instructions import Form
+from train.model.chat import (
+    TEMPLATES,
+    install_template,
+    known_templates,
+    named_template,
+    question_ids,
+    render,
+    written,
+)
+from train.model.loss import IGNORE
+
+# ------------------------------------------------------------------------------- what a template should write, by hand
+
+Pieces = list[tuple[str, bool]]  # text, and whether it is trained on
+
+
+def expected(template: str, messages: list[dict], tokenizer) -> Pieces:
+    """The pieces of a conversation, put together without a template."""
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    rest = messages[1:] if system else messages
+    marks = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    words = {"instruction": ("Instruction", "Input", "Response"), "instruction-ja": ("指示", "入力", "応答")}
+    begin = bos if marks else ""
+    pieces: Pieces = []
+    for number, (user, assistant) in enumerate(zip(rest[::2], rest[1::2])):
+        answer, first = assistant["content"], number == 0
+        if template == "llama-2-chat":
+            inner = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system and first else ""
+            pieces += [(f"{bos}[INST] {inner}{user['content']} [/INST]", False), (f" {answer} {eos}", True)]
+        elif template == "none":
+            pieces += [((begin + system if first else "") + user["content"], False), (answer + eos, True)]
+        else:
+            ask, given, reply = words[template]
+            text = begin + (f"{system}\n\n" if system else "") if first else "\n\n"
+            text += f"### {ask}:\n{user.get('instruction', user['content'])}\n\n"
+            text += f"### {given}:\n{user['input']}\n\n" if user.get("input") else ""
+            pieces += [(f"{text}### {reply}:\n", False), (answer + eos, True)]
+    return pieces
+
+
+def tokens_of(pieces: Pieces, tokenizer) -> tuple[list[int], list[int]]:
+    """(ids, labels) of pieces that are tokenised one by one: where they meet, no token spans them."""
+    ids, labels = [], []
+    for text, trained in pieces:
+        # After a special token, Llama's tokenizers put no space of their own in front.
+        piece = tokenizer(tokenizer.eos_token + text, add_special_tokens=False)["input_ids"][1:]
+        if not ids:
+            piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += piece
+        labels += piece if trained else [IGNORE] * len(piece)
+    return ids, labels
+
+
+def trained_runs(row: dict, tokenizer) -> list[str]:
+    """The trained tokens as text, one for each run of them."""
+    trained = np.array(row["labels"]) != IGNORE
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
+    assert len(edges) % 2 == 0
+    return [tokenizer.decode(row["input_ids"][a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def as_instruction(record: dict) -> dict:
+    """White space at its end, which `none` keeps and the others strip, keeps prompt and answer in separate tokens."""
+    last = "input" if record["input"] else "instruction"
+    return {**record, last: record[last] + "\n"}
+
+
+def as_prompt(record: dict) -> dict:
+    return {"prompt": record["instruction"] + "\n", "completion": record["output"]}
+
+
+def as_messages(record: dict) -> dict:
+    texts = {"user": record["instruction"] + "\n", "assistant": record["output"]}
+    return {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
+@pytest.mark.parametrize(
+    ("form", "in_form"), [(INSTRUCTION, as_instruction), (PROMPT, as_prompt), (CHAT, as_messages)]
+)
+def test_the_labels_of_real_records_token_by_token(form, in_form, template, name):
+    tokenizer, records = tokenizer_of(name), real_records()
+    asked = [in_form(record) for record in records]
+    rows = encoded(encoder_of(tokenizer, form, template), asked)
+    assert len(rows) == len(records) >= 30
+    for record, row, source in zip(asked, rows, records):
+        messages = form.messages(record)
+        if template != "none":
+            messages = [{key: text.strip() for key, text in message.items()} for message in messages]
+        ids, labels = tokens_of(expected(template, messages, tokenizer), tokenizer)
+        assert list(row["input_ids"]) == ids
+        assert list(row["labels"]) == labels
+        assert row["trained"] == sum(label != IGNORE for label in labels) > 0
+        assert (row["truncated"], row["is_cut"]) == (0, False)
+        (answer,) = trained_runs(row, tokenizer)
+        assert answer.endswith(tokenizer.eos_token)
+        assert answer.removesuffix(tokenizer.eos_token).strip() == source["output"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
+def test_every_assistant_turn_is_trained(template, name):
+    tokenizer = tokenizer_of(name)
+    encoder = encoder_of(tokenizer, CHAT, template)
+    (row,) = encoded(encoder, [{"messages": LONG_TALK}])
+    pieces = expected(template, LONG_TALK, tokenizer)
+    assert encoder.render({"messages": LONG_TALK}, "")[0] == "".join(text for text, _ in pieces)
+    runs = trained_runs(row, tokenizer)
+    assert [run.removesuffix(tokenizer.eos_token).strip() for run in runs] == ANSWERS
+    assert all(run.endswith(tokenizer.eos_token) for run in runs)
+    if template != "none":
+        assert (list(row["input_ids"]), list(row["labels"])) == tokens_of(pieces, tokenizer)
+    assert row["labels"][0] == IGNORE
+
+
+def test_the_text_of_llama_2_chat():
+    """The form of Meta's own code and of Elyza's models, byte for byte."""
+    tokenizer = tokenizer_of("llama2")
+    install_template(tokenizer, "llama-2-chat")
+    assert render(tokenizer, LONG_TALK[:5])[0] == (
+        "<s>[INST] <<SYS>>\nあなたは誠実で優秀な日本人のアシスタントです。\n<</SYS>>\n\n日本で一番高い山は? [/INST] "
+        "富士山です。🗻 </s><s>[INST] And in 𠮷野? [/INST] That is Mt. Hakkyō,\n1,915 m. </s>"
+    )
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
+def test_the_model_is_asked_with_what_it_was_trained_on(template, name):
+    """The prompt that transformers makes for an answer is what stands before the trained part, token by token: so in
+    Llama-2's form the space before an answer is trained on, where it is a token of its own (Japanese)."""
+    tokenizer = tokenizer_of(name)
+    encoder = encoder_of(tokenizer, CHAT, template)
+    for talk in (LONG_TALK[:3], LONG_TALK[1:3], LONG_TALK[1:5], LONG_TALK):
+        (row,) = encoded(encoder, [{"messages": talk}])
+        prompt = tokenizer.apply_chat_template(talk[:-1], add_generation_prompt=True)["input_ids"]
+        assert list(row["input_ids"]) == tokenizer.apply_chat_template(talk)["input_ids"]
+        if template != "none":  # there, a token may span the two
+            assert list(row["input_ids"][: len(prompt)]) == prompt
+            assert row["labels"][len(prompt) - 1] == IGNORE
+            assert (row["labels"][len(prompt) :] != IGNORE).all()
+    asked = question_ids(tokenizer, LONG_TALK[1]["content"], LONG_TALK[0]["content"])
+    assert asked == tokenizer.apply_chat_template(LONG_TALK[:2], add_generation_prompt=True)["input_ids"]
+
+
+def test_a_token_that_spans_prompt_and_answer_is_trained():
+    tokenizer = tokenizer_of("gpt2")
+    encoder = encoder_of(tokenizer, PROMPT, None)
+    texts = [("The sky is", " blue."), ("空は ", "青い"), ("The sky is ", "blue.")]
+    rows = encoded(encoder, [{"prompt": prompt, "completion": completion} for prompt, completion in texts])
+    assert trained_runs(rows[0], tokenizer) == [" blue.<|endoftext|>"]
+    assert trained_runs(rows[1], tokenizer) == [" 青い<|endoftext|>"], "its first byte shares a token with the space"
+    assert trained_runs(rows[2], tokenizer) == [" blue.<|endoftext|>"]
+    assert list(rows[0]["input_ids"]) == list(rows[2]["input_ids"])
+
+
+def test_tokens_and_characters():
+    """Two characters of three tokens each, the first of which starts in the character before; an empty token."""
+    offsets = [(0, 2), (2, 4), (3, 4), (3, 4), (4, 5), (4, 5), (4, 5), (5, 5), (5, 6)]
+    assert overlap(offsets, [(3, 4)]).tolist() == [False, True, True, True, False, False, False, False, False]
+    assert overlap(offsets, [(4, 6)]).tolist() == [False] * 4 + [True] * 5
+    assert overlap(offsets, [(0, 1), (5, 6)]).tolist() == [True, *[False] * 7, True]
+    assert not overlap(offsets, []).any()
+
+
+def test_training_on_the_prompt_too():
+    tokenizer = tokenizer_of("llama2")
+    for block_size in (4096, 8):
+        (row,) = encoded(encoder_of(tokenizer, CHAT, "llama-2-chat", block_size, True), [{"messages": LONG_TALK}])
+        assert list(row["labels"]) == [IGNORE, *row["input_ids"][1:]]
+        assert row["trained"] == len(row["labels"]) - 1 > 5
+        assert row["is_cut"] == (block_size == 8)
+
+
+def test_answers_in_a_prompt_are_not_trained():
+    tokenizer = tokenizer_of("llama2")
+    form = Form("prompt", "prompt", "completion")
+    (row,) = encoded(
+        encoder_of(tokenizer, form, "instruction"), [{"prompt": LONG_TALK[:4], "completion": LONG_TALK[4:]}]
+    )
+    assert [run.removesuffix("</s>") for run in trained_runs(row, tokenizer)] == ANSWERS[1:]
+
+
+# ----------------------------------------------------------------------------------------------------- other templates
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chatml(tokenizer, template: str = CHATML, eos: str = "<|im_end|>"):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "end", "last_end"),
+    [
+        (CHATML, "<|im_end|>", "<|im_end|>", "<|im_end|>"),
+        (CHATML, "<|endoftext|>", "<|im_end|>\n", "<|im_end|>\n"),  # all that ends a turn
+        (CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "<|endoftext|>", "<|im_end|>\n",
+         "<|im_end|>\n<|endoftext|>"),  # once, at the very end; <|im_start|> has its first two letters
+        (CHATML.replace("message['content']", "message['content'] | trim"), "<|im_end|>", "<|im_end|>", "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_the_tokenizers_own_template(template, eos, end, last_end):
+    tokenizer = chatml(tokenizer_of("gpt2"), template, eos)
+    encoder = encoder_of(tokenizer, CHAT, None)
+    assert encoder.template.note == "template  the tokenizer's own chat template"
+    talk = [*LONG_TALK[:-1], {"role": "assistant", "content": LONG_TALK[-1]["content"]}]
+    (row,) = encoded(encoder, [{"messages": talk}])
+    assert trained_runs(row, tokenizer) == [ANSWERS[0] + end, ANSWERS[1] + end, ANSWERS[2] + last_end]
+    if "trim" in template:
+        spaced = [{**message, "content": f"\n {message['content']}  "} for message in talk]
+        assert list(encoded(encoder, [{"messages": spaced}])[0]["labels"]) == list(row["labels"])
+    assert tokenizer.chat_template == template
+
+
+def test_a_named_template_takes_the_place_of_the_tokenizers_own(tmp_path):
+    tokenizer = chatml(tokenizer_of("gpt2"))
+    assert "(in place of the tokenizer's own)" in install_template(tokenizer, "instruction").note
+    assert written(tokenizer, LONG_TALK[1:3]).startswith("### Instruction:\n日本")
+    tokenizer.save_pretrained(tmp_path)
+    assert type(tokenizer).from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    assert install_template(tokenizer, str(tmp_path / "mine.jinja")).origin.endswith("mine.jinja'")
+    assert tokenizer.chat_template == CHATML
+
+
+def test_the_templates_that_there_are():
+    assert known_templates() == ["instruction", "instruction-ja", "llama-2-chat", "none"]
+    for name in known_templates():
+        assert named_template(name) == (TEMPLATES / f"{name}.jinja").read_text()
+        for tokenizer in (tokenizer_of("gpt2"), tokenizer_of("llama2")):
+            install_template(tokenizer, name)
+            text = written(tokenizer, LONG_TALK[1:3])
+            begins = tokenizer.bos_token == "<s>" or name == "llama-2-chat"
+            assert text.startswith(tokenizer.bos_token) == begins
+            assert text.endswith(tokenizer.eos_token)
+    message = refusal(named_template, "instructions")
+    assert "Did you mean instruction?" in message
+    assert "There are instruction, instruction-ja, llama-2-chat, none" in message
+
+
+def test_a_tokenizer_with_several_templates_or_without_an_end():
+    tokenizer = copy.deepcopy(tokenizer_of("gpt2"))
+    tokenizer.chat_template = {"chat": CHATML, "tools": CHATML}
+    assert "several chat templates (chat, tools) and no default one" in refusal(install_template, tokenizer, None)
+    tokenizer.chat_template = {"default": CHATML, "tools": "x"}
+    install_template(tokenizer, None)
+    assert tokenizer.chat_template == CHATML
+    tokenizer.eos_token = None
+    assert "has no end-of-text token" in refusal(install_template, tokenizer, "instruction")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{# one #}\n{% for message in messages %}\n{{ message['content'] }\n{% endfor %}", ["mine.jinja', line 3: "]),
+        ("a\n{% if messages %}\nb", ["mine.jinja', line 3: ", "'endif'"]),
+    ],
+)
+def test_a_template_that_is_not_valid(tmp_path, template, words):
+    (tmp_path / "mine.jinja").write_text(template)
+    message = refusal(install_template, tokenizer_of("gpt2"), str(tmp_path / "mine.jinja"))
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}\n{% if m.role == 'system' %}\n{{ raise_exception('no system role') }}\n{% endif %}\n"
+         "{{ m.content }}{% endfor %}", "line 3: no system role"),
+        ("\n{% macro turn(m) %}\n{{ m.text.upper() }}\n{% endmacro %}\n{{ turn(messages[0]) }}", "line 3: "),
+        ("{{ messages[0].content }}\n{{ messages[9].content }}", "line 2: "),
+        ("{{ messages[0].content + 1 }}", "line 1: can only concatenate str"),
+        ("{% for m in messages %}{{ m.content[:4] }}{% endfor %}", "turn 3, an answer"),
+        ("{% for m in messages %}{{ m.content | replace('o', '0') }}{% endfor %}", "it changes turn 3, an answer"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "it does not write turn 3, an answer"),
+        ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "it does not write turn 3"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (messages[2].content | length) }}",
+         "what it writes after the last answer depends on the answer"),
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_on_a_record(tmp_path, template, words):
+    (tmp_path / "mine.jinja").write_text(template)
+    encoder = encoder_of(tokenizer_of("gpt2"), CHAT, str(tmp_path / "mine.jinja"))
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi?"},
+            {"role": "assistant", "content": "Good morning."}]  # fmt: skip
+    message = refusal(encoder.render, {"messages": talk}, "a.jsonl, record 7")
+    assert message.startswith("error: a.jsonl, record 7: chat_template = ")
+    assert "mine.jinja' fails on it: " in message
+    assert words in message, message

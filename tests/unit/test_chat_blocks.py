@@ -1,0 +1,239 @@
+"""Conversations from file to blocks: packed whole, cut and counted, shown, cached; the loss of a block."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, real_records, refusal, tokenizer_of
+from helpers import tiny_model
+
+from train.data.chat import show
+from train.data.collate import CausalCollator
+from train.data.pack import best_fit
+from train.data.prepare_text import prepare_text
+from train.model.configuration import load_configuration
+from train.model.loss import IGNORE, install_loss, model_loss
+from train.recipe import ClmRecipe, parse_recipe
+
+
+@pytest.fixture
+def prepare(stories, cache):
+    def run(path, *flags: str):
+        model = ["--model_name_or_path", str(stories), "--block_size", "256", "--cache_dir", cache]
+        more = ["--train_file", str(path), "--validation_split_percentage", "0", *map(str, flags)]
+        recipe = parse_recipe(ClmRecipe, [*model, *more])
+        return prepare_text(recipe, load_configuration(recipe))
+
+    return run
+
+
+@pytest.fixture
+def short(tmp_path):
+    """A file of real records that are short enough for small blocks."""
+    cut = [{**record, "input": record["input"][:20]} for record in real_records()]
+    kept = [record for record in cut if sum(len(text.encode()) for text in record.values()) < 300]
+    assert sum(not record["output"].isascii() for record in kept) >= 5
+    asked = [{**record, "instruction": f"{n} {record['instruction']}"} for n in range(3) for record in kept]
+    assert len(asked) >= 40
+    path = tmp_path / "short.json"
+    path.write_text(json.dumps(asked, ensure_ascii=False))
+    return path
+
+
+def all_of(samples) -> list[dict]:
+    assert len(samples) > 0
+    return [samples[index] for index in range(len(samples))]
+
+
+def segments(block: dict) -> list[tuple[tuple, tuple]]:
+    """(ids, labels) of each part of a block whose positions count up from 0."""
+    begins = np.flatnonzero(block["position_ids"] == 0).tolist()
+    parts = list(zip(begins, [*begins[1:], len(block["position_ids"])]))
+    for a, b in parts:
+        assert block["position_ids"][a:b].tolist() == list(range(b - a))
+    return [(tuple(block["input_ids"][a:b].tolist()), tuple(block["labels"][a:b].tolist())) for a, b in parts]
+
+
+def test_blocks_hold_whole_samples(short, prepare):
+    blocks = prepare(short, "--chat_template", "instruction", "--block_size", "400")
+    single = prepare(short, "--chat_template", "instruction", "--block_size", "400", "--packing", "none")
+    rows = [(tuple(row["input_ids"].tolist()), tuple(row["labels"].tolist())) for row in all_of(single.train)]
+    found, filler = [], 0
+    for block in all_of(blocks.train):
+        assert {len(block[name]) for name in ("input_ids", "labels", "position_ids")} == {400}
+        held = segments(block)
+        if block["num_tokens"] < 400:
+            ids, labels = held.pop()
+            assert len(ids) == 400 - block["num_tokens"]
+            assert set(labels) == {IGNORE}
+            filler += len(ids)
+        assert sum(len(ids) for ids, _ in held) == block["num_tokens"]
+        found += held
+    assert sorted(found) == sorted(rows)
+    assert filler > 0
+    assert max(len(segments(block)) for block in all_of(blocks.train)) > 2
+    contents, alone = blocks.train.contents, single.train.contents
+    tokens, positions = sum(len(ids) for ids, _ in rows), 400 * len(blocks.train)
+    assert (contents.documents, contents.samples, contents.tokens, contents.truncated) == (
+        len(rows), len(blocks.train), tokens, 0)  # fmt: skip
+    assert contents.padding == pytest.approx(filler / positions)
+    assert positions == tokens + filler
+    assert contents.trained == alone.trained == sum(label != IGNORE for _, labels in rows for label in labels)
+    assert (alone.documents, alone.samples, alone.tokens) == (len(rows), len(rows), tokens)
+    assert alone.padding == pytest.approx(1 - tokens / (len(rows) * max(len(ids) for ids, _ in rows)))
+    again = all_of(prepare(short, "--chat_template", "instruction", "--block_size", "400").train)
+    assert [block["labels"].tolist() for block in again] == [
+        block["labels"].tolist() for block in all_of(blocks.train)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.lognormal(3, 1, size=2000).astype(int) + 1, 100)
+    blocks = best_fit(lengths, 100)
+    assert sorted(index for block in blocks for index in block) == list(range(2000))
+    sums = [int(lengths[block].sum()) for block in blocks]
+    assert max(sums) <= 100
+    assert len(blocks) <= 1.02 * -(-lengths.sum() // 100)
+    assert best_fit(lengths, 100) == blocks
+
+
+def test_best_fit_by_hand():
+    assert best_fit(np.array([4, 6, 3, 10, 5, 2]), 10) == [[3], [1, 0], [4, 2, 5]]
+    assert best_fit(np.array([3, 3, 3]), 3) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_loss_of_a_block_is_the_sum_of_its_samples(family, short, prepare):
+    flags = ("--chat_template", "llama-2-chat", "--block_size", "500")
+    positions = {"n_positions": 512} if family == "gpt2" else {"max_position_embeddings": 512}
+    model = tiny_model(family, vocab_size=512, **positions)
+    install_loss(model, "full")
+    collate = CausalCollator(pad_id=0)
+
+    def loss_of(samples) -> tuple[float, int, int]:
+        batches = [collate([(sample, n)]) for n, sample in enumerate(all_of(samples))]
+        with torch.no_grad():
+            losses = [float(model_loss(model, batch)) for batch in batches]
+        return sum(losses), sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)
+
+    blocks, rows = prepare(short, *flags).train, prepare(short, *flags, "--packing", "none").train
+    assert len(blocks) < len(rows) / 2
+    packed, separate = loss_of(blocks), loss_of(rows)
+    assert packed[0] == pytest.approx(separate[0], rel=1e-5)
+    assert packed[1:] == separate[1:] == (rows.contents.trained, rows.contents.tokens)
+    with torch.no_grad():
+        together = float(model_loss(model, collate([(rows[n], n) for n in range(len(rows))])))
+    assert together == pytest.approx(separate[0], rel=1e-5)
+
+
+def asked(sizes: list[int], words: list[int]) -> list[dict]:
+    """Prompts and answers of so many tokens, about."""
+    pairs = zip(sizes, words, strict=True)
+    return [{"prompt": "x" * size + "\n", "completion": "yes" + " yes" * count} for size, count in pairs]
+
+
+def write(path, records: list[dict]):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_answers_beyond_the_block_are_counted(tmp_path, prepare):
+    some = asked([5, 5, 50, 5, 120, 5, 300, 5, 5, 50], [90, 2, 2, 2, 2, 2, 90, 2, 2, 40])
+    whole = encoded(encoder_of(tokenizer_of("stories"), PROMPT, "none"), some)
+    path = write(tmp_path / "a.jsonl", some)
+    data = prepare(path, "--packing", "none", "--block_size", "100")
+    kept = [row for n, row in enumerate(whole) if n not in (4, 6)]
+    assert [row["input_ids"].tolist() for row in all_of(data.train)] == [
+        row["input_ids"][:100].tolist() for row in kept
+    ]
+    assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
+    assert (
+        "note      2 of 10 training samples are left out: their answer lies beyond block_size = 100 tokens"
+        in data.notes
+    )
+    assert "note      2 of 10 training samples have their answer cut at block_size = 100 tokens" in data.notes
+    contents, tokens = data.train.contents, sum(len(row["input_ids"]) for row in whole)
+    assert (contents.documents, contents.samples, contents.tokens) == (10, 8, tokens)
+    assert contents.truncated == tokens - sum(min(len(row["input_ids"]), 100) for row in kept)
+    assert contents.trained == sum(int((row["labels"] != IGNORE).sum()) for row in all_of(data.train))
+    packed = prepare(path, "--block_size", "100").train
+    assert (packed.contents.trained, packed.contents.truncated) == (contents.trained, contents.truncated)
+    assert sum(len(segments(block)) - (block["num_tokens"] < 100) for block in all_of(packed)) == 8
+    everything = prepare(path, "--packing", "none", "--block_size", "100", "--train_on_prompt")
+    assert len(everything.train) == 10, "a prompt alone is trained on too"
+    assert any("4 of 10 training samples have their answer cut" in note for note in everything.notes)
+
+
+def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):
+    path, good = write(tmp_path / "a.jsonl", asked([70, 80], [2, 2])), write(tmp_path / "b.jsonl", asked([5], [2]))
+    for files, part in (((path,), "training"), ((good, "--validation_file", path), "held-out")):
+        message = refusal(prepare, *files, "--block_size", "64")
+        assert f"block_size = 64: of all 2 {part} samples the answer lies beyond it, no sample is left" in message
+        assert "Choose a larger one (the samples have " in message
+
+
+def test_a_sample_is_shown(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [{"messages": LONG_TALK}, *({"messages": LONG_TALK[1:3]} for _ in range(9))])
+    data = prepare(path, "--chat_template", "llama-2-chat", "--block_size", "512")
+    heading, *lines = data.shown
+    assert "chat_template = 'llama-2-chat'" in heading
+    assert "⟦ ⟧ is trained on" in heading
+    assert all(line.startswith("  | ") for line in lines)
+    assert "\n".join(line[4:] for line in lines) == (
+        "<s>[INST] <<SYS>>\nあなたは誠実で優秀な日本人のアシスタントです。\n<</SYS>>\n\n日本で一番高い山は? [/INST]"
+        "⟦ 富士山です。🗻 </s>⟧<s>[INST] And in 𠮷野? [/INST]⟦ That is Mt. Hakkyō,\n1,915 m. </s>⟧"
+        "<s>[INST] ありがとう。 [/INST]⟦ どういたしまして! </s>⟧"
+    )
+    long = [
+        {
+            "messages": [
+                {"role": role, "content": f"{role} begins {'a ' * 2000} ends"} for role in ("user", "assistant")
+            ]
+        }
+    ]
+    tokenizer = tokenizer_of("gpt2")
+    encoder = encoder_of(tokenizer, CHAT, "instruction", 10_000)
+    text = "\n".join(show(encoded(encoder, long)[0], tokenizer, encoder.template))
+    assert len(text) < 2500
+    for words in ("user begins", "ends", "⟦assistant begins", "[…]", "ends<|endoftext|>⟧"):
+        assert words in text
+    many = [{"messages": LONG_TALK[1:3] * 40}]
+    assert len("\n".join(show(encoded(encoder, many)[0], tokenizer, encoder.template))) < 2500
+
+
+def test_what_was_made_under_other_options_is_not_taken_from_the_cache(short, prepare):
+    flags = ("--packing", "none", "--block_size", "512", "--chat_template")
+    seen = {}
+    for more in (["instruction"], ["instruction-ja"], ["llama-2-chat"], ["instruction", "--train_on_prompt"],
+                 ["instruction", "--system_prompt", "Be brief."], ["instruction", "--block_size", "300"],
+                 ["instruction", "--preprocessing_num_workers", "2", "--overwrite_cache"]):  # fmt: skip
+        rows = all_of(prepare(short, *flags, *more).train)
+        seen[" ".join(more)] = json.dumps([[row["input_ids"].tolist(), row["labels"].tolist()] for row in rows])
+    workers = seen.popitem()[1]
+    assert len(set(seen.values())) == 5, "a smaller block changes nothing here"
+    assert workers == seen["instruction"] == seen["instruction --block_size 300"]
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_the_record_that_a_template_fails_on_is_named(tmp_path, prepare, workers):
+    """By its number in the file, also where a part is held out."""
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}\n{% if 'bad' in m.content %}\n{{ raise_exception('it is bad') }}\n{% endif %}\n"
+        "{{ m.content }}{% endfor %}"
+    )
+    some = asked([5] * 40, [2] * 40)
+    some[33]["prompt"] = "bad\n"
+    path = write(tmp_path / "a.jsonl", some)
+    flags = ["--chat_template", template, "--validation_split_percentage", "40"]
+    message = refusal(prepare, path, *flags, *(["--preprocessing_num_workers", workers] if workers else []))
+    assert f"{path}, record 34: chat_template = '{template}' fails on it: line 3: it is bad" in message
+
+
+def test_a_tokenizer_without_offsets(monkeypatch):
+    tokenizer = tokenizer_of("gpt2")
+    monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda self: False))
+    assert "GPT2Tokenizer) does not say which characters" in refusal(encoder_of, tokenizer, CHAT, "instruction")

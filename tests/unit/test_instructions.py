@@ -1,0 +1,318 @@
+"""Instructions, prompts and chats: what a table holds, the messages of a record, and records that are of no use."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from train.data.instructions import Form, find_form
+from train.data.prepare_text import prepare_text
+from train.data.records import BadRecord
+from train.model.configuration import load_configuration
+from train.recipe import ClmRecipe, UserError, parse_recipe
+
+QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [QUESTION, ANSWER]
+SHAREGPT = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
+
+
+def form_of(record: dict, **options) -> Form | None:
+    return find_form(ClmRecipe(**options), Dataset.from_list([record]))
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    return caught.value.report()
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "expected"),
+    [
+        ({"text": "x"}, {}, None),
+        ({"text": "x", "label": 1, "prompt": "y"}, {}, None),
+        ({"instruction": "x", "output": "y"}, {}, Form("instruction", "instruction", "output")),
+        ({"instruction": "x", "input": "z", "output": "y", "text": "all of it"}, {},
+         Form("instruction", "instruction", "output", "input")),
+        ({"instruction": "x", "output": "y", "text": "z"}, {"text_column": "text"}, None),
+        ({"instruction": "x", "output": "y", "text": "z"}, {"data_format": "text"}, None),
+        ({"instruction": "x", "context": "z", "response": "y", "category": "qa"}, {},
+         Form("instruction", "instruction", "response", "context")),  # Dolly
+        ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
+         Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
+        ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
+        ({"prompt": "x", "response": "y"}, {}, Form("prompt", "prompt", "response", plain=True)),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, {}, Form("prompt", "prompt", "completion")),
+        ({"messages": TURNS, "source": "x"}, {}, Form("messages", "messages")),
+        ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
+        ({"messages": TURNS, "prompt": "x", "completion": "y"}, {"data_format": "prompt"},
+         Form("prompt", "prompt", "completion", plain=True)),
+        ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
+         Form("messages", "conversations", system_prompt="s")),
+        ({"said": TURNS}, {"messages_column": "said"}, Form("messages", "said")),
+        ({"said": TURNS, "text": "x"}, {}, None),
+        ({"dialogue": ["no", "roles"], "text": "x"}, {}, None),
+        ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
+        ({"history": TURNS, "messages": TURNS}, {}, Form("messages", "messages")),
+    ],
+)  # fmt: skip
+def test_forms_that_are_found(record, options, expected):
+    found = form_of(record, **options)
+    assert found == expected
+    if found:
+        assert all(name in found.describe for name in found.columns)
+        assert found.messages(record)[-1]["role"] == "assistant"
+
+
+def test_turns_whose_roles_are_not_known():
+    """Where the recipe says that they are turns, the record says what is wrong with them."""
+    record = {"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}
+    form = form_of(record, data_format="messages")
+    assert form == Form("messages", "dialogue")
+    with pytest.raises(BadRecord, match="turn 1 of its dialogue has the role 'ann'"):
+        form.messages(record)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data_format": "instruction"}, "reads the columns instruction and output or response"),
+        ({"data_format": "prompt"}, "reads the columns prompt and completion or response"),
+        ({"data_format": "messages"}, "`messages` of turns with roles (or another with --messages_column)"),
+        ({"messages_column": "chat"}, "messages_column = 'chat': there is no such column"),
+        ({"messages_column": "a"}, "messages_column = 'a' holds no list of turns"),
+    ],
+)
+def test_forms_that_are_not_found(options, words):
+    message = refusal(form_of, {"a": "x", "b": "y"}, **options)
+    assert words in message
+    assert "the columns are a, b" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--text_column", "a", "--messages_column", "b"], "text_column = 'a' and messages_column = 'b': keep one"),
+        (["--data_format", "text", "--messages_column", "b"], "messages_column = 'b' has no effect with data_format"),
+        (["--data_format", "messages", "--text_column", "b"], "text_column = 'b' has no effect with data_format"),
+        (["--data_format", "prompt", "--packing", "concatenate"], "packing = concatenate and data_format = prompt"),
+        (["--data_format", "chat"], "data_format = 'chat' (--data_format): it must be one of auto, text"),
+    ],
+)
+def test_options_that_contradict_each_other(flags, words):
+    required = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.jsonl"]
+    assert words in refusal(parse_recipe, ClmRecipe, [*required, *flags])
+    assert parse_recipe(ClmRecipe, [*required, "--data_format", "messages", "--messages_column", "b"])
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+INSTRUCTION = Form("instruction", "instruction", "output", "input", "history", "system", "Default.")
+PROMPT = Form("prompt", "prompt", "completion")
+CHAT = Form("messages", "messages")
+
+
+def instruction(**values) -> dict:
+    return {"instruction": "Add.", "input": None, "output": "3", "history": None, "system": None, **values}
+
+
+def test_an_instruction():
+    default = {"role": "system", "content": "Default."}
+    asked = {"role": "user", "content": "Add.", "instruction": "Add."}
+    three = {"role": "assistant", "content": "3"}
+    assert INSTRUCTION.messages(instruction()) == [default, asked, three]
+    assert INSTRUCTION.messages(instruction(input=" \n", system=" ")) == [default, asked, three]
+    with_input = {**asked, "content": "Add.\n\n1 2", "input": "1 2"}
+    own = {"role": "system", "content": "Count."}
+    assert INSTRUCTION.messages(instruction(input="1 2", system="Count.")) == [own, with_input, three]
+    past = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]  # fmt: skip
+    assert INSTRUCTION.messages(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
+    assert INSTRUCTION.messages(instruction(output=3)) == [default, asked, three], "an answer of digits"
+
+
+def test_a_prompt():
+    """Text is kept to the last space: what stands between prompt and answer is the data's."""
+    assert PROMPT.messages({"prompt": "The sky is", "completion": " blue."}) == [
+        {"role": "user", "content": "The sky is"},
+        {"role": "assistant", "content": " blue."},
+    ]
+    lists = {"prompt": [SYSTEM, *TURNS, QUESTION], "completion": [ANSWER, QUESTION, ANSWER]}
+    given = {**ANSWER, "trained": False}
+    assert PROMPT.messages(lists) == [SYSTEM, QUESTION, given, QUESTION, ANSWER, QUESTION, ANSWER]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        TURNS,
+        SHAREGPT,
+        [{"role": "Human", "text": "Hi?"}, {"role": "Bot", "text": "Ho."}],
+        [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, {**ANSWER, "tool_calls": None}],
+        {"role": ["user", "assistant"], "content": ["Hi?", "Ho."]},
+    ],
+)
+def test_a_conversation(turns):
+    assert CHAT.messages({"messages": turns}) == TURNS
+
+
+def test_a_system_text():
+    with_default = Form("messages", "messages", system_prompt="Default.")
+    assert with_default.messages({"messages": [SYSTEM, *TURNS]}) == [SYSTEM, *TURNS]
+    default = {"role": "system", "content": "Default."}
+    assert with_default.messages({"messages": TURNS}) == [default, *TURNS]
+    assert with_default.messages({"messages": [{**SYSTEM, "content": ""}, *TURNS]}) == [default, *TURNS]
+    assert CHAT.messages({"messages": [{**SYSTEM, "content": " "}, *TURNS]}) == TURNS
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "words"),
+    [
+        (INSTRUCTION, instruction(output=""), "the output is empty"),
+        (INSTRUCTION, instruction(output=None), "the output is empty"),
+        (INSTRUCTION, instruction(instruction=" \n"), "the instruction is empty"),
+        (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
+        (INSTRUCTION, instruction(history=[["a?"]]), "entry 1 of its history is no pair of question and answer"),
+        (PROMPT, {"prompt": "", "completion": "x"}, "the prompt is empty"),
+        (PROMPT, {"prompt": "x", "completion": None}, "the completion is empty"),
+        (PROMPT, {"prompt": [QUESTION], "completion": [QUESTION]}, "turn 2 is the user's, where one of the assistant"),
+        (PROMPT, {"prompt": [QUESTION], "completion": []}, "no answer: the last turn, number 1, is the user's"),
+        (CHAT, {"messages": []}, "a conversation without a turn"),
+        (CHAT, {"messages": None}, "a conversation without a turn"),
+        (CHAT, {"messages": [SYSTEM]}, "no answer: the last turn, number 1, is the system's"),
+        (CHAT, {"messages": [QUESTION]}, "no answer: the last turn, number 1, is the user's"),
+        (CHAT, {"messages": [SYSTEM, *TURNS, QUESTION]}, "no answer: the last turn, number 4, is the user's"),
+        (CHAT, {"messages": [ANSWER, QUESTION, ANSWER]}, "turn 1 is the assistant's, where one of the user was due"),
+        (CHAT, {"messages": [SYSTEM, *TURNS, ANSWER]}, "turn 4 is the assistant's, where one of the user was due"),
+        (CHAT, {"messages": [QUESTION, QUESTION, ANSWER]}, "turn 2 is the user's, where one of the assistant was due"),
+        (CHAT, {"messages": [QUESTION, SYSTEM, ANSWER]}, "turn 2 is the system's, which can only be the first"),
+        (CHAT, {"messages": [SYSTEM, SYSTEM, *TURNS]}, "turn 2 is the system's, which can only be the first"),
+        (CHAT, {"messages": [QUESTION, {"role": "tool", "content": "x"}]}, "turn 2 .* the role 'tool'.*user: user, h"),
+        (CHAT, {"messages": ["Hi?", "Ho."]}, "turn 1 of its messages has no role"),
+        (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
+        (CHAT, {"messages": [{"role": "user", "said": "x"}]}, "a turn has role, said, and none of content"),
+    ],
+)
+def test_records_that_are_of_no_use(form, record, words):
+    with pytest.raises(BadRecord, match=words):
+        form.messages(record)
+
+
+# ------------------------------------------------------------------------------------------------------- from the file
+
+
+@pytest.fixture
+def prepare(stories, cache):
+    def run(path, *flags: str):
+        model = ["--model_name_or_path", str(stories), "--block_size", "256", "--cache_dir", cache]
+        recipe = parse_recipe(ClmRecipe, [*model, "--train_file", str(path), *map(str, flags)])
+        return prepare_text(recipe, load_configuration(recipe))
+
+    return run
+
+
+def write(path, records: list[dict]):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def asked(number: int) -> dict:
+    return {"instruction": f"Say {number}.", "output": f"It is {number}."}
+
+
+def text_of(data, samples) -> str:
+    return "".join(data.tokenizer.decode(samples[n]["input_ids"]) for n in range(len(samples)))
+
+
+def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(100, 140)])
+    flags = ("--chat_template", "instruction", "--validation_split_percentage", "25")
+    data = prepare(path, *flags)
+    assert data.notes[:2] == ["template  instruction", "data      each record is an instruction (instruction, output)"]
+    train, held_out = ({n for n in range(100, 140) if f"It is {n}." in text_of(data, part)}
+                       for part in (data.train, data.validation))  # fmt: skip
+    assert train | held_out == set(range(100, 140))
+    assert not train & held_out
+    assert (data.train.contents.documents, data.validation.contents.documents) == (30, 10) == (len(train), 10)
+    few = prepare(path, *flags, "--max_train_samples", "7", "--max_eval_samples", "2")
+    assert (few.train.contents.documents, few.validation.contents.documents) == (7, 2)
+    assert text_of(data, data.train).count("It is") == 30
+    assert text_of(few, few.train).count("It is") == 7
+
+
+def test_prompts_need_no_template(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"{n}, ", "completion": f"{n + 1}."} for n in range(40)])
+    data = prepare(path)
+    assert data.notes[0] == "template  none (the tokenizer has no template of its own)"
+    assert "7, 8.</s>" in text_of(data, data.train)
+    lists = [{"prompt": [QUESTION], "completion": [ANSWER]} for _ in range(40)]
+    assert "has no chat template" in refusal(prepare, write(tmp_path / "b.jsonl", lists))
+
+
+def test_bad_records_are_named_or_left_out(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [*(asked(n) for n in range(20)), {"instruction": "?", "output": " "}, asked(20),
+                                        {"instruction": "", "output": "x"}])  # fmt: skip
+    message = refusal(prepare, path, "--chat_template", "instruction")
+    assert f"{path}, record 21: the output is empty (2 such records)" in message
+    assert "--skip_bad_records" in message
+    flags = ("--chat_template", "instruction", "--validation_split_percentage", "0")
+    data = prepare(path, *flags, "--skip_bad_records")
+    assert data.train.contents.documents == 21
+    assert any("2 of 23 records" in note and "record 21: the output is empty" in note for note in data.notes)
+    only_bad = write(tmp_path / "bad.jsonl", [{"instruction": "?", "output": ""}])
+    assert "has no record that can be used" in refusal(prepare, only_bad, *flags, "--skip_bad_records")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--chat_template", "none"], ["chat_template = 'none': no effect", "text; the columns are text"]),
+        (["--train_on_prompt", "--system_prompt", "x"], ["system_prompt = 'x', train_on_prompt = True: no effect"]),
+        (["--data_format", "messages"], ["data_format = messages", "the columns are text"]),
+    ],
+)
+def test_options_that_have_no_effect_on_text(tmp_path, prepare, flags, words):
+    path = write(tmp_path / "a.jsonl", [{"text": f"Text {n}."} for n in range(30)])
+    message = refusal(prepare, path, *flags)
+    for word in words:
+        assert word in message
+    assert not prepare(path, "--skip_bad_records").is_chat
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--append_eos", "no"], ["append_eos = False: no effect", "an instruction a record (column instruction)"]),
+        (["--document_separator", "line"], ["document_separator = 'line': no effect", "--data_format text"]),
+        (["--packing", "concatenate"], ["packing = concatenate", "--packing documents or none"]),
+        ([], ["has no chat template", "instruction, instruction-ja, llama-2-chat, none, or a .jinja file"]),
+        (["--chat_template", "llama2-chat"], ["chat_template = 'llama2-chat'", "Did you mean llama-2-chat?"]),
+        (["--chat_template", "./absent.jinja"], ["chat_template = './absent.jinja' cannot be read"]),
+    ],
+)
+def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, words):
+    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
+    message = refusal(prepare, path, *flags)
+    for word in words:
+        assert word in message, message
+
+
+def test_a_held_out_file_without_the_columns(tmp_path, prepare):
+    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
+    other = write(tmp_path / "b.jsonl", [{"text": "x"}])
+    message = refusal(prepare, path, "--chat_template", "instruction", "--validation_file", other)
+    assert f"{other} has no column instruction, output; the columns are text" in message
+
+
+def test_a_tokenizer_is_trained_on_the_conversations(tmp_path, cache):
+    path = write(tmp_path / "a.jsonl", [{"messages": TURNS}, *({"messages": [SYSTEM, *TURNS]} for _ in range(30))])
+    flags = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "261", "--train_file", str(path), "--cache_dir",
+             cache, "--chat_template", "instruction", "--block_size", "64"]  # fmt: skip
+    recipe = parse_recipe(ClmRecipe, flags)
+    data = prepare_text(recipe, load_configuration(recipe))
+    assert len(data.tokenizer) == 261
+    assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo.<|endoftext|>" in text_of(data, data.train)

@@ -1,0 +1,54 @@
+"""Records that are read one by one, some of which may be of no use."""
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Features, Value
+
+from train.data.cache import cache_root, prepare_anew
+from train.data.sources import Source, bad_record
+from train.data.tokenise import encode_table
+from train.recipe.errors import UserError
+
+
+class BadRecord(Exception):
+    """A record that cannot be used; says why."""
+
+
+def records_of(batch: dict[str, list]) -> list[dict[str, Any]]:
+    """The records of a batch of columns."""
+    return [dict(zip(batch, values)) for values in zip(*batch.values())]
+
+
+def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, Any]], Any], key: object) -> list[str]:
+    """What there is to say about a part's records that `read` refuses. Raises UserError unless they may be left out.
+
+    Args:
+        recipe: with SourceOptions and skip_bad_records.
+        read: raises BadRecord.
+        key: all that `read` depends on, as text.
+    """
+
+    def look(batch: dict, indices: list[int]) -> dict:
+        found = {"record": [], "problem": []}
+        for index, record in zip(indices, records_of(batch)):
+            try:
+                read(record)
+            except BadRecord as bad:
+                found["record"].append(index)
+                found["problem"].append(str(bad))
+        return found
+
+    table = source.parts[part]
+    features = Features({"record": Value("int64"), "problem": Value("string")})
+    bad = encode_table(table, look, features, ("problems", key), cache_root(recipe.cache_dir),
+                       recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
+    if not len(bad):
+        return []
+    where = source.where(part)
+    if len(bad) == len(table):
+        raise UserError(f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}")
+    if not recipe.skip_bad_records:
+        raise bad_record(where, bad[0]["record"], bad[0]["problem"], len(bad))
+    return [f"note      {len(bad):,} of {len(table):,} records of {where} are left out, such as record "
+            f"{bad[0]['record'] + 1}: {bad[0]['problem']}"]  # fmt: skip
