@@ -25,8 +25,9 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "zero2_offload": ("zero2_offload", 2, 2),
     "zero3_offload": ("zero3_offload", 2, 2),
     "zero2_plain": ("zero2_plain", 2, 2),
+    "zero3_offload_optimizer": ("zero3_offload_optimizer", 2, 2),
 }
-REFERENCE, *OTHERS = LAYOUTS
+REFERENCE, *OTHERS, _ = LAYOUTS
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
@@ -38,6 +39,7 @@ class Case:
     updates: int
     flags: tuple[str, ...]
     layouts: tuple[str, ...] = tuple(OTHERS)
+    learning_rate: float = 5e-4
 
 
 PAIRS = ("--train_file", "{shared}/dialogue/valid_freq.json", "--max_source_length", "48", "--max_target_length", "24",
@@ -60,6 +62,11 @@ CASES = {
     )),
     "blenderbot": Case("seq2seq", 12, ("--model_name_or_path", "{blenderbot}", *PAIRS)),
     "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS), ("zero3", "zero2_offload", "zero3_offload")),
+    "lora": Case("clm", 20, (
+        "--model_name_or_path", "{stories}", "--train_file", "{shared}/instruct/alpaca_en_demo.json", "--lora",
+        "--chat_template", "instruction", "--max_train_samples", "300", "--max_eval_samples", "17",
+        "--block_size", "384", "--save_strategy", "epoch", "--save_total_limit", "2",
+    ), ("ddp", "zero2", "zero3", "zero3_offload", "zero3_offload_optimizer"), 1e-2),
 }  # fmt: skip
 RUNS = [(case, layout) for case, about in CASES.items() for layout in about.layouts]
 
@@ -92,7 +99,7 @@ def run(weights, cache, tmp_path_factory):
             flags = [flag.format(**weights) for flag in case.flags]
             lines = launch(
                 output, *flags, "--per_device_train_batch_size", micro, "--global_batch_size", "8",
-                "--max_train_steps", case.updates, "--learning_rate", "5e-4", "--num_warmup_steps", "5",
+                "--max_train_steps", case.updates, "--learning_rate", case.learning_rate, "--num_warmup_steps", "5",
                 "--weight_decay", "0.1", "--precision", "fp32", "--cache_dir", cache,
                 strategy=strategy, processes=processes, task=case.task,
             )  # fmt: skip
@@ -156,7 +163,7 @@ def test_the_reference_moves_and_warms_up(run):
         assert abs(held[-1] - held[0]) > 1e-4 * held[0], case
         rates = [line["learning_rate"] for line in updates(lines)]
         end = about.updates
-        expected = [5e-4 * (k / 5 if k < 5 else (end - k) / (end - 5)) for k in range(end)]
+        expected = [about.learning_rate * (k / 5 if k < 5 else (end - k) / (end - 5)) for k in range(end)]
         assert rates == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
@@ -208,7 +215,7 @@ def test_the_table(run):
     for case, layout in RUNS:
         largest = differences(run, case, layout)
         rows.append(f"| {case} | {layout} | " + " | ".join(f"{largest[figure]:.1e}" for figure in FIGURES) + " |")
-    assert len(rows) == 35
+    assert len(rows) == 40
     head = ["| data | layout | loss | gradient norm | learning rate |", "|---|---|---|---|---|"]
     target = ROOT / "outputs" / "tests"
     target.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ CASES = {
         ["--config_overrides", "n_layer=1,n_head=3,n_embd=32"], ["config_overrides", "num_heads"],
     ),
     "an option of another program": (
-        ["--checkpointing_steps", "5"], ["--checkpointing_steps is not an option", "not there yet"],
+        ["--checkpointing_steps", "5"], ["--checkpointing_steps is not an option", "--save_steps N"],
     ),
     "a launcher's option": (["--num_processes", "2"], ["--num_processes", "belongs to accelerate launch"]),
     "a recipe without a name": (["--config"], ["--config takes one recipe file"]),

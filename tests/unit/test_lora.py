@@ -131,8 +131,7 @@ def test_gradients_reach_the_adapter_through_recomputed_blocks(bases):
         model, _ = adapted(bases["gpt2"], "gpt2")
         moved(model)
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
+            model.activation_checkpointing_enable()
         ids = torch.arange(3, 35).reshape(2, 16)
         model.train()(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})

@@ -112,9 +112,7 @@ class Session:
 
         recipe = self.recipe
         if recipe.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if self.adapter:
-                model.enable_input_require_grads()  # else a recomputed block finds nothing to be differentiated
+            model.activation_checkpointing_enable()  # of a frozen model it lets gradients into the first block
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)

@@ -96,12 +96,16 @@ class Engine:
     def trained_state(self) -> dict[str, torch.Tensor] | None:
         """The same for the weights that are trained, and no others: each is gathered for itself."""
         state = {}
+        self._before_gathering()
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 with self.strategy.gathered(parameter, written=False):
                     if self.is_main:
                         state[name] = parameter.detach().to("cpu", copy=True)
         return state if self.is_main else None
+
+    def _before_gathering(self) -> None:
+        """What an engine has to see to before weights are gathered outside of a forward pass."""
 
     def sum_over_ranks(self, values: Iterable[float]) -> list[float]:
         """Each value summed over all ranks."""
@@ -286,7 +290,14 @@ class DeepSpeedEngine(Engine):
     def _torch_optimizer(self):
         return self.engine.optimizer.optimizer
 
+    def _before_gathering(self):
+        # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
+        # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
+        if self.strategy.shards_parameters:
+            self.engine.empty_partition_cache()
+
     def state_dict(self):
+        self._before_gathering()
         state = self.accelerator.get_state_dict(self.model)
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
 
