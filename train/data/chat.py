@@ -177,10 +177,10 @@ def what_is_lost(table: Dataset, part: str, block_size: int) -> list[str]:
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
     left_out, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
     if left_out == len(table):
-        sizes = f"{columns['truncated'].min(initial=0):,} to {columns['truncated'].max(initial=0):,}"
+        longest = columns["truncated"].max(initial=0)
         raise UserError(
             f"block_size = {block_size}: of all {len(table):,} {PARTS[part]} samples the answer lies beyond it, no "
-            f"sample is left. Choose a larger one (the samples have {sizes} tokens), or shorten the prompts"
+            f"sample is left. Choose a larger one (they have up to {longest:,} tokens), or shorten the prompts"
         )
     of = f"of {len(table):,} {PARTS[part]} samples"
     beyond = f"block_size = {block_size} tokens"
