@@ -172,7 +172,7 @@ def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):
     for files, part in (((path,), "training"), ((good, "--validation_file", path), "held-out")):
         message = refusal(prepare, *files, "--block_size", "64")
         assert f"block_size = 64: of all 2 {part} samples the answer lies beyond it, no sample is left" in message
-        assert "Choose a larger one (the samples have " in message
+        assert "Choose a larger one (they have up to " in message
 
 
 def test_a_sample_is_shown(tmp_path, prepare):

@@ -1,0 +1,87 @@
+"""Small models, tokenizers and adapters as they lie in folders, for the tests of the `zerofit` command."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from helpers import ROOT, tiny_model
+
+VOCABULARY = 300
+
+
+@contextmanager
+def tools_in_this_process():
+    """For tests that call a tool's `main`: what it sets for its own process is as before at the end.
+
+    With one thread: on tiny models several would only wait for each other.
+    """
+    from transformers.utils import logging
+
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+def small_tokenizer(cache: Path):
+    """A byte-level tokenizer, trained on a text that does not change; <|endoftext|> (0) begins and ends texts."""
+    from train.model.tokenizer import train_tokenizer
+
+    return train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", cache)
+
+
+def save_base(folder: Path, tokenizer, family: str = "llama", dtype: torch.dtype = torch.float32, **config):
+    """A random model in its folder, with the tokenizer. Returns it."""
+    marks = {"eos_token_id": 0, "bos_token_id": 0}
+    model = tiny_model(family, vocab_size=VOCABULARY, **{**marks, **config}).to(dtype)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def save_writer(folder: Path, tokenizer, family: str = "llama"):
+    """The same, for a look at what it writes: drawn as small as usual, a model repeats its last token."""
+    model = save_base(folder, tokenizer, family, tie_word_embeddings=False)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return model
+
+
+def save_blenderbot(folder: Path, tokenizer):
+    """A tiny BlenderBot: turns are joined by two spaces, it has 32 positions, and one matrix is its embeddings and
+    its head."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "blenderbot", vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32, dropout=0.0,
+        bos_token_id=0, pad_token_id=0, eos_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
+        init_std=0.5,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def save_adapter(folder: Path, model, base: Path | None, **settings):
+    """An adapter that plain peft has written, moved away from zero. Returns the PeftModel in evaluation mode."""
+    from peft import LoraConfig, get_peft_model
+
+    model.__dict__["name_or_path"] = None if base is None else str(base)  # peft takes the base's name from there
+    settings = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.5, "task_type": "CAUSAL_LM", **settings}
+    adapted = get_peft_model(model, LoraConfig(**settings)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    return adapted

@@ -1,0 +1,126 @@
+"""The `zerofit` command: its subcommands, what it says and how it ends."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import BIN
+
+from train import cli
+from train.cli import COMMANDS, Command, main
+from train.recipe.errors import UserError
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "deepspeed")
+
+
+def test_every_command_is_there():
+    assert len(COMMANDS) >= 2
+    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
+    for command in COMMANDS:
+        module, _, function = command.entry.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), command.entry
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_help_is_a_tools(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: zerofit {command} ")
+    assert "accelerate launch" not in shown
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command.name} " in shown
+        assert command.help in shown
+    assert main([]) == 2
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["merge", "--help"], ["generate", "--help"], ["generate"]]
+)
+def test_nothing_heavy_is_imported_for_it(argv):
+    code = f"import sys, train.cli\ntry: train.cli.main({argv})\nexcept SystemExit: pass\n"
+    code += f"print('heavy', [name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy []"
+    assert len(done.stdout.splitlines() + done.stderr.splitlines()) >= 2, "it said nothing"
+
+
+@pytest.mark.parametrize("start", [[str(BIN / "zerofit")], [sys.executable, "-m", "train.cli"]])
+def test_an_unknown_command(start):
+    done = subprocess.run([*start, "generat"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: 'generat' is no command of zerofit. Did you mean generate?\n"
+    assert not done.stdout
+
+
+def test_a_command_like_none_of_ours(capsys):
+    assert main(["--frobnicate"]) == 2
+    shown = capsys.readouterr().err
+    for command in COMMANDS:
+        assert command.name in shown
+
+
+def test_mistakes_are_reported_together_and_speak_of_no_training(capsys):
+    assert main(["merge", "--precison", "fp8"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --precison is not an option. Did you mean precision?")
+    assert main(["merge", "--precision", "fp8"]) == 2
+    assert "fp32, bf16, fp16" in capsys.readouterr().err
+    assert main(["merge"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: 2 problems, nothing was done\n")
+    assert "--adapter" in shown
+    assert "--output" in shown
+
+
+def test_names_from_launchers_are_no_options_here(capsys):
+    """A tool is not started by accelerate launch, so what belongs to that is just unknown."""
+    assert main(["merge", "--num_processes", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert "--num_processes is not an option" in shown
+    assert "accelerate" not in shown
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    """Lets a subcommand `end` end with an exception."""
+
+    def run(error: BaseException) -> int:
+        def entry(argv):
+            raise error
+
+        monkeypatch.setattr(cli, "entry", entry, raising=False)
+        monkeypatch.setattr(cli, "COMMANDS", (Command("end", "Ends.", "train.cli:entry"),))
+        return main(["end"])
+
+    return run
+
+
+def test_how_it_ends(ending, capsys):
+    assert ending(UserError("wrong = 1: right is 2")) == 2
+    assert capsys.readouterr().err == "error: wrong = 1: right is 2\n"
+    assert ending(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "\n", "the message of training has no place here"
+    with pytest.raises(ZeroDivisionError):
+        ending(ZeroDivisionError())
+
+
+def test_a_reader_that_goes_away():
+    """`zerofit ... | head`: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [BIN / "zerofit", "generate", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(write)
+    assert done.returncode == 141
+    assert not done.stderr

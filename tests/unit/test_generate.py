@@ -1,0 +1,509 @@
+"""`zerofit generate`: what the model is given, what it writes, where it ends, and what is refused."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer, tools_in_this_process
+from helpers import environment, tiny_deberta
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from train.cli import main
+
+POSITIONS = 64  # of the tiny models
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tools():
+    with tools_in_this_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer) -> Path:
+    """A tiny Llama."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    save_writer(folder, tokenizer)
+    return folder
+
+
+@pytest.fixture
+def template(tmp_path) -> Path:
+    file = tmp_path / "marks.jinja"
+    file.write_text(TEMPLATE)
+    return file
+
+
+@dataclass
+class Given:
+    """What `generate` was called with, the prompt's ids and its settings, and what it gave; once for each call."""
+
+    ids: list[list[int]] = field(default_factory=list)
+    settings: list[dict] = field(default_factory=list)
+    written: list[list[int]] = field(default_factory=list)
+
+
+@pytest.fixture
+def given(monkeypatch) -> Given:
+    """Watches what the model is given, and lets it answer."""
+    from transformers import GenerationMixin
+
+    seen, true = Given(), GenerationMixin.generate
+
+    def watched(self, inputs, **settings):
+        seen.ids.append(inputs[0].tolist())
+        seen.settings.append(settings)
+        written = true(self, inputs, **settings)
+        seen.written.append(written[0].tolist())
+        return written
+
+    monkeypatch.setattr(GenerationMixin, "generate", watched)
+    return seen
+
+
+@dataclass
+class Done:
+    out: str
+    err: str
+
+
+@pytest.fixture
+def generate(capsys):
+    def run(*flags: object, expect: int = 0) -> Done:
+        capsys.readouterr()
+        code = main(["generate", *map(str, flags)])
+        shown = capsys.readouterr()
+        assert code == expect, shown
+        return Done(shown.out, shown.err)
+
+    return run
+
+
+@pytest.fixture
+def talk(generate, monkeypatch):
+    """Several lines to `--chat`, as they come through a pipe."""
+
+    def run(*lines_and_flags: object, expect: int = 0) -> Done:
+        lines = [str(line) for line in lines_and_flags[0]]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return generate("--chat", *lines_and_flags[1:], expect=expect)
+
+    return run
+
+
+def greedy(folder: Path, text: str, new: int, auto_class=AutoModelForCausalLM) -> str:
+    """What transformers itself writes after a text."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), auto_class.from_pretrained(folder).eval()
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    written = model.generate(ids, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0)[0]
+    if auto_class is AutoModelForCausalLM:
+        written = written[ids.shape[1] :]
+    return tokenizer.decode(written, skip_special_tokens=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_greedy_is_what_transformers_writes(tmp_path, tokenizer, generate, family):
+    save_writer(tmp_path / "model", tokenizer, family)
+    done = generate("--model", tmp_path / "model", "--prompt", "The loss", "--max_new_tokens", 20)
+    expected = greedy(tmp_path / "model", "The loss", 20)
+    assert len(set(expected)) > 5
+    assert done.out == expected + "\n"
+    assert done.err == f"model {tmp_path / 'model'} in float32 on cpu\n"
+
+
+def test_the_streamed_text_is_the_text(model, generate, tmp_path):
+    """Piece by piece, with what it keeps back until a word is whole."""
+    file = tmp_path / "out.jsonl"
+    done = generate("--model", model, "--prompt", "a", "b c", "--max_new_tokens", 40, "--output", file)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["a", "b c"]
+    assert [len(line["generated"]) > 10 for line in lines] == [True, True]
+    assert done.out == "".join(line["generated"] + "\n" for line in lines)
+    assert "[2/2] b c" in done.err
+
+
+def test_a_seed_repeats_what_was_drawn(model, generate):
+    def drawn(*flags) -> str:
+        return generate("--model", model, "--prompt", "The", "The", "--max_new_tokens", 12, *flags).out
+
+    first = drawn("--temperature", 1.5, "--seed", 7)
+    assert drawn("--temperature", 1.5, "--seed", 7) == first
+    assert drawn("--temperature", 1.5, "--seed", 8) != first
+    one, two = first.splitlines()[0], first.splitlines()[1]
+    assert one != two, "each prompt draws for itself"
+    plain = drawn()
+    assert plain != first
+    assert drawn("--top_k", 1, "--seed", 7) == plain, "the only token to draw from is the likeliest"
+
+
+def test_the_settings_of_drawing_reach_the_model_and_the_terminal(model, generate, given):
+    flags = ["--model", model, "--prompt", "a", "--max_new_tokens", 3]
+    done = generate(*flags, "--temperature", 0.7, "--top_p", 0.9, "--top_k", 11, "--seed", 5)
+    assert given.settings[0] | {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 11} == given.settings[0]
+    assert "temperature 0.7, top_k 11, top_p 0.9, seed 5" in done.err
+    generate(*flags)
+    assert given.settings[1]["do_sample"] is False
+    assert "temperature" not in given.settings[1]
+    first = generate(*flags, "--do_sample", "--temperature", 2).err.rpartition("seed ")[2]
+    second = generate(*flags, "--do_sample", "--temperature", 2).err.rpartition("seed ")[2]
+    assert int(first) != int(second), "without a seed another one is drawn each time, and shown"
+
+
+def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer):
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("one\n\n  two \r\nthree")
+    generate("--model", model, "--prompt_file", lines, "--max_new_tokens", 2)
+    assert given.ids == [tokenizer(text)["input_ids"] for text in ("one", "  two ", "three")]
+    records = tmp_path / "prompts.jsonl"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "lo"},
+             {"role": "user", "content": "ho"}, {"role": "assistant", "content": "never seen"}]  # fmt: skip
+    records.write_text(json.dumps({"prompt": "one", "id": 3}) + "\n" + json.dumps({"messages": turns}) + "\n")
+    output = tmp_path / "out.jsonl"
+    generate("--model", model, "--prompt_file", records, "--max_new_tokens", 2, "--chat_template", template,
+             "--output", output)  # fmt: skip
+    assert [tokenizer.decode(ids) for ids in given.ids[3:]] == [
+        "<user>one<assistant>", "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>"
+    ]  # fmt: skip
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [sorted(line) for line in written] == [["generated", "prompt"], ["generated", "messages"]]
+    assert written[1]["messages"] == turns[:3]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_empty_prompt_begins_with_the_beginning(tmp_path, tokenizer, generate, given, family):
+    save_writer(tmp_path / "model", tokenizer, family)
+    generate("--model", tmp_path / "model", "--prompt", "", "--max_new_tokens", 3)
+    assert given.ids == [[tokenizer.bos_token_id]]
+
+
+def test_what_a_tokenizer_puts_after_a_text_is_not_continued(tmp_path, generate, given):
+    """[CLS] a [SEP]: after the end there is nothing to go on with."""
+    from helpers import ROOT
+
+    from train.model.tokenizer import train_tokenizer
+
+    marked = train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", tmp_path, pairs=True)
+    save_writer(tmp_path / "model", marked)
+    generate("--model", tmp_path / "model", "--prompt", "the loss", "--max_new_tokens", 3)
+    whole = marked("the loss")["input_ids"]
+    assert whole[-1] == marked.sep_token_id
+    assert given.ids == [whole[:-1]]
+
+
+def test_templates(model, generate, given, template, tokenizer):
+    flags = ["--model", model, "--prompt", "hi", "--max_new_tokens", 2]
+    plain = generate(*flags)
+    marked = generate(*flags, "--chat_template", template, "--system_prompt", "Be kind.")
+    assert [tokenizer.decode(ids) for ids in given.ids] == ["hi", "<system>Be kind.<user>hi<assistant>"]
+    assert "template" not in plain.err
+    assert marked.err.count("chat template") == 1
+    generate(*flags, "--chat_template", "instruction")
+    assert tokenizer.decode(given.ids[-1]).startswith("### Instruction:\nhi")
+
+
+def test_the_tokenizers_own_template_and_raw(tmp_path, tokenizer, generate, given):
+    save_writer(tmp_path / "model", tokenizer)
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    flags = ["--model", tmp_path / "model", "--prompt", "hi", "--max_new_tokens", 2]
+    generate(*flags)
+    generate(*flags, "--raw")
+    assert [tokenizer.decode(ids) for ids in given.ids] == ["<user>hi<assistant>", "hi"]
+
+
+# ------------------------------------------------------------------------------------------------------- where it ends
+
+
+def test_it_ends_at_the_end_token(tmp_path, tokenizer, generate, given):
+    """The end tokens are those of the model's settings, the tokenizer's, and the one the template ends turns with."""
+    folder = tmp_path / "model"
+    save_writer(folder, tokenizer)
+    flags = ["--model", folder, "--prompt", "The loss", "--max_new_tokens", 30]
+    generate(*flags)
+    new = given.written[0][len(given.ids[0]) :]
+    assert len(new) == 30
+    end = next(token for place, token in enumerate(new) if place > 5 and token not in new[:place])
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [end, 5]}))
+    output = tmp_path / "out.jsonl"
+    generate(*flags, "--output", output)
+    assert given.settings[1]["eos_token_id"] == sorted([0, 5, end])
+    assert given.written[1][len(given.ids[1]) :] == new[: new.index(end) + 1]
+    assert json.loads(output.read_text())["generated"] == tokenizer.decode(new[: new.index(end) + 1])
+
+
+def test_the_mark_after_a_turn_ends_it(tmp_path, tokenizer, generate, given):
+    marked = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    marked.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    marked.chat_template = TEMPLATE.replace("{{ eos_token }}", "<|im_end|>\n")
+    from helpers import tiny_model
+
+    tiny_model("llama", vocab_size=len(marked), eos_token_id=0).save_pretrained(tmp_path / "model")
+    marked.save_pretrained(tmp_path / "model")
+    generate("--model", tmp_path / "model", "--prompt", "hi", "--max_new_tokens", 2)
+    assert given.settings[0]["eos_token_id"] == [0, marked.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_it_never_asks_for_more_than_the_models_positions(model, generate, given):
+    done = generate("--model", model, "--prompt", "The loss", "--max_new_tokens", 500)
+    assert given.settings[0]["max_new_tokens"] == POSITIONS - len(given.ids[0])
+    assert f"{POSITIONS} positions are used up" in done.err
+    done = generate("--model", model, "--prompt", "a", "word " * 80, "--max_new_tokens", 5, expect=2)
+    assert "prompt 2 of 2" in done.err
+    assert "64 positions" in done.err
+    assert not done.out, "it is found before the first prompt is continued"
+
+
+def test_the_beams_and_the_drawing_of_the_models_own_settings_are_left_aside(tmp_path, tokenizer, generate, given):
+    """BlenderBot's settings ask for ten beams, which cannot be streamed."""
+    folder = tmp_path / "model"
+    save_writer(folder, tokenizer)
+    plain = generate("--model", folder, "--prompt", "The loss", "--max_new_tokens", 10).out
+    settings = {"num_beams": 4, "do_sample": True, "temperature": 3.0, "length_penalty": 0.5, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    done = generate("--model", folder, "--prompt", "The loss", "--max_new_tokens", 10)
+    assert done.out == plain
+    assert done.err.count("\n") == 1, "transformers has something to say about them, which nobody asked"
+
+
+# ---------------------------------------------------------------------------------------------------------------- chat
+
+
+def test_a_conversation_has_its_history_in_the_prompt(model, talk, given, template, tokenizer):
+    done = talk(["hi", "ho", "/reset", "he", "", "never"], "--model", model, "--chat_template", template,
+                "--max_new_tokens", 4)  # fmt: skip
+    prompts = [tokenizer.decode(ids) for ids in given.ids]
+    assert len(prompts) == 3
+    assert prompts[0] == "<user>hi<assistant>"
+    reply = done.out.splitlines()[0].strip()
+    assert reply
+    assert prompts[1] == f"<user>hi<assistant>{reply}<|endoftext|><user>ho<assistant>"
+    assert prompts[2] == "<user>he<assistant>"
+    assert "forgotten" in done.err
+
+
+def test_the_oldest_exchanges_are_dropped(model, talk, given, template, tokenizer):
+    template.write_text(TEMPLATE.replace("m['role'] }}", "m['role'][0] }}").replace("<assistant>", "<a>"))
+    lines = [f"{number} and" for number in range(8)]
+    done = talk(lines, "--model", model, "--chat_template", template, "--system_prompt", "Ok.", "--max_new_tokens", 2)
+    prompts = [tokenizer.decode(ids) for ids in given.ids]
+    assert len(prompts) == 8
+    assert all(prompt.startswith("<s>Ok.<u>") for prompt in prompts)
+    assert all(prompt.endswith(f"<u>{line}<a>") for prompt, line in zip(prompts, lines))
+    assert all(len(ids) + 2 <= POSITIONS for ids in given.ids)
+    assert "<u>0 and<a>" in prompts[1]
+    assert "<u>0 and<a>" not in prompts[7]
+    assert "<u>6 and<a>" in prompts[7]
+    assert "the oldest" in done.err
+    assert "not fit any more" in done.err
+
+
+def test_a_line_that_is_too_long_is_not_said(model, talk, given, template, tokenizer):
+    done = talk(["word " * 80, "hi"], "--model", model, "--chat_template", template, "--max_new_tokens", 2)
+    assert [tokenizer.decode(ids) for ids in given.ids] == ["<user>hi<assistant>"]
+    assert "it was not said" in done.err
+
+
+def test_a_conversation_without_a_template(model, talk, template):
+    message = talk(["hi"], "--model", model, expect=2).err
+    assert "--chat_template" in message
+    assert "no chat template" in message
+    broken = template.with_name("broken.jinja")
+    broken.write_text("{% for m in messages %}")
+    assert "chat_template" in talk(["hi"], "--model", model, "--chat_template", broken, expect=2).err
+    strict = template.with_name("strict.jinja")
+    strict.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}a")
+    flags = ["--model", model, "--chat_template", strict, "--system_prompt", "x"]
+    assert "no system here" in talk(["hi"], *flags, expect=2).err
+
+
+def test_through_a_real_pipe(model, template):
+    command = [sys.executable, "-m", "train.cli", "generate", "--chat", "--model", model, "--chat_template", template,
+               "--max_new_tokens", "3"]  # fmt: skip
+    done = subprocess.run(command, input="hi\nho\n", capture_output=True, text=True, timeout=100,
+                          env=environment())  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"model {model} in float32 on cpu\n", "nothing of transformers' own"
+    assert len(done.stdout.splitlines()) >= 2
+
+
+# ----------------------------------------------------------------------------------------------------- encoder-decoder
+
+
+@pytest.fixture
+def blenderbot(tmp_path, tokenizer) -> Path:
+    save_blenderbot(tmp_path / "blenderbot", tokenizer)
+    return tmp_path / "blenderbot"
+
+
+def test_an_encoder_decoder(blenderbot, generate, given, tokenizer):
+    done = generate("--model", blenderbot, "--prompt", "hello", "--max_new_tokens", 100)
+    assert given.ids == [[*tokenizer("hello")["input_ids"], 0]], "the source ends as in training"
+    assert given.settings[0]["max_new_tokens"] == 31
+    model, ids = AutoModelForSeq2SeqLM.from_pretrained(blenderbot).eval(), torch.tensor(given.ids)
+    written = model.generate(ids, max_new_tokens=31, do_sample=False, num_beams=1, pad_token_id=0)[0]
+    assert done.out == tokenizer.decode(written, skip_special_tokens=True) + "\n"
+    assert len(done.out) > 2
+    assert "32 positions" in generate("--model", blenderbot, "--prompt", "a b " * 40, expect=2).err
+
+
+def test_a_conversation_with_an_encoder_decoder_needs_no_template(blenderbot, talk, given, tokenizer):
+    done = talk(["one", "two"], "--model", blenderbot, "--max_new_tokens", 4)
+    reply = done.out.splitlines()[0].strip()
+    assert [tokenizer.decode(ids) for ids in given.ids] == ["one<|endoftext|>", f"one  {reply}  two<|endoftext|>"]
+    assert "no chat template" in talk(["a"], "--model", blenderbot, "--system_prompt", "x", expect=2).err
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+@pytest.fixture
+def adapter(model, tmp_path) -> Path:
+    """An adapter for `model`, without a tokenizer beside it."""
+    save_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(model), model, target_modules=["q_proj"])
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_by_itself_on_its_base_and_merged(model, adapter, generate, tmp_path):
+    def written(*flags) -> str:
+        return generate(*flags, "--prompt", "The loss", "--max_new_tokens", 12).out
+
+    assert main(["merge", "--adapter", str(adapter), "--output", str(tmp_path / "merged")]) == 0
+    merged = written("--model", tmp_path / "merged")
+    assert merged != written("--model", model), "the adapter does nothing: the test would show nothing"
+    assert written("--model", adapter) == merged
+    assert written("--model", model, "--adapter", adapter) == merged
+    assert generate("--model", adapter, "--prompt", "a", "--max_new_tokens", 1).err == (
+        f"model {model} with the adapter {adapter} in float32 on cpu\n"
+    )
+
+
+def test_the_folder_of_a_run(model, adapter, generate, tmp_path):
+    flags = ["--prompt", "a", "--max_new_tokens", 3]
+    for target in (model, adapter):
+        run = tmp_path / f"run-{target.name}"
+        run.mkdir()
+        (run / "model").symlink_to(target)
+        assert generate("--model", run, *flags).out == generate("--model", target, *flags).out
+
+
+def test_adapters_that_do_not_belong_here(model, adapter, generate, tmp_path, tokenizer):
+    flags = ["--prompt", "a", "--max_new_tokens", 3]
+    both = generate("--model", adapter, "--adapter", adapter, *flags, expect=2).err
+    assert "an adapter itself" in both
+    save_writer(tmp_path / "other", tokenizer, "gpt2")
+    assert "another base" in generate("--model", tmp_path / "other", "--adapter", adapter, *flags, expect=2).err
+    assert "whole model" in generate("--model", model, "--adapter", model, *flags, expect=2).err
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+    assert "--model BASE --adapter FOLDER" in generate("--model", adapter, *flags, expect=2).err
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": "SEQ_CLS"}))
+    assert "classifier" in generate("--model", model, "--adapter", adapter, *flags, expect=2).err
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+def test_models_that_do_not_write(tmp_path, generate, model):
+    tiny_deberta(tmp_path / "classifier", 2)
+    message = generate("--model", tmp_path / "classifier", "--prompt", "a", expect=2).err
+    assert "DebertaV2ForSequenceClassification" in message
+    assert "writes none" in message or "write" in message
+    from safetensors.torch import load_file, save_file
+
+    half = tmp_path / "half"
+    half.mkdir()
+    for file in model.iterdir():
+        (half / file.name).write_bytes(file.read_bytes())
+    weights = load_file(half / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "layers.1.mlp" not in name}
+    assert len(kept) == len(weights) - 3
+    save_file(kept, half / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks 3 weights" in generate("--model", half, "--prompt", "a", expect=2).err
+    (half / "model.safetensors").write_bytes(b"nonsense, not tensors")
+    assert "broken" in generate("--model", half, "--prompt", "a", expect=2).err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prompt", "a"], ["no model", "--model"]),
+        (["--model", "M"], ["--prompt", "--prompt_file", "--chat"]),
+        (["--model", "M", "--prompt", "a", "--chat"], ["--prompt and --chat", "keep one"]),
+        (["--model", "M", "--prompt", "a", "--prompt_file", "b.txt"], ["--prompt and --prompt_file"]),
+        (["--model", "M", "--chat", "--raw"], ["--raw", "--chat"]),
+        (["--model", "M", "--prompt", "a", "--raw", "--system_prompt", "b"], ["--raw", "--system_prompt"]),
+        (["--model", "M", "--chat", "--output", "b.jsonl"], ["b.jsonl", "--chat"]),
+        (["--model", "M", "--prompt", "a", "--do_sample", "false", "--top_k", "3"], ["do_sample = false", "top_k"]),
+        (["--model", "M", "--prompt", "a", "--seed", "3"], ["seed = 3", "--do_sample"]),
+        (["--model", "M", "--prompt", "a", "--temperature", "0"], ["temperature = 0", "leave it out"]),
+        (["--model", "M", "--prompt", "a", "--top_p", "1.5"], ["top_p = 1.5"]),
+        (["--model", "M", "--prompt", "a", "--max_new_tokens", "0"], ["max_new_tokens = 0", "above 0"]),
+        (["--model", "M", "--prompt_file", "a.csv"], ["a.csv", ".jsonl"]),
+        (["--model", "M", "--prompt_file", "nowhere.txt"], ["nowhere.txt", "cannot be read"]),
+        (["--model", "M", "--prompt", "a", "--chat_template", "no_such"], ["no_such", "instruction"]),
+        (["--model", "M", "--prompt", "a", "--chat_template", "no.jinja"], ["no.jinja", "cannot be read"]),
+        (["--model", "/no/such/folder", "--prompt", "a"], ["/no/such/folder", "no such folder"]),
+        (["--model", "no-such/model", "--prompt", "a"], ["no-such/model", "hub"]),
+        (["--model", "MODEL", "--prompt", "a", "--system_prompt", "b"], ["system_prompt = 'b'", "--chat_template"]),
+        (["--model", "MODEL", "--prompt", "a", "--output", "b.txt"], ["b.txt", ".jsonl"]),
+        (["--model", "MODEL", "--prompt", "a", "--output", "/no/such/b.jsonl"], ["/no/such/b.jsonl", "cannot be"]),
+    ],
+)  # fmt: skip
+def test_what_is_refused(generate, model, flags, words):
+    done = generate(*[model if flag == "MODEL" else flag for flag in flags], expect=2)
+    assert done.err.startswith("error: ")
+    assert not done.out
+    for word in words:
+        assert word in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["empty"]),
+        ("\n\n", ["empty"]),
+        ('{"prompt": "a"}\n{"text": "b"}\n', ["line 2", "`prompt`", "text"]),
+        ('\n{"prompt": "a"}\nnonsense\n', ["line 3", "no JSON"]),
+        ("[1]\n", ["line 1", "list"]),
+        ('{"messages": "a"}\n', ["line 1", "role"]),
+        ('{"messages": [{"role": "user"}]}\n', ["line 1", "content"]),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', ["line 1", "replied to"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["no chat template"]),
+    ],
+)
+def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    message = generate("--model", model, "--prompt_file", file, expect=2).err
+    for word in words:
+        assert word in message, message
+
+
+def test_a_folder_without_a_tokenizer(tmp_path, tokenizer, generate):
+    save_writer(tmp_path / "model", tokenizer)
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    assert "no tokenizer" in generate("--model", tmp_path / "model", "--prompt", "a", expect=2).err
+
+
+def test_a_folder_with_bare_vocabulary_files(stories, generate):
+    """A real Llama, whose folder has a tokenizer.model and nothing that says what it is."""
+    done = generate("--model", stories, "--prompt", "Once upon a time", "--max_new_tokens", 16)
+    assert done.out.startswith(", there was a little girl named Lily.")

@@ -1,0 +1,526 @@
+"""`zerofit merge`: the merged folder gives the logits of base and adapter, and what does not fit is refused."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer, tools_in_this_process
+from helpers import tiny_deberta, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from train.cli import main
+from train.model.base_weights import differs, sample_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft on the odd adapters that are made here
+
+TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "gpt_neox": ["query_key_value"]}
+IDS = torch.arange(3, 40)[None]
+
+
+@dataclass
+class Case:
+    """A base and an adapter in their folders, and the logits of the two together."""
+
+    base: Path
+    adapter: Path
+    logits: torch.Tensor
+    alone: torch.Tensor  # the logits of the base without the adapter
+
+    def edit(self, name: str, change) -> None:
+        """Change a JSON file of the adapter's."""
+        file = self.adapter / name
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+    def edit_weights(self, change) -> None:
+        tensors = load_adapter(self)
+        change(tensors)
+        save_file(tensors, self.adapter / "adapter_model.safetensors")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tools():
+    with tools_in_this_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    made = small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return made
+
+
+@pytest.fixture
+def build(tmp_path, tokenizer):
+    """Makes a base of one of the families and an adapter for it."""
+
+    def made(family: str = "llama", dtype: torch.dtype = torch.float32, config=(), base: bool = True, **settings):
+        folder = tmp_path / "base"
+        model = save_base(folder, tokenizer, family, dtype, **dict(config))
+        settings = {"target_modules": TARGETS[family], **settings}
+        return _adapted(model, folder, tmp_path / "adapter", base=folder if base else None, **settings)
+
+    return made
+
+
+def _adapted(model, folder: Path, adapter: Path, **settings) -> Case:
+    with torch.no_grad():
+        alone = model(input_ids=IDS).logits
+        logits = save_adapter(adapter, model, **settings)(input_ids=IDS).logits
+    assert (logits - alone).abs().max() > 1e-2, "the adapter does nothing: the test would show nothing"
+    return Case(folder, adapter, logits, alone)
+
+
+def load_adapter(case: Case) -> dict[str, torch.Tensor]:
+    return load_file(case.adapter / "adapter_model.safetensors")
+
+
+def merge(case: Case, *flags: str) -> Path:
+    output = case.base.parent / "merged"
+    assert main(["merge", "--adapter", str(case.adapter), "--output", str(output), *flags]) == 0
+    return output
+
+
+def refusal(case: Case, capsys, *flags: str, adapter: Path | None = None) -> str:
+    output = case.base.parent / "merged"
+    code = main(["merge", "--adapter", str(adapter or case.adapter), "--output", str(output), *flags])
+    shown = capsys.readouterr()
+    assert code == 2, shown
+    assert not output.exists()
+    assert not list(output.parent.glob("*partial*"))
+    assert shown.err.startswith("error: ")
+    assert "Traceback" not in shown.err
+    return shown.err
+
+
+def logits_of(folder: Path, auto_class=AutoModelForCausalLM, ids: torch.Tensor = IDS) -> torch.Tensor:
+    model = auto_class.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
+
+
+# -------------------------------------------------------------------------------------------------------------- merged
+
+
+@pytest.mark.parametrize("family", sorted(TARGETS))
+def test_the_merged_folder_is_base_and_adapter(build, family, capsys):
+    case = build(family, fan_in_fan_out=family == "gpt2")
+    capsys.readouterr()
+    output = merge(case)
+    agree(logits_of(output), case.logits)
+    shown = capsys.readouterr()
+    assert "read back" in shown.out
+    assert not shown.err
+    assert not (output / "adapter_config.json").exists()
+    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= {
+        file.name for file in output.iterdir()
+    }
+    assert str(case.base) in (output / "README.md").read_text()
+    assert "content" in AutoTokenizer.from_pretrained(output).chat_template
+    assert not list(output.parent.glob("*partial*"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"bias": "all"},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": "all-linear"},
+        {"rank_pattern": {"v_proj": 2}, "layers_to_transform": [1]},
+        {"task_type": None},
+    ],
+    ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_kinds_of_adapters(build, settings, tied):
+    """Also those that tear tied embeddings apart: the folder must not tie them again."""
+    case = build("llama", config={"tie_word_embeddings": tied, "attention_bias": True, "mlp_bias": True}, **settings)
+    output = merge(case)
+    agree(logits_of(output), case.logits)
+    touches = {"lm_head", "embed_tokens"} & {*settings.get("modules_to_save", []), *settings.get("target_modules", [])}
+    config = json.loads((output / "config.json").read_text())
+    assert config["tie_word_embeddings"] is (tied and not touches)
+
+
+@pytest.mark.parametrize(("stored", "flags", "written"), [
+    (torch.float32, [], "float32"), (torch.bfloat16, [], "bfloat16"),
+    (torch.bfloat16, ["--precision", "fp32"], "float32"),
+    (torch.float32, ["--precision", "bf16"], "bfloat16"), (torch.float32, ["--precision", "fp16"], "float16"),
+])  # fmt: skip
+def test_precision(build, stored, flags, written):
+    case = build(dtype=stored)
+    output = merge(case, *flags)
+    assert {str(tensor.dtype) for tensor in load_file(output / "model.safetensors").values()} == {f"torch.{written}"}
+    assert json.loads((output / "config.json").read_text())["dtype"] == written
+    spread = case.logits.float().max() - case.logits.float().min()
+    assert (logits_of(output).float() - case.logits.float()).abs().max() < 5e-2 * spread
+
+
+def test_embeddings_that_were_trained_as_one_stay_one(build, tokenizer):
+    """zerofit saves a tied matrix under both of its names."""
+    case = build(modules_to_save=["model.embed_tokens", "lm_head"], config={"tie_word_embeddings": True})
+    names = [f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")]
+    case.edit_weights(lambda tensors: tensors.update({names[1]: tensors[names[0]].clone()}))
+    output = merge(case)
+    assert json.loads((output / "config.json").read_text())["tie_word_embeddings"] is True
+    written = load_file(output / "model.safetensors")
+    assert "lm_head.weight" not in written
+    torch.testing.assert_close(written["model.embed_tokens.weight"], load_adapter(case)[names[0]], rtol=0, atol=0)
+
+
+def test_a_base_given_by_hand(build):
+    case = build(base=False)
+    moved = case.base.rename(case.base.with_name("moved"))
+    agree(logits_of(merge(case, "--base", str(moved))), case.logits)
+
+
+@pytest.mark.parametrize("zerofit", [True, False], ids=["with config.json", "plain peft"])
+def test_a_classifier_keeps_its_head_and_labels(tmp_path, zerofit):
+    base, labels = tmp_path / "base", {0: "bad", 1: "so-so", 2: "good"}
+    tiny_deberta(base, num_labels=2)
+    more = {"num_labels": 3, "ignore_mismatched_sizes": True}
+    if zerofit:
+        more |= {"id2label": labels, "label2id": {name: index for index, name in labels.items()}}
+    model = AutoModelForSequenceClassification.from_pretrained(base, **more).eval()
+    case = _adapted(
+        model, base, tmp_path / "adapter", base=base, task_type="SEQ_CLS", use_dora=True,
+        target_modules=["query_proj", "value_proj"], modules_to_save=["classifier", "pooler"],
+    )  # fmt: skip
+    if zerofit:
+        model.config.save_pretrained(case.adapter)
+    output = merge(case)
+    agree(logits_of(output, AutoModelForSequenceClassification), case.logits)
+    config = json.loads((output / "config.json").read_text())
+    names = config["id2label"].values()
+    assert list(names) == (list(labels.values()) if zerofit else ["LABEL_0", "LABEL_1", "LABEL_2"])
+
+
+@pytest.mark.parametrize("whole", [[], ["model.shared", "embed_tokens", "lm_head"]], ids=["", "embeddings too"])
+def test_an_encoder_decoder(tmp_path, tokenizer, whole):
+    base, adapter, output = (tmp_path / name for name in ("base", "adapter", "merged"))
+    model = save_blenderbot(base, tokenizer)
+    settings = {"task_type": "SEQ_2_SEQ_LM", "target_modules": ["q_proj", "v_proj"], "modules_to_save": whole or None}
+    adapted = save_adapter(adapter, model, base, **settings)
+    with torch.no_grad():
+        one = adapted.get_base_model().lm_head.weight if whole else None
+        for name, parameter in adapted.named_parameters():  # one matrix under four names
+            if whole and "modules_to_save" in name:
+                parameter.copy_(one)
+        adapted.save_pretrained(adapter)
+        expected = adapted(input_ids=IDS[:, :30], decoder_input_ids=IDS[:, 5:20]).logits
+    assert main(["merge", "--adapter", str(adapter), "--output", str(output)]) == 0
+    merged = AutoModelForSeq2SeqLM.from_pretrained(output).eval()
+    with torch.no_grad():
+        agree(merged(input_ids=IDS[:, :30], decoder_input_ids=IDS[:, 5:20]).logits, expected)
+    written = load_file(output / "model.safetensors")
+    assert merged.config.tie_word_embeddings
+    assert "model.shared.weight" in written
+    assert not [name for name in written if "embed_tokens" in name or "lm_head" in name]
+
+
+def test_an_adapter_of_older_days(build):
+    """Before safetensors, the weights lay in a pickle."""
+    case = build()
+    torch.save(load_adapter(case), case.adapter / "adapter_model.bin")
+    (case.adapter / "adapter_model.safetensors").unlink()
+    agree(logits_of(merge(case)), case.logits)
+
+
+def test_settings_of_generation_that_transformers_would_not_save(build):
+    """Published folders name a temperature and do not sample."""
+    case = build()
+    settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 5], "pad_token_id": 0}
+    (case.base / "generation_config.json").write_text(json.dumps(settings))
+    written = json.loads((merge(case) / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [0, 5]
+    assert "temperature" not in written
+
+
+def test_an_adapter_that_was_not_trained_is_told(build, capsys):
+    case = build()
+    case.edit_weights(lambda tensors: [tensor.zero_() for name, tensor in tensors.items() if "lora_B" in name])
+    agree(logits_of(merge(case)), case.alone)
+    assert "changes nothing" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------- base_weights
+
+
+def test_the_sample_of_a_weight():
+    weight = torch.arange(640.0).view(20, 32)
+    assert sample_weights(weight) == [10.0 * place for place in range(64)]
+    assert sample_weights(weight.t()) == weight.t().flatten()[::10].tolist()
+    assert len(sample_weights(torch.ones(3))) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rounded_base_is_the_same_base(dtype):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    recorded, rounded = sample_weights(weight), sample_weights(weight.to(dtype))
+    assert recorded != rounded
+    assert not differs(recorded, rounded)
+    assert not differs(rounded, recorded)
+    assert differs(recorded, sample_weights(weight + 0.001 * torch.randn(64, 64)))
+    assert differs(recorded, [*rounded[:60], 1.0, 1.0, 1.0, 1.0])
+    assert not differs(recorded, [*rounded[:62], 1.0, 1.0])
+    assert differs(recorded, rounded[:-1])
+    assert differs(recorded, [float("nan")] * 64)
+
+
+def record_base(case: Case, model) -> None:
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    modules = {name: sample_weights(model.get_submodule(name).weight) for name in names}
+    (case.adapter / "base_weights.json").write_text(json.dumps({"modules": modules}))
+
+
+def test_the_base_is_known_again(build):
+    case = build()
+    record_base(case, AutoModelForCausalLM.from_pretrained(case.base, dtype=torch.bfloat16))
+    agree(logits_of(merge(case)), case.logits)
+
+
+def test_another_base_of_the_same_shapes_is_refused(build, capsys):
+    case = build()
+    model = AutoModelForCausalLM.from_pretrained(case.base)
+    record_base(case, model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight += 0.01 * torch.randn(32, 32)
+    model.save_pretrained(case.base)
+    message = refusal(case, capsys)
+    assert "another base" in message
+    assert "model.layers.1.self_attn.q_proj" in message
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+def test_folders_that_hold_no_adapter(build, tmp_path, capsys):
+    case = build()
+    assert "no such folder" in refusal(case, capsys, adapter=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "no adapter_config.json" in refusal(case, capsys, adapter=tmp_path / "empty")
+    assert "whole model" in refusal(case, capsys, adapter=case.base)
+    (tmp_path / "run").mkdir()
+    shutil.copytree(case.adapter, tmp_path / "run" / "model")
+    assert f"Name {tmp_path / 'run' / 'model'}" in refusal(case, capsys, adapter=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_model.safetensors", None, ["adapter_model.safetensors", "missing"]),
+        ("adapter_model.safetensors", b"nonsense, not tensors", ["adapter_model.safetensors", "broken"]),
+        ("adapter_model.bin", b"nonsense, no pickle", ["adapter_model.bin", "no file of tensors"]),
+        ("adapter_config.json", b"{", ["adapter_config.json", "cannot be read"]),
+        ("adapter_config.json", b"[]", ["adapter_config.json", "no JSON object"]),
+        ("base_weights.json", b"{", ["base_weights.json", "cannot be read"]),
+    ],
+)
+def test_broken_files(build, capsys, file, content, words):
+    case = build()
+    if file.endswith(".bin"):
+        (case.adapter / "adapter_model.safetensors").unlink()
+    (case.adapter / file).unlink(missing_ok=content is not None)
+    if content:
+        (case.adapter / file).write_bytes(content)
+    message = refusal(case, capsys)
+    for word in words:
+        assert word in message
+
+
+def test_weights_that_are_not_whole(build, capsys):
+    case = build()
+    case.edit_weights(lambda tensors: tensors.update({name: torch.empty(0) for name in list(tensors)[:3]}))
+    message = refusal(case, capsys)
+    assert "3 of its 12 tensors are empty" in message
+    assert "ZeRO-3" in message
+    case.edit_weights(lambda tensors: tensors.clear())
+    assert "no tensor" in refusal(case, capsys)
+
+
+def test_weights_that_are_no_numbers(build, capsys):
+    case = build()
+    case.edit_weights(lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()])
+    assert "diverged" in refusal(case, capsys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, ["PREFIX_TUNING", "LoRA"]),
+        ({"task_type": "TOKEN_CLS"}, ["TOKEN_CLS", "SEQ_CLS"]),
+        ({"base_model_name_or_path": None}, ["names no base", "--base"]),
+        ({"base_model_name_or_path": "/no/such/folder"}, ["/no/such/folder", "no such folder", "--base"]),
+        ({"base_model_name_or_path": "no-such/model"}, ["no-such/model", "the hub did not give it", "--base"]),
+        ({"target_modules": ["query_key_value"]}, ["another base", "query_key_value"]),
+        ({"from_the_future": 1}, ["newer peft", "from_the_future"]),
+    ],
+)
+def test_adapters_that_cannot_be_merged(build, capsys, settings, words):
+    case = build()
+    case.edit("adapter_config.json", lambda content: content.update(settings))
+    message = refusal(case, capsys)
+    for word in words:
+        assert word in message, message
+
+
+def test_a_base_that_is_an_adapter(build, capsys):
+    case = build()
+    assert "merge that first" in refusal(case, capsys, "--base", str(case.adapter))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_hidden_layers": 1}, "no place for model.layers.1."),
+        ({"num_hidden_layers": 3}, "no weights: model.layers.2."),
+        ({"hidden_size": 48}, "has the shape"),
+        ({"num_key_value_heads": 4}, "has the shape"),
+    ],
+)
+def test_a_base_of_another_shape(build, capsys, changes, word):
+    case = build()
+    tiny_model("llama", vocab_size=VOCABULARY, **changes).save_pretrained(case.base)
+    message = refusal(case, capsys)
+    assert "another base" in message
+    assert word in message, message
+
+
+def test_a_base_of_another_size_where_the_configuration_lies_beside_the_adapter(build, capsys):
+    """Loaded with that configuration, the layers that the base lacks would be random."""
+    case = build()
+    shutil.copy(case.base / "config.json", case.adapter)
+    tiny_model("llama", vocab_size=VOCABULARY, num_hidden_layers=1).save_pretrained(case.base)
+    message = refusal(case, capsys)
+    assert "num_hidden_layers = 2" in message
+    assert "has 1" in message
+    tiny_model("llama", vocab_size=VOCABULARY - 1).save_pretrained(case.base)
+    assert "embed_tokens.weight" in refusal(case, capsys)
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lm_head"])
+def test_half_an_adapter(build, capsys, part):
+    case = build(modules_to_save=["lm_head"], config={"tie_word_embeddings": False})
+
+    def half(tensors):
+        del tensors[next(name for name in tensors if part in name)]
+
+    case.edit_weights(half)
+    message = refusal(case, capsys)
+    assert "no weights" in message
+    assert part in message
+
+
+def test_weights_for_a_module_that_the_configuration_does_not_name(build, capsys):
+    """peft would leave them out without a word."""
+    case = build()
+    case.edit("adapter_config.json", lambda content: content.update(target_modules=["q_proj", "v_proj"]))
+    message = refusal(case, capsys)
+    assert "no place for model.layers.0.mlp.down_proj" in message
+
+
+def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
+    """A base without a pooler, and an adapter that did not save it: it was random, and is lost."""
+    base = tmp_path / "base"
+    tiny_deberta(base, num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    case = _adapted(model, base, tmp_path / "adapter", base=base, task_type="SEQ_CLS", target_modules=["query_proj"])
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if "pooler" not in name}, base / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    message = refusal(case, capsys)
+    assert "pooler.dense" in message
+    assert "modules_to_save" in message
+
+
+def test_a_quantised_base(build, capsys):
+    case = build()
+    shutil.copy(case.base / "config.json", case.adapter)  # what was trained does not hide what is stored
+    config = json.loads((case.base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (case.base / "config.json").write_text(json.dumps(config))
+    message = refusal(case, capsys)
+    assert "quantised" in message
+    assert "--base" in message
+    assert "--dequantize" in message
+    assert "bitsandbytes" in refusal(case, capsys, "--dequantize")
+
+
+def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):
+    """The configuration as trained says so; the base in its folder is not quantised, and is what is merged into."""
+    case = build()
+    config = json.loads((case.base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (case.adapter / "config.json").write_text(json.dumps(config))
+    output = merge(case)
+    agree(logits_of(output), case.logits)
+    assert "trained on quantised weights" in capsys.readouterr().out
+    assert "quantization_config" not in json.loads((output / "config.json").read_text())
+
+
+def test_an_output_that_holds_something(build, capsys, tmp_path):
+    case = build()
+    arguments = ["merge", "--adapter", str(case.adapter), "--output", str(tmp_path / "taken")]
+    (tmp_path / "taken").mkdir()
+    assert main(arguments) == 0, "an empty folder may be used"
+    before = sorted((tmp_path / "taken").iterdir())
+    capsys.readouterr()
+    assert main(arguments) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert sorted((tmp_path / "taken").iterdir()) == before
+    (tmp_path / "file").write_text("")
+    assert main([*arguments[:-1], str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_nowhere(build, capsys):
+    case = build()
+    for file in [*case.base.glob("tokenizer*"), *case.base.glob("*.jinja")]:
+        file.unlink()
+    assert "no tokenizer" in refusal(case, capsys)
+
+
+def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
+    """The proof has to be able to fail: fold the adapter in with the wrong sign."""
+    from peft.tuners.lora import Linear
+
+    case, true = build(), Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: -true(self, adapter))
+    with pytest.raises(RuntimeError, match="the logits differ by"):
+        main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
+    assert not list(case.base.parent.glob("merged*"))
+
+
+def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
+    import train.model.export as export
+
+    case, true = build(), export.export_model
+
+    def spoilt(model, state, *others):
+        true(model, {name: tensor * 1.01 for name, tensor in state.items()}, *others)
+
+    monkeypatch.setattr(export, "export_model", spoilt)
+    with pytest.raises(RuntimeError, match="read back: the logits differ by"):
+        main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
+    assert not list(case.base.parent.glob("merged*"))

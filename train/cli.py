@@ -1,0 +1,90 @@
+"""The `zerofit` command: everything that is not a training run. One line below for each subcommand.
+
+    zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
+    zerofit generate --model outputs/notes-merged --prompt "Once upon a time"
+
+A subcommand's `main(argv) -> int` is imported when it is called for and not before: `zerofit --help` answers at once.
+"""
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+from train.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
+
+EXIT_BROKEN_PIPE = 141  # as a shell has it for a program whose reader went away
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its name, its line in the help, and `module:function` of its entry point."""
+
+    name: str
+    help: str
+    entry: str
+
+    def run(self, argv: list[str]) -> int:
+        module, _, function = self.entry.partition(":")
+        return getattr(importlib.import_module(module), function)(argv)
+
+
+COMMANDS = (
+    Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.model.merge:main"),
+    Command("generate", "Let a model continue a text, or talk with it.", "train.model.talk:main"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand. Returns its exit code; 2 for a mistake of the user, 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here it can still be told that nobody reads
+    except UserError as error:
+        print(_report(error), file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr, flush=True)  # the shell's prompt begins a line
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
+        return EXIT_BROKEN_PIPE
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if argv else EXIT_USER_ERROR
+    if argv[0] == "--version":
+        from train import __version__
+
+        print(f"zerofit {__version__}")
+        return 0
+    known = {command.name: command for command in COMMANDS}
+    if argv[0] not in known:
+        close = nearest(argv[0], known)
+        remedy = f"Did you mean {close}?" if close else "There are " + ", ".join(known)
+        raise UserError(f"{argv[0]!r} is no command of zerofit. {remedy}")
+    return known[argv[0]].run(argv[1:])
+
+
+def _report(error: UserError) -> str:
+    """As training reports it, but for a tool, which would not have trained anything."""
+    return error.report().replace("problems, nothing was trained", "problems, nothing was done", 1)
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    return "\n".join([
+        "usage: zerofit COMMAND [--option value]", "", *lines, "",
+        "`zerofit COMMAND --help` lists the options of a command. Training is started by accelerate launch:",
+        "`python train/clm.py --help`, and cls.py and seq2seq.py likewise.",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What a model is asked to continue: prompts from the command line or a file, and conversations, as token ids."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.model.chat import BadTemplate, install_template, written
+from train.recipe.errors import UserError, first_line
+from train.recipe.tools import GenerateOptions
+
+ROLES = ("system", "user", "assistant")
+Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or a conversation that waits for a reply."""
+
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As it stands in a .jsonl file."""
+        return {"prompt": self.text} if self.text is not None else {"messages": list(self.messages)}
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def read_prompts(options: GenerateOptions) -> list[Prompt]:
+    """The prompts of --prompt or --prompt_file; none where there is a chat.
+
+    Raises:
+        UserError: the file cannot be read, or a record of it holds no prompt; the message has its line.
+    """
+    if options.prompt_file is None:
+        return [Prompt(text) for text in options.prompt or ()]
+    where = f"prompt_file = {options.prompt_file!r}"
+    path = Path(options.prompt_file).expanduser()
+    if path.suffix not in (".txt", ".jsonl"):
+        raise UserError(f"{where}: expected a .txt with a prompt in each line, or a .jsonl with one in each record")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from None
+    numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise UserError(f"{where} is empty")
+    if path.suffix == ".txt":
+        return [Prompt(line) for _, line in numbered]
+    return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
+
+
+def _prompt_of(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is no JSON: {error}") from None
+    keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    if isinstance(record, dict) and isinstance(record.get("prompt"), str):
+        return Prompt(record["prompt"])
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if messages is None:
+        raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise UserError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
+    messages = [{name: message[name] for name in ("role", "content")} for message in messages]
+    while messages and messages[-1]["role"] == "assistant":  # the reply that is known: another one is to be written
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise UserError(f"{where}: nobody has said anything that could be replied to")
+    return Prompt(messages=tuple(messages))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+# ----------------------------------------------------------------------------------------------------------- token ids
+
+
+class Renderer:
+    """Turns prompts and conversations into the token ids that a model begins with.
+
+    Args:
+        config: the model's.
+        template: the name or .jinja file of a chat template in place of the tokenizer's own.
+        raw: take prompts as they are.
+    """
+
+    def __init__(self, tokenizer, config, template: str | None = None, raw: bool = False, system: str | None = None):
+        self.tokenizer, self.config, self.system = tokenizer, config, system
+        self.has_encoder = config.is_encoder_decoder
+        if template is not None:
+            install_template(tokenizer, template)
+        self.uses_template = bool(tokenizer.chat_template) and not raw
+        self.separator = None
+        if self.has_encoder:
+            from train.data.pairs import TURN_SEPARATORS
+            from train.model.tokenizer import end_with_eos
+
+            end_with_eos(tokenizer)
+            known = TURN_SEPARATORS.get(config.model_type)
+            self.separator = known or tokenizer.sep_token or tokenizer.eos_token or "\n"
+        if self.uses_template:
+            self._render([{"role": "user", "content": "a"}])  # a broken template is found before anybody types
+        elif system is not None:
+            raise UserError(f"system_prompt = {system!r}: {self._no_template}")
+
+    @property
+    def _no_template(self) -> str:
+        return (
+            f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template, a "
+            ".jinja file or a known name"
+        )
+
+    def check_conversations(self) -> None:
+        """Raises UserError if this model cannot be talked with."""
+        if not self.uses_template and not self.has_encoder:
+            raise UserError(f"a conversation needs a chat template: {self._no_template}")
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The tokens that a prompt begins with."""
+        if prompt.text is None:
+            return self.ids_of(list(prompt.messages))
+        if self.uses_template and prompt.text:
+            return self.ids_of([{"role": "user", "content": prompt.text}])
+        return self._source(prompt.text) if self.has_encoder else self._beginning(prompt.text)
+
+    def ids_of(self, messages: Messages) -> list[int]:
+        """The tokens of a conversation, up to where the reply begins."""
+        self.check_conversations()
+        if not self.uses_template:
+            return self._source(self.separator.join(message["content"].strip() for message in messages))
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        text = self._render(messages)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+
+    def end_of_turn(self) -> list[int]:
+        """The special token that the template puts after a reply, if it does: writing ends there."""
+        if not self.uses_template:
+            return []
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zerofit"}]
+        after = self._render(said, for_an_answer=False).rpartition("zerofit")[2].lstrip()
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        return [token for token in ids if token in special]
+
+    def _render(self, messages: Messages, for_an_answer: bool = True) -> str:
+        try:
+            return written(self.tokenizer, messages, for_an_answer)
+        except (BadTemplate, ValueError) as error:  # or there are several templates
+            raise UserError(f"the chat template does not take this conversation: {first_line(error)}") from None
+
+    def _beginning(self, text: str) -> list[int]:
+        """A text that is to go on: with what the tokenizer puts before it, without what it puts after it."""
+        plain = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not plain:
+            known = (self.tokenizer.bos_token_id, self.config.bos_token_id, self.tokenizer.eos_token_id)
+            start = next((token for token in known if token is not None), None)
+            if start is None:
+                raise UserError("an empty prompt: the tokenizer has no token to begin a text with. Give it a word")
+            return [start]
+        marked = self.tokenizer(text)["input_ids"]
+        places = [place for place in range(len(marked)) if marked[place : place + len(plain)] == plain]
+        return marked[: places[0] + len(plain)] if places else marked
+
+    def _source(self, text: str) -> list[int]:
+        ids = self.tokenizer(text)["input_ids"]
+        if not ids:
+            raise UserError("an empty prompt: an encoder needs something to read. Give it a word")
+        return ids
