@@ -18,6 +18,8 @@ SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--bl
            "--config_overrides", "n_layer=2,n_head=2,n_embd=64,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
            "--train_file", str(ROOT / "train" / "**" / "*.py"), "--per_device_train_batch_size", "8",
            "--max_train_steps", "20", "--learning_rate", "1e-3"]  # fmt: skip
+ADAPTER = ["--lora", "--train_file", str(ROOT / "docs" / "*.md"), "--block_size", "128", "--learning_rate", "1e-2",
+           "--per_device_train_batch_size", "8", "--max_train_steps", "30"]  # fmt: skip
 
 
 def kinds() -> list[str]:
@@ -89,3 +91,26 @@ def test_classification_and_dialogue_train_too(tmp_path, cache, task, strategy, 
     )  # fmt: skip
     assert updates(lines)[-1]["loss"] < 0.6 * updates(lines)[0]["loss"]
     assert ("eval_accuracy" if task == "cls" else "eval_bleu") in lines[-1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "zero3_offload", "zero3_offload_optimizer"])
+def test_an_adapter_trains_on_a_frozen_model(tmp_path, cache, stories, strategy, precision):
+    lines = launch(
+        tmp_path / "run", "--model_name_or_path", stories, *ADAPTER, "--precision", precision, "--cache_dir", cache,
+        strategy=strategy, processes=1,
+    )  # fmt: skip
+    assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"] - 0.5
+    held = json.loads((tmp_path / "run" / "environment.json").read_text())["bytes_held_by_rank_0"]
+    assert held["optimizer"] < 12 * 46_240 * 1.1  # moments and fp32 copies of the adapter alone
+
+
+@pytest.mark.parametrize("option", ["--load_in_4bit", "--load_in_8bit"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2"])
+def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, stories, strategy, option):
+    pytest.importorskip("bitsandbytes")
+    lines = launch(
+        tmp_path / "run", "--model_name_or_path", stories, *ADAPTER, option, "--precision", "bf16", "--cache_dir",
+        cache, strategy=strategy, processes=1,
+    )  # fmt: skip
+    assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"] - 0.5

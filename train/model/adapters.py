@@ -9,11 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.model.stored import has_tokenizer, is_adapter, model_folder, read_config, read_json, read_model
+from train.model.stored import (
+    ADAPTER_PREFIX,
+    has_tokenizer,
+    is_adapter,
+    model_folder,
+    read_config,
+    read_json,
+    read_model,
+)
 from train.recipe.errors import UserError, first_line
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 NAME = "default"  # peft's name for the only adapter
 AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
                 "SEQ_CLS": "AutoModelForSequenceClassification"}  # fmt: skip
@@ -109,7 +116,7 @@ def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
             f"{where}: {file.name} holds no whole adapter: {some}. It was saved under ZeRO-3 without gathering, or "
             "half; save it again from the training program"
         )
-    return {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
+    return {name.removeprefix(ADAPTER_PREFIX): shape for name, shape in shapes.items()}
 
 
 def load_with_adapter(
@@ -252,7 +259,15 @@ def _dequantized(model, option: str, name: str):
         ) from None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    # What the quantised weights were read with cannot be turned round, and has no place in what is written.
+    reading = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [step for step in reading if not _quantises(step)] or None
     return model
+
+
+def _quantises(step) -> bool:
+    """Whether a step of reading weights (of transformers) makes quantised ones."""
+    return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
 
 
 def _attach(model, folder: AdapterFolder, where: str, name: str):
@@ -289,7 +304,7 @@ def _unplaced(adapted, folder: AdapterFolder) -> str | None:
     from peft import get_peft_model_state_dict
 
     made = get_peft_model_state_dict(adapted, adapter_name=NAME, save_embedding_layers=False)
-    places = {key.removeprefix(PREFIX): tuple(tensor.shape) for key, tensor in made.items()}
+    places = {key.removeprefix(ADAPTER_PREFIX): tuple(tensor.shape) for key, tensor in made.items()}
     own = {key: tuple(tensor.shape) for key, tensor in adapted.get_base_model().state_dict().items()}
     homeless = [key for key in folder.shapes if key not in places and own.get(key) != folder.shapes[key]]
     if homeless:

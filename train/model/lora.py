@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from train.model.base_weights import sample_weights
+from train.model.base_weights import FILE, sample_weights
+from train.model.stored import ADAPTER_PREFIX
 from train.recipe.errors import UserError, nearest
 from train.recipe.options import LoraOptions, TrainingRecipe
 
@@ -33,7 +34,6 @@ PRESETS = {
 ALL_LINEAR = "all-linear"
 TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 HEADS_OF_CLASSIFIERS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
-PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Adapter:
         description.use_cache = True
         description.save_pretrained(folder)
         if self.base_sample:
-            (folder / "base_weights.json").write_text(json.dumps({"modules": self.base_sample}) + "\n")
+            (folder / FILE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -94,7 +94,7 @@ class Adapter:
                 named[f"{module}.{name}"] = state[names_of[id(parameter)]]
         taken = {id(tensor) for tensor in named.values()}
         named |= {name: tensor for name, tensor in state.items() if id(tensor) not in taken}  # biases
-        return {PREFIX + name: tensor.clone().contiguous() for name, tensor in named.items()}
+        return {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in named.items()}
 
 
 def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strategy) -> Adapter | None:

@@ -8,6 +8,7 @@ from typing import Any
 from train.model.configuration import from_hub_or_folder
 from train.recipe.errors import UserError, first_line
 
+ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
                    "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
