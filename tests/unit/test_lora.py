@@ -191,6 +191,7 @@ def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     assert all("lora_" in name or ".classifier." in name for name in tensors)
     files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "base_weights.json", "README.md"}
     assert {file.name for file in tmp_path.iterdir()} == files
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # whoever reads the one reads the others
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == bases[family]
     assert (config["r"], config["lora_alpha"], config["bias"]) == (8, 16, "none")

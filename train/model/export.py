@@ -1,5 +1,6 @@
 """What a run leaves for others: a folder that transformers loads, with the tokenizer and a model card."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -34,4 +35,12 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
     if positions and tokenizer.model_max_length > 10**9:  # nobody said; then truncation=True would cut nothing
         tokenizer.model_max_length = positions
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_card(folder, card)
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Write README.md, and let those read the weights who may read it: safetensors lets nobody but their owner."""
+    readme = folder / "README.md"
+    readme.write_text(card, encoding="utf-8")
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(readme, weights)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from train.model.base_weights import FILE, sample_weights
+from train.model.export import write_card
 from train.model.stored import ADAPTER_PREFIX
 from train.recipe.errors import UserError, nearest
 from train.recipe.options import LoraOptions, TrainingRecipe
@@ -78,7 +79,7 @@ class Adapter:
         if self.base_sample:
             (folder / FILE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_card(folder, card)
 
     def _tensors(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict

@@ -287,7 +287,7 @@ def model_card(
     figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
-    shown = [name for name in ("torch", "transformers", "accelerate", "deepspeed") if name in packages]
+    shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     options = {name: value for name, value in recipe.to_dict().items() if recipe.source(name)}
     return "\n".join([
