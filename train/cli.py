@@ -11,9 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from train.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
-
-EXIT_BROKEN_PIPE = 141  # as a shell has it for a program whose reader went away
+from train.recipe.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
 
 
 @dataclass(frozen=True)

@@ -463,7 +463,7 @@ def test_models_that_do_not_write(tmp_path, generate, model):
         (["--model", "no-such/model", "--prompt", "a"], ["no-such/model", "hub"]),
         (["--model", "MODEL", "--prompt", "a", "--system_prompt", "b"], ["system_prompt = 'b'", "--chat_template"]),
         (["--model", "MODEL", "--prompt", "a", "--output", "b.txt"], ["b.txt", ".jsonl"]),
-        (["--model", "MODEL", "--prompt", "a", "--output", "/no/such/b.jsonl"], ["/no/such/b.jsonl", "cannot be"]),
+        (["--model", "MODEL", "--prompt", "a", "--output", "/dev/null/b.jsonl"], ["/dev/null/b.jsonl", "cannot be"]),
     ],
 )  # fmt: skip
 def test_what_is_refused(generate, model, flags, words):

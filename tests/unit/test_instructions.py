@@ -47,6 +47,7 @@ def refusal(function, *args, **kwargs) -> str:
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
         ({"prompt": "x", "response": "y"}, {}, Form("prompt", "prompt", "response", plain=True)),
         ({"prompt": [QUESTION], "completion": [ANSWER]}, {}, Form("prompt", "prompt", "completion")),
+        ({"question": "x", "answer": "y"}, {}, Form("prompt", "question", "answer", plain=True)),
         ({"messages": TURNS, "source": "x"}, {}, Form("messages", "messages")),
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {"data_format": "prompt"},
@@ -81,7 +82,7 @@ def test_turns_whose_roles_are_not_known():
     ("options", "words"),
     [
         ({"data_format": "instruction"}, "reads the columns instruction and output or response"),
-        ({"data_format": "prompt"}, "reads the columns prompt and completion or response"),
+        ({"data_format": "prompt"}, "reads the columns prompt or question and completion or response or answer"),
         ({"data_format": "messages"}, "`messages` of turns with roles (or another with --messages_column)"),
         ({"messages_column": "chat"}, "messages_column = 'chat': there is no such column"),
         ({"messages_column": "a"}, "messages_column = 'a' holds no list of turns"),
@@ -305,7 +306,26 @@ def test_a_held_out_file_without_the_columns(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
     other = write(tmp_path / "b.jsonl", [{"text": "x"}])
     message = refusal(prepare, path, "--chat_template", "instruction", "--validation_file", other)
-    assert f"{other} has no column instruction, output; the columns are text" in message
+    assert "training and held-out data are not of one kind" in message
+    assert f"{other}: running text a record, the columns are text" in message
+
+
+def test_a_held_out_file_of_another_form(tmp_path, prepare):
+    """Each part is read as what it is: other columns, or turns in place of columns."""
+    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
+    other = write(tmp_path / "b.jsonl", [{"messages": [SYSTEM, *TURNS]}, {"messages": TURNS}])
+    data = prepare(path, "--chat_template", "instruction", "--validation_file", other)
+    assert data.validation.contents.documents == 2
+    assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo." in text_of(data, data.validation)
+
+
+def test_turns_as_the_text_of_a_json_list():
+    table = Dataset.from_list([{"messages": json.dumps(TURNS)}])
+    form = find_form(ClmRecipe(), table)
+    assert form == Form("messages", "messages")
+    assert form.messages(table[0]) == TURNS
+    with pytest.raises(BadRecord, match="JSON list that is not valid"):
+        form.messages({"messages": "[{"})
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path, cache):

@@ -1,6 +1,8 @@
 """LoRA: what gets an adapter, what is trained, and that plain peft finds in the file what was trained."""
 
 import json
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from train.model.load import build_model
 from train.model.lora import add_adapter, check_quantisation
 from train.model.parameters import count_parameters, flops_per_token
-from train.model.settle import install_chosen_loss
+from train.model.settle import _probe, install_chosen_loss
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
 from train.strategy.strategy import Strategy
 
@@ -150,6 +152,18 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six(bases):
     assert flops_per_token(model, 16) == 4 * matrices + 6 * trained + attention
 
 
+@pytest.mark.parametrize("names", [("q_proj,v_proj",), ("q_proj,", "v_proj")])
+def test_names_may_be_separated_by_commas(bases, names):
+    _, adapter = adapted(bases["llama"], "llama", "--lora_target_modules", *names)
+    assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "v_proj"}
+
+
+def test_an_embedding_with_an_adapter_can_be_probed(bases):
+    model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "embed_tokens")
+    engine = SimpleNamespace(module=model, device=torch.device("cpu"))
+    assert _probe(engine)[0] == 97
+
+
 def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
     model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "lm_head", "q_proj")
     install_chosen_loss(model, ClmRecipe())
@@ -242,7 +256,9 @@ def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
             ("--lora_target_modules", "c_attn", "q_proj"),
             ["'q_proj' matches no module", "c_attn, c_fc, c_proj"],
         ),
-        ("gpt2", ("--lora_target_modules", "ln_f"), ["lora_target_modules = ln_f", "not supported"]),
+        ("gpt2", ("--lora_target_modules", "ln_f"), ["'ln_f' is a LayerNorm", "cannot have an adapter", "c_attn"]),
+        ("llama", ("--lora_target_modules", "self_attn"), ["'self_attn' is a LlamaAttention", "q_proj"]),
+        ("llama", ("--lora_target_modules", "all-linear", "q_proj"), ["all-linear stands alone"]),
         ("gpt2", ("--lora_modules_to_save", "embed_tokens"), ["'embed_tokens' matches no module", "wte"]),
     ],
 )
@@ -276,15 +292,20 @@ def test_lora_switched_off_on_purpose_takes_its_options_along():
     assert not parse_recipe(ClmRecipe, flags).lora
 
 
+def _not_installed(name: str):
+    raise PackageNotFoundError(name)
+
+
 def test_quantised_weights_need_bitsandbytes_and_a_gpu(monkeypatch):
     recipe = ClmRecipe(lora=True, load_in_4bit=True)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    with pytest.raises(UserError, match="needs a GPU"):
+        check_quantisation(recipe, NOT_SHARDED)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("train.model.lora.version", _not_installed)
     with pytest.raises(UserError, match="load_in_4bit = true needs bitsandbytes"):
         check_quantisation(recipe, NOT_SHARDED)
     monkeypatch.setattr("train.model.lora.version", lambda name: "0.50")
-    if not torch.accelerator.is_available():
-        with pytest.raises(UserError, match="needs a GPU"):
-            check_quantisation(recipe, NOT_SHARDED)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     sharded = Strategy(None, None, "bf16", {"zero_optimization": {"stage": 3}}, "")
     with pytest.raises(UserError, match="ZeRO-3"):
         check_quantisation(recipe, sharded)

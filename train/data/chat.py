@@ -11,10 +11,10 @@ from train.data.cache import cache_root, prepare_anew
 from train.data.instructions import Form
 from train.data.pack import Conversations, PackedConversations, SampleSet, TextData
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import Source, columns_present, first, hold_out
+from train.data.sources import Source, first, hold_out
 from train.data.tokenise import IDS, encode_table, fingerprint
 from train.model import chat
-from train.model.chat import BadTemplate, Template, install_template, render
+from train.model.chat import BadTemplate, Template, install_template, render, unended
 from train.model.loss import IGNORE
 from train.model.tokenizer import get_tokenizer, padding_token
 from train.recipe.errors import UserError
@@ -38,25 +38,28 @@ class _Part:
         return _Part(first(self.table, limit), self.numbers[:limit], self.where)
 
 
-def prepare_chat(recipe: ClmRecipe, config, source: Source, form: Form, block_size: int) -> TextData:
+def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, Form], block_size: int) -> TextData:
     """Check, split, render, tokenise and pack conversations.
+
+    Args:
+        forms: what the records of each part are; they need not be alike.
 
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
     """
+    form = forms["train"]
     notes = [form.describe]
-    for part, table in source.parts.items():
-        if missing := [name for name in form.columns if name not in table.column_names]:
-            raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
-        notes += check_records(recipe, source, part, form.messages, form)
-    parts = _split(recipe, source, form)
+    for part in source.parts:
+        notes += check_records(recipe, source, part, forms[part].messages, forms[part])
+    parts = _split(recipe, source, forms)
     train = parts["train"].table
     tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
     template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-    encoder = ChatEncoder(tokenizer, form, template, block_size, recipe.train_on_prompt)
-    notes.insert(0, template.note)
+    notes = [template.note, *notes, *unended(tokenizer, template)]
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
+        form_of_part = forms.get(name, form)
+        encoder = ChatEncoder(tokenizer, form_of_part, template, block_size, recipe.train_on_prompt)
         table = _encode(part, encoder, recipe)
         notes += what_is_lost(table, name, block_size)
         sets[name] = Conversations(table)
@@ -65,9 +68,9 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, form: Form, block_si
     return TextData(packed["train"], packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 
 
-def _split(recipe: ClmRecipe, source: Source, form: Form) -> dict[str, _Part]:
+def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form]) -> dict[str, _Part]:
     """The parts, a held-out one drawn by records where there is none, max_*_samples applied."""
-    parts = {name: _Part(table.select_columns(form.columns), np.arange(len(table)), source.where(name))
+    parts = {name: _Part(table.select_columns(forms[name].columns), np.arange(len(table)), source.where(name))
              for name, table in source.parts.items()}  # fmt: skip
     if "validation" not in parts and recipe.validation_split_percentage > 0:
         whole = parts["train"]

@@ -4,6 +4,7 @@ A *message* is {"role": system, user or assistant, "content": text}. The message
 `instruction` and `input` beside its content, and an answer that stands in a prompt has `trained: False`.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,13 @@ from datasets import Dataset
 
 from train.data.conversations import ASSISTANT, DIALOGUES, ROLE_OF_A_TURN, blank, holds_lists, turns_of
 from train.data.records import BadRecord
-from train.data.sources import columns_present
+from train.data.sources import columns_present, text_columns
 from train.model.chat import Message
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
 
-ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response")}
+QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
+ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
 INPUTS = ("input", "context")
 ROLES = {"system": ("system", "developer"), "user": ("user", "human", "prompter"), "assistant": ASSISTANT}
 MEANT = {name: role for role, names in ROLES.items() for name in names}
@@ -64,7 +66,8 @@ class Form:
             turns = [*self._history(record), self._instruction(record)]
         else:
             nothing = [] if self.kind == "messages" else None
-            turns = _turns(record[self.question] or nothing, "user", self.question)
+            value = record[self.question] or nothing
+            turns = _turns(_unpacked(value) if self.kind == "messages" else value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         if self.answer:
@@ -72,6 +75,8 @@ class Form:
         _check_order(turns)
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
+            if self.system and not blank(record[self.system]):
+                raise BadRecord(f"two system texts: in the column {self.system} and in the first turn")
             system, turns = turns[0]["content"] or system, turns[1:]
         return [{"role": "system", "content": system}, *turns] if system else turns
 
@@ -101,6 +106,16 @@ def _worded(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) else value  # an answer of digits, read as a number
 
 
+def _unpacked(value: Any) -> Any:
+    """Turns that are kept as the text of a JSON list, as tables without lists have them."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise BadRecord("its turns are the text of a JSON list that is not valid") from None
+    return value
+
+
 def _text(value: Any, what: str) -> str:
     text = _worded(value)
     if blank(text):
@@ -121,6 +136,8 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
         if MEANT[name] == "system" and blank(text):
             text = ""
+        elif text is None:
+            raise BadRecord(f"turn {number} of its {column} ({name}) has no text (calls of tools are not read)")
         else:
             text = _text(text, f"turn {number} of its {column} ({name})")
         messages.append({"role": MEANT[name], "content": text})
@@ -166,7 +183,9 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     found = next(filter(None, (_form(kind, recipe, table) for kind in kinds)), None)
     if found is None and recipe.data_format != "auto":
         wanted = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
-        wanted |= {kind: f"the columns {kind} and {' or '.join(answers)}" for kind, answers in ANSWERS.items()}
+        wanted |= {
+            kind: f"the columns {' or '.join(QUESTIONS[kind])} and {' or '.join(ANSWERS[kind])}" for kind in ANSWERS
+        }
         raise UserError(
             f"data_format = {recipe.data_format}: it reads {wanted[recipe.data_format]}; {columns_present(table)}"
         )
@@ -178,23 +197,26 @@ def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
     extra = {"system": "system" if "system" in there else None, "system_prompt": recipe.system_prompt}
     if kind == "messages":
         lists = [name for name in DIALOGUES if name in there and holds_lists(table.features[name])]
-        known = [name for name in lists if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
+        packed = [name for name in DIALOGUES if name in text_columns(table)]
+        known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
         forced = lists if recipe.data_format == "messages" else []
         column = recipe.messages_column or next(iter((*known, *forced)), None)
         return Form(kind, column, **extra) if column else None
     answer = next((name for name in ANSWERS[kind] if name in there), None)
-    if kind not in there or answer is None:
+    question = next((name for name in QUESTIONS[kind] if name in there), None)
+    if question is None or answer is None:
         return None
     if kind == "prompt":
-        plain = not any(holds_lists(table.features[name]) for name in (kind, answer))
-        return Form(kind, kind, answer, **extra, plain=plain)
+        plain = not any(holds_lists(table.features[name]) for name in (question, answer))
+        return Form(kind, question, answer, **extra, plain=plain)
     extra["history"] = "history" if "history" in there and holds_lists(table.features["history"]) else None
-    return Form(kind, kind, answer, next((name for name in INPUTS if name in there), None), **extra)
+    return Form(kind, question, answer, next((name for name in INPUTS if name in there), None), **extra)
 
 
 def _has_roles(conversations: list) -> bool:
     """Whether turns say whose they are, and it is one of the known roles."""
     try:
-        return any(role in MEANT for items in conversations for role, _ in turns_of(items or []))
+        lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
+        return any(role in MEANT for items in lists for role, _ in turns_of(items))
     except BadRecord:
         return False

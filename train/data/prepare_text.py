@@ -27,10 +27,18 @@ def prepare_text(recipe: ClmRecipe, config) -> TextData:
 
 def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
     source, unit = read_records(recipe)
-    form = find_form(recipe, source.parts["train"])
-    _check_options(recipe, form, source)
-    if form is not None:
-        return prepare_chat(recipe, config, source, form, block_size)
+    forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
+    _check_options(recipe, forms["train"], source)
+    if all(forms.values()):
+        return prepare_chat(recipe, config, source, forms, block_size)
+    if any(forms.values()):
+        kinds = "; ".join(
+            f"{source.where(part)}: {KINDS[form.kind] if form else 'running text'} a record, "
+            f"{columns_present(source.parts[part])}" for part, form in forms.items()
+        )  # fmt: skip
+        raise UserError(
+            f"training and held-out data are not of one kind. {kinds}. Say what both are with --data_format"
+        )
     records = take_texts(recipe, source, unit)
     texts = (text for batch in records.train.iter(100) for text in batch["text"])
     tokenizer = get_tokenizer(recipe, config, lambda: texts, records.train._fingerprint)

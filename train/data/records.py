@@ -47,7 +47,10 @@ def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, A
         return []
     where = source.where(part)
     if len(bad) == len(table):
-        raise UserError(f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}")
+        raise UserError(
+            f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}. "
+            "Correct the data, or say which of its columns are meant"
+        )
     if not recipe.skip_bad_records:
         raise bad_record(where, bad[0]["record"], bad[0]["problem"], len(bad))
     return [f"note      {len(bad):,} of {len(table):,} records of {where} are left out, such as record "

@@ -171,7 +171,10 @@ def find_base(
     if not base:
         option, name = f"base_model_name_or_path in {file}", folder.settings.get("base_model_name_or_path")
     if not name:
-        raise UserError(f"{file} names no base (base_model_name_or_path is empty): name it with {named_with}")
+        raise UserError(
+            f"{file} names no base (base_model_name_or_path is empty): name it with {named_with}. "
+            "There is none if the adapter was trained on random weights (config_name)"
+        )
     name = model_folder(name)
     if is_adapter(name):
         raise UserError(f"{option} = {name!r} is an adapter itself: merge that first, and name the merged model here")

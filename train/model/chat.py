@@ -177,6 +177,21 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
     return text, spans
 
 
+def unended(tokenizer, template: Template) -> list[str]:
+    """A warning where the template ends an answer with something else than the end-of-text token."""
+    try:
+        text, spans = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}])
+    except BadTemplate:  # it takes other conversations only
+        return []
+    mark = text[spans[-1][0] : spans[-1][1]].rpartition("bcd")[2]
+    if mark.endswith(tokenizer.eos_token):
+        return []
+    return [
+        f"warning   {template.origin} ends an answer with {mark!r} and not with the end-of-text token "
+        f"{tokenizer.eos_token!r}: whoever generates has to stop there (zerofit generate does, if it is one token)"
+    ]
+
+
 def _around(scaffold: str, turns: list[int]) -> list[str]:
     """What stands before, between and after the answers."""
     pieces, rest = [], scaffold
@@ -197,7 +212,10 @@ def _answers(text: str, around: list[str], messages: list[Message], turns: list[
         forms = (answer, answer.strip(), answer.lstrip(), answer.rstrip())
         form = next((form for form in forms if text.startswith(form + after, place)), None)
         if form is None or not whole:
-            raise BadTemplate(f"it changes turn {turn + 1}, an answer: what is trained on cannot be told in its text")
+            raise BadTemplate(
+                f"it changes turn {turn + 1}, an answer: what is trained on cannot be told in its text. Name one that "
+                "writes answers as they are, e.g. --chat_template instruction"
+            )
         spans.append((place, place + len(form)))
         place += len(form) + len(after)
     if place != len(text):

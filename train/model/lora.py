@@ -116,7 +116,7 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
 
     saved = _saved_modules(model, recipe, task)
     preset = PRESETS.get(model.config.model_type, (ALL_LINEAR,))
-    wanted = tuple(recipe.lora_target_modules or preset)
+    wanted = tuple(_names(recipe.lora_target_modules) or preset)
     _check_targets(model, wanted)
     config = LoraConfig(
         task_type=TASK_TYPES[task], r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout,
@@ -150,15 +150,15 @@ def check_quantisation(recipe: LoraOptions, strategy) -> None:
     option = recipe.quantised
     if option is None:
         return
+    if not torch.accelerator.is_available():
+        raise UserError(f"{option} = true needs a GPU, and this machine has none. Leave the option out")
     try:
         version("bitsandbytes")
     except PackageNotFoundError:
         raise UserError(
-            f"{option} = true needs bitsandbytes, which is not installed: pip install 'zerofit[qlora]' (or "
-            "bitsandbytes), or leave the option out"
+            f"{option} = true needs bitsandbytes, which is not installed: pip install '.[qlora]' (or bitsandbytes), "
+            "or leave the option out"
         ) from None
-    if not torch.accelerator.is_available():
-        raise UserError(f"{option} = true needs a GPU, and this machine has none. Leave the option out")
     if strategy.shards_parameters:
         raise UserError(
             f"{option} = true: quantised weights cannot be shared out by ZeRO-3. Use zero2.yaml or ddp.yaml, or leave "
@@ -186,7 +186,7 @@ def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> li
     names = [name for name, _ in model.named_modules() if name]
     chosen = [name for name in HEADS_OF_CLASSIFIERS if task == "cls" and name in names]
     chosen += [name.rpartition(".")[0] for name in getattr(model, "drawn_weights", ())]
-    for wanted in recipe.lora_modules_to_save or ():
+    for wanted in _names(recipe.lora_modules_to_save):
         matching = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
         if not matching:
             raise UserError(_no_match("lora_modules_to_save", wanted, {name.rpartition(".")[2] for name in names}))
@@ -202,10 +202,30 @@ def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> li
 
 
 def _check_targets(model: torch.nn.Module, wanted: Iterable[str]) -> None:
-    for target in wanted:
-        names = (name for name, _ in model.named_modules())
-        if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in names):
+    if ALL_LINEAR in wanted and len(wanted) > 1:
+        raise UserError(f"lora_target_modules = {' '.join(wanted)}: all-linear stands alone. Keep it, or the others")
+    for target in wanted if ALL_LINEAR not in wanted else ():
+        matching = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not matching:
             raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
+        unfit = next((module for module in matching if not isinstance(module, _adaptable())), None)
+        if unfit is not None:
+            raise UserError(
+                f"lora_target_modules = {target!r} is a {type(unfit).__name__}, which cannot have an adapter itself. "
+                f"Name linear modules: there are {', '.join(_linear_names(model))}"
+            )
+
+
+def _adaptable() -> tuple[type, ...]:
+    from transformers.pytorch_utils import Conv1D
+
+    return torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d
+
+
+def _names(option: list[str] | None) -> list[str]:
+    """The names that an option lists, also where they are separated by commas; all_linear is all-linear."""
+    names = [name.strip() for item in option or () for name in item.split(",") if name.strip()]
+    return [ALL_LINEAR if name == "all_linear" else name for name in names]
 
 
 def _no_match(option: str, wanted: str, known: Iterable[str]) -> str:

@@ -61,6 +61,7 @@ def _open(name: str | None):
     if path.suffix != ".jsonl":
         raise UserError(f"output = {name!r}: expected the name of a .jsonl file")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None

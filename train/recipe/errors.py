@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C
+EXIT_BROKEN_PIPE = 141  # as a shell has it for a program whose reader went away
 
 
 class UserError(Exception):
@@ -59,6 +60,9 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
                 _wait_for_the_launcher(seconds=20)
                 print(f"[rank {rank}] {error.report()}", file=sys.stderr, flush=True)
             return EXIT_USER_ERROR
+        except BrokenPipeError:  # `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
+            return EXIT_BROKEN_PIPE
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
                 message = "interrupted: the record so far is in the run's folder, and the same command starts over"

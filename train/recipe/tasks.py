@@ -187,7 +187,13 @@ class SampleOptions(Recipe):
     """A look at the result"""
 
     sample_tokens: int = option(0, "Generate this many tokens after training, for a look at the result.", minimum=0)
-    sample_prompt: str | None = option(None, "Text that the generated sample continues (of a chat: what it answers).")
+    sample_prompt: str | None = option(None, "What the sample (of sample_tokens) continues, or, of a chat, answers.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.sample_prompt is not None and not self.sample_tokens:
+            found.append("sample_prompt has no effect without sample_tokens")
+        return found
 
 
 @dataclass

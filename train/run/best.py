@@ -61,7 +61,7 @@ def make_best(recipe: RunOptions, figures: tuple[str, ...], is_evaluated: bool) 
             f"metric_for_best_model = {metric!r}: evaluation gives {', '.join(figures)}"
             + (f". Did you mean {close}?" if close else "")
         )
-    for option in ("early_stopping_patience", "load_best_model_at_end"):
+    for option in ("early_stopping_patience", "load_best_model_at_end", "save_best"):
         if getattr(recipe, option) and not is_evaluated:
             raise UserError(
                 f"{option} = {getattr(recipe, option)}: nothing is held out, so there is nothing to judge by. "

@@ -24,7 +24,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> Path:
-        """The checkpoint that was saved last: a link, absent where none was."""
+        """The checkpoint that was written last: a link, absent where none was."""
         return self.path / "latest"
 
     def write(self, update: int, fill: Callable[[Path], None], is_saved: bool, is_best: bool) -> None:
@@ -37,7 +37,7 @@ class Checkpoints:
         partial.rename(folder)
         if is_saved:
             self.saved.append(folder.name)
-            self._point(self.latest, folder)
+        self._point(self.latest, folder)
         if is_best:
             self._point(self.best, folder)
         self._drop()

@@ -255,7 +255,7 @@ class Session:
         self.engine.close()
 
     def _summary(self, results: dict[str, Any], load_best: bool) -> list[str]:
-        before, after = results["before"], results["after"]
+        before, after = results["before"], self.best.figures if load_best else results["after"]
         tokens_per_s = self.meter.typical()
         flops_per_s = tokens_per_s * self.meter.flops_per_token
         mfu = f", MFU {flops_per_s / self.meter.peak:.1%}" if self.meter.peak else ""
