@@ -85,6 +85,17 @@ def loss_and_gradients(model, kind: str, batch: dict) -> tuple[torch.Tensor, dic
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+def refusal(function, *args, **kwargs) -> str:
+    """What a function says as it refuses its arguments: a mistake of the user."""
+    from train.recipe.errors import UserError
+
+    try:
+        function(*args, **kwargs)
+    except UserError as error:
+        return error.report()
+    raise AssertionError(f"{function.__name__} refuses nothing")
+
+
 def launch(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
            task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> list[dict]:  # fmt: skip
     """Run `accelerate launch train/TASK.py` for real and return the lines of its metrics.jsonl."""

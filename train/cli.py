@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here it can still be told that nobody reads
     except UserError as error:
-        print(_report(error), file=sys.stderr, flush=True)
+        print(error.report("nothing was done"), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr, flush=True)  # the shell's prompt begins a line
@@ -67,11 +67,6 @@ def _run(argv: list[str]) -> int:
         remedy = f"Did you mean {close}?" if close else "There are " + ", ".join(known)
         raise UserError(f"{argv[0]!r} is no command of zerofit. {remedy}")
     return known[argv[0]].run(argv[1:])
-
-
-def _report(error: UserError) -> str:
-    """As training reports it, but for a tool, which would not have trained anything."""
-    return error.report().replace("problems, nothing was trained", "problems, nothing was done", 1)
 
 
 def _help() -> str:

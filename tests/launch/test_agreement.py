@@ -76,13 +76,17 @@ CASES = {
         "--block_size", "256", "--save_strategy", "epoch", "--save_total_limit", "2",
     ), ("ddp", "zero2", "zero3", "zero3_offload", "zero3_offload_optimizer"), 4e-3),
 }  # fmt: skip
-RUNS = [(case, layout) for case, about in CASES.items() for layout in about.layouts]
-RUNS += [pytest.param(case, layout, marks=pytest.mark.long) for case, about in CASES.items() for layout in about.more]
 
 
-def case_of(run) -> str:
-    """The case of an entry of RUNS, whether it is marked or not."""
-    return run[0] if isinstance(run, tuple) and not hasattr(run, "values") else run.values[0]
+def runs(*tasks: str) -> list:
+    """(case, layout) of these tasks, the rarer ones marked."""
+    cases = {name: case for name, case in CASES.items() if case.task in tasks}
+    often = [(name, layout) for name, case in cases.items() for layout in case.layouts]
+    return often + [pytest.param(name, layout, marks=pytest.mark.long) for name, case in cases.items()
+                    for layout in case.more]  # fmt: skip
+
+
+RUNS, PREDICTING = runs("clm", "cls", "seq2seq"), runs("cls", "seq2seq")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +164,7 @@ def test_held_out_figures_agree(run, case, layout):
         assert line == pytest.approx(other, rel=RTOL)
 
 
-@pytest.mark.parametrize(("case", "layout"), [run for run in RUNS if CASES[case_of(run)].task != "clm"])
+@pytest.mark.parametrize(("case", "layout"), PREDICTING)
 def test_predictions_are_the_same(run, case, layout):
     ours, expected = (
         [json.loads(line) for line in (run(case, each)[1] / "predictions.jsonl").read_text().splitlines()]

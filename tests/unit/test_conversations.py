@@ -4,6 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset
+from helpers import refusal
 
 from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
 from train.data.pairs import PairEncoder, prepare_pairs
@@ -18,12 +19,6 @@ ROLES = [{"role": role, "content": text} for role, text in zip(("user", "assista
 
 def columns_of(record: dict, **options: str) -> Columns:
     return find_columns(PairOptions(**options), Dataset.from_list([record]))
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    return caught.value.report()
 
 
 # ------------------------------------------------------------------------------------------------------------- columns

@@ -4,12 +4,13 @@ import json
 
 import pytest
 from datasets import Dataset
+from helpers import refusal
 
 from train.data.instructions import Form, find_form
 from train.data.prepare_text import prepare_text
 from train.data.records import BadRecord
 from train.model.configuration import load_configuration
-from train.recipe import ClmRecipe, UserError, parse_recipe
+from train.recipe import ClmRecipe, parse_recipe
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -19,12 +20,6 @@ SHAREGPT = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
 
 def form_of(record: dict, **options) -> Form | None:
     return find_form(ClmRecipe(**options), Dataset.from_list([record]))
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    return caught.value.report()
 
 
 # ------------------------------------------------------------------------------------------------------------- columns

@@ -58,13 +58,13 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     notes = [template.note, *notes, *unended(tokenizer, template)]
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
-        form_of_part = forms.get(name, form)
-        encoder = ChatEncoder(tokenizer, form_of_part, template, block_size, recipe.train_on_prompt)
+        encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)
         table = _encode(part, encoder, recipe)
         notes += what_is_lost(table, name, block_size)
         sets[name] = Conversations(table)
     shown = show(sets["train"][0], tokenizer, template)
-    packed = {name: _packed(conversations, recipe, encoder) for name, conversations in sets.items()}
+    filler = padding_token(tokenizer)
+    packed = {name: _packed(held, recipe, block_size, filler) for name, held in sets.items()}
     return TextData(packed["train"], packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 
 
@@ -92,10 +92,8 @@ def _texts(table: Dataset, form: Form):
                 continue
 
 
-def _packed(conversations: Conversations, recipe: ClmRecipe, encoder: "ChatEncoder") -> SampleSet:
-    if recipe.packing == "none":
-        return conversations
-    return PackedConversations(conversations, encoder.block_size, padding_token(encoder.tokenizer))
+def _packed(conversations: Conversations, recipe: ClmRecipe, block_size: int, filler: int) -> SampleSet:
+    return conversations if recipe.packing == "none" else PackedConversations(conversations, block_size, filler)
 
 
 # --------------------------------------------------------------------------------------------------------- token ids

@@ -78,6 +78,11 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     return PairData(Rows(train, COLUMNS), validation, tokenizer, widths, notes)
 
 
+def turn_separator(config, tokenizer) -> str:
+    """What stands between two turns of a conversation, where nobody says otherwise."""
+    return TURN_SEPARATORS.get(config.model_type) or tokenizer.sep_token or tokenizer.eos_token or "\n"
+
+
 class PairEncoder:
     """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
 
@@ -87,8 +92,7 @@ class PairEncoder:
 
     def __init__(self, tokenizer, recipe: Seq2SeqRecipe, config, widths: tuple[int, int]):
         self.tokenizer, self.prefix, self.widths = tokenizer, recipe.source_prefix, widths
-        known = TURN_SEPARATORS.get(config.model_type) or tokenizer.sep_token or tokenizer.eos_token or "\n"
-        self.separator = known if recipe.turn_separator is None else recipe.turn_separator
+        self.separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)

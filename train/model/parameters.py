@@ -59,7 +59,7 @@ def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_le
     decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
     heads = getattr(config, "num_heads", 0) * getattr(config, "d_kv", 0)  # T5's attention has a width of its own
     width = heads or config.hidden_size
-    frozen = not next(decoder.parameters()).requires_grad
+    frozen = any(not parameter.requires_grad for parameter in decoder.parameters())
     crossing = (4.0 if frozen else 6.0) * 2 * decoder_layers * config.hidden_size * width  # the source's keys, values
     of_source = _matrix_flops(encoder) + crossing + 12.0 * layers * width * source_length
     of_target = _matrix_flops(decoder) - crossing + _matrix_flops(model.get_output_embeddings())

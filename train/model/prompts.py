@@ -98,12 +98,11 @@ class Renderer:
         self.uses_template = bool(tokenizer.chat_template) and not raw
         self.separator = None
         if self.has_encoder:
-            from train.data.pairs import TURN_SEPARATORS
+            from train.data.pairs import turn_separator
             from train.model.tokenizer import end_with_eos
 
             end_with_eos(tokenizer)
-            known = TURN_SEPARATORS.get(config.model_type)
-            self.separator = known or tokenizer.sep_token or tokenizer.eos_token or "\n"
+            self.separator = turn_separator(config, tokenizer)
         if self.uses_template:
             self._render([{"role": "user", "content": "a"}])  # a broken template is found before anybody types
         elif system is not None:

@@ -101,6 +101,4 @@ def _chosen(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]
 def _probe(engine) -> tuple[int, torch.device, int]:
     """(vocabulary, device, tokens of a document) for the probes."""
     positions = getattr(engine.module.config, "max_position_embeddings", None) or 2 * LENGTH
-    embeddings, config = engine.module.get_input_embeddings(), engine.module.config
-    vocabulary = getattr(embeddings, "num_embeddings", config.get_text_config().vocab_size)  # LoRA's has no such name
-    return vocabulary, engine.device, min(LENGTH, positions // 2)
+    return engine.module.config.get_text_config().vocab_size, engine.device, min(LENGTH, positions // 2)

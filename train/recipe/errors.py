@@ -20,12 +20,12 @@ class UserError(Exception):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
-    def report(self) -> str:
-        """The message for the terminal: one line for each problem, or one numbered list."""
+    def report(self, outcome: str = "nothing was trained") -> str:
+        """The message for the terminal: one line for each problem, or one numbered list headed by the outcome."""
         if len(self.problems) == 1:
             return f"error: {self.problems[0]}"
         lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
-        return "\n".join([f"error: {len(self.problems)} problems, nothing was trained", *lines])
+        return "\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines])
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -105,8 +105,7 @@ class Strategy:
         """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
         import torch
 
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return half.get(self.precision, torch.float32) if self.deepspeed is not None else torch.float32
+        return self.frozen_dtype if self.deepspeed is not None else torch.float32
 
     @property
     def frozen_dtype(self):
