@@ -262,6 +262,12 @@ class RunOptions(Recipe):
     save_total_limit: int | None = option(
         None, "Keep the last so many checkpoints, and the best; by default all.", positive=True
     )
+    resume: str = option(
+        "auto",
+        "auto: go on from the newest whole checkpoint in output_dir, if there is one; never: start over; or the "
+        "folder of a checkpoint.",
+        aliases=("resume_from_checkpoint",),
+    )
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")

@@ -29,7 +29,6 @@ ELSEWHERE = {  # names that users bring along from other programs
     "use_lora": "say --lora",
     "lora_rank": "say --lora_r",
     "quantization_bit": "say --load_in_4bit or --load_in_8bit",
-    "resume_from_checkpoint": "a run cannot be resumed yet; checkpoints hold the model only",
     "low_cpu_mem_usage": "weights are always loaded that way",
     "ignore_pad_token_for_loss": "padding is never trained on",
     "max_length": "say --max_source_length and --max_target_length (or --block_size, for text)",

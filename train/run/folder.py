@@ -36,6 +36,7 @@ NOT_THE_RUN = {
     "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
     "load_best_model_at_end", "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit",
+    "resume",
 }  # fmt: skip
 
 
@@ -77,13 +78,20 @@ class RunFolder:
         metrics = self.path / "metrics.jsonl"
         return metrics.is_file() and any(line["update"] > 0 for line in self.metrics())
 
-    def start(self, recipe: Recipe, global_batch: int, strategy: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Write what the run is, and begin its metrics anew."""
+    def start(
+        self,
+        recipe: Recipe,
+        global_batch: int,
+        strategy: dict[str, Any],
+        environment: dict[str, Any],
+        updates: int = 0,
+    ) -> None:
+        """Write what the run is, and begin its metrics anew, or go on after so many updates."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir = {str(self.path)!r} cannot be made: {error.strerror}") from None
-        for left in (self.model, self.path / "checkpoints"):  # of the run that stood here, which now starts over
+        for left in (self.model, *([] if updates else [self.path / "checkpoints"])):  # of the run that stood here
             shutil.rmtree(left, ignore_errors=True)
         for left in (self.path / "loss.png", *self.path.glob("predictions*.jsonl")):
             left.unlink(missing_ok=True)
@@ -91,7 +99,11 @@ class RunFolder:
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
         self.write_environment(environment)
-        self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+        kept = [line for line in self.metrics() if line["update"] <= updates] if updates else []
+        partial = self.path / "metrics.partial"
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(self.path / "metrics.jsonl")
+        self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write_environment(self, environment: dict[str, Any]) -> None:
         self._write("environment.json", json.dumps(environment, indent=2) + "\n")
@@ -106,8 +118,10 @@ class RunFolder:
         self._metrics.close()
 
     def metrics(self) -> list[dict[str, Any]]:
-        with (self.path / "metrics.jsonl").open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
+        """The lines so far; one that a killed run left half is not among them."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
         """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from train.data.collate import Batch
@@ -13,7 +14,7 @@ from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
 from train.run.best import Best
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
-from train.run.progress import Progress
+from train.run.progress import Bar, Progress
 from train.strategy.batches import Batches
 
 
@@ -52,32 +53,34 @@ def fit(
     best: Best,
     write: Callable[[dict], None],
     started: Callable[[], None],
-    keep: Callable[[int, bool, bool, dict], None],
+    keep: Callable[[Progress, bool, bool, dict], None],
+    done: Progress,
 ) -> dict[str, Any]:
-    """Train from the first update to the last, or until there was nothing better for too long.
+    """Train from the first update that is not done to the last, or until there was nothing better for too long.
 
     Args:
         best: is shown every evaluation.
         write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
         started: called once, when the first update is done.
-        keep: called by all ranks after an update whose weights may be wanted later, with its number, whether a
+        keep: called by all ranks after an update whose weights may be wanted later, with the progress, whether a
             checkpoint is due, whether its evaluation is the best so far, and its held-out figures (empty: none taken).
+        done: of the run that goes on; it is kept up to date.
 
     Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out), and
         the number of `updates` made and the share of `padding` in all positions.
     """
     recipe, accumulation = job.recipe, plan.batches.accumulation
     memory = MemoryMeter(engine.device)
-    before = after = {}
-    tokens = positions = 0.0
-    if job.evaluate is not None and recipe.eval_on_start:
-        before = after = job.evaluate(engine)
-        write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **before})
-    progress = Progress(plan.num_updates, recipe.logging_steps, engine.is_main)
+    if job.evaluate is not None and recipe.eval_on_start and not done.updates:
+        done.before = done.after = job.evaluate(engine)
+        write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **done.before})
+    bar = Bar(plan.num_updates, recipe.logging_steps, engine.is_main, done.updates)
     engine.model.train()
-    micro_batches = _micro_batches(job, engine, plan)
-    for update in range(1, plan.num_updates + 1):
+    micro_batches = _micro_batches(job, engine, plan, plan.consumed(done.updates))
+    first = done.updates + 1
+    for update in range(first, plan.num_updates + 1):
         begun = time.perf_counter()
+        torch.manual_seed(_seed_of(recipe.seed, update, engine.accelerator.process_index))  # dropout
         memory.reset()
         batches = [next(micro_batches) for _ in range(accumulation)]
         line = {
@@ -91,24 +94,24 @@ def fit(
         line["seconds"] = seconds
         is_due, is_best, figures = _is_due(recipe.save_strategy, recipe.save_steps, plan, update), False, {}
         if job.evaluate is not None and _evaluation_is_due(recipe, plan, update):
-            figures = after = job.evaluate(engine)
-            line |= after
-            progress.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in after.items()))
-            is_best = best.is_best(update, after)
+            figures = done.after = job.evaluate(engine)
+            line |= figures
+            bar.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in figures.items()))
+            is_best = best.is_best(update, figures)
+        done.updates, done.tokens = update, done.tokens + line["tokens"]
+        done.positions += line["tokens"] / (1.0 - line["padding"])
         if is_due or is_best:
-            keep(update, is_due, is_best, figures)
+            keep(done, is_due, is_best, figures)
         write(line)
-        progress.update(line)
-        if update == 1:
+        bar.update(line)
+        if update == first:
             started()
-        tokens, positions = tokens + line["tokens"], positions + line["tokens"] / (1.0 - line["padding"])
         if best.is_exhausted:
-            progress.note(
-                f"update {update}: {best.worse_in_a_row} evaluations without a better {best.metric}: the end"
-            )
+            bar.note(f"update {update}: {best.worse_in_a_row} evaluations without a better {best.metric}: the end")
             break
-    progress.close()
-    return {"before": before, "after": after, "updates": update, "padding": 1.0 - tokens / positions}
+    bar.close()
+    padding = 1.0 - done.tokens / done.positions
+    return {"before": done.before, "after": done.after, "updates": done.updates, "padding": padding}
 
 
 def one_update(job: Job, engine, batches: list[Batch], number: int, memory: MemoryMeter) -> dict[str, float]:
@@ -138,14 +141,21 @@ def one_update(job: Job, engine, batches: list[Batch], number: int, memory: Memo
     }
 
 
-def _micro_batches(job: Job, engine, plan: Plan) -> Iterator[Batch]:
+def _seed_of(seed: int, update: int, rank: int) -> int:
+    """The seed of an update's dropout: the same in every run and after every resume, another on every rank."""
+    return int(np.random.SeedSequence([seed, update, rank]).generate_state(1)[0])
+
+
+def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batch]:
     recipe, b = job.recipe, plan.batches
     samples, grouping = job.train_set, job.grouping
     groups = LengthGroups(samples.lengths, b.global_batch) if grouping == "window" else None
     sort_key = samples.sort_key if grouping != "none" else None
     order = SampleOrder(plan.num_samples, recipe.seed, groups)
     rank = engine.accelerator.process_index
-    sampler = MicroBatches(order, plan.total_samples, 0, b.micro_batch, b.accumulation, b.world_size, rank, sort_key)
+    sampler = MicroBatches(
+        order, plan.total_samples, consumed, b.micro_batch, b.accumulation, b.world_size, rank, sort_key
+    )
     workers, pin = recipe.dataloader_num_workers, engine.device.type == "cuda"
     return iter(loader(samples, sampler, job.collate, workers, pin))
 

@@ -1,8 +1,20 @@
-"""What a person sees while a run goes on: a bar at a terminal, a line now and then elsewhere. Rank 0 only."""
+"""How far a run has come, and what a person sees of it: a bar at a terminal, a line now and then elsewhere. Rank 0 only."""
 
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what it goes on from, beside the weights and the optimizer's state."""
+
+    updates: int = 0
+    tokens: float = 0.0
+    positions: float = 0.0
+    before: dict[str, float] = field(default_factory=dict)  # held-out figures before the first update
+    after: dict[str, float] = field(default_factory=dict)  # and the latest ones
 
 
 def say(*lines: str, main: bool = True) -> None:
@@ -29,16 +41,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class Progress:
+class Bar:
     """The bar, or the lines: update, loss, learning rate, tokens/s and the time left."""
 
-    def __init__(self, total: int, every: int, main: bool):
-        self.total, self.every, self.main = total, every, main
+    def __init__(self, total: int, every: int, main: bool, done: int = 0):
+        self.total, self.every, self.main, self.done = total, every, main, done
         self.started, self.bar = time.perf_counter(), None
         if main and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, unit="update", dynamic_ncols=True, bar_format=_BAR)
+            self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True, bar_format=_BAR)
 
     def update(self, line: dict[str, Any]) -> None:
         if not self.main:
@@ -48,8 +60,8 @@ class Progress:
         if self.bar is not None:
             self.bar.set_description_str(figures, refresh=False)
             self.bar.update()
-        elif number % self.every == 0 or number in (1, self.total):
-            left = (time.perf_counter() - self.started) / number * (self.total - number)
+        elif number % self.every == 0 or number in (self.done + 1, self.total):
+            left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
             print(
                 f"update {number:>{len(str(self.total))}}/{self.total}  {figures}  {duration(left)} left", flush=True
             )

@@ -1,5 +1,6 @@
 """The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -10,9 +11,9 @@ from typing import Any
 
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import STATE, Checkpoints
 from train.run.folder import RunFolder, describe_environment
-from train.run.progress import duration, say
+from train.run.progress import Progress, duration, say
 from train.run.schedule import make_schedule
 from train.run.timeline import Timeline
 from train.strategy.strategy import Strategy, read_strategy
@@ -159,23 +160,47 @@ class Session:
         """
         from train.run.best import make_best
         from train.run.loop import fit
+        from train.run.saving import Saver
         from train.run.trackers import start_trackers
 
         self.job, self.meter, self.tokenizer = job, meter, tokenizer
         self.best = make_best(self.recipe, job.figures, job.evaluate is not None)
+        self.saver = Saver(self.checkpoints, self.engine)
+        done = self._resumed()
         if self.main:
             self.environment = describe_environment(self.strategy.launch.command, self.engine.device)
             effective = self.engine.effective_strategy()
-            self.folder.start(self.recipe, self.strategy.batches.global_batch, effective, self.environment)
+            size = self.strategy.batches.global_batch
+            self.folder.start(self.recipe, size, effective, self.environment, done.updates)
+            self.checkpoints.drop_after(done.updates)
         note = start_trackers(self.accelerator, self.trackers, self.recipe, self.folder.path, self.task)
         if note:
             self.say(f"note      {note}")
         frozen, began = self.engine.frozen_checksum(), time.perf_counter()
-        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep)
+        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep, done)
         seconds = time.perf_counter() - began
         if self.engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
         return {**results, "seconds": seconds}
+
+    def _resumed(self) -> Progress:
+        """Where the run starts: at the beginning, or after the last update of a checkpoint, whose state is loaded."""
+        if self.recipe.resume == "never" or (self.recipe.resume == "auto" and not self.same_run):
+            return Progress()
+        began = time.perf_counter()
+        folder, warnings = self.saver.choose(self.recipe.resume)
+        self.say(*warnings)
+        if folder is None:
+            return Progress()
+        found = self.saver.load(folder)
+        size = sum(file.stat().st_size for file in (folder / STATE).iterdir())
+        self.say(
+            f"resumed   {folder}, after update {found['updates']:,}, written by {found['world_size']} processes: "
+            f"{size / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
+        )
+        for name, value in found["best"].items():
+            setattr(self.best, name, value)
+        return Progress(**{field.name: found[field.name] for field in dataclasses.fields(Progress)})
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.trackers:
@@ -200,21 +225,24 @@ class Session:
             wanted = any(asked) or any(name not in ("loss", "perplexity") for name in self.job.figures)
         return wanted and self.job.evaluate is not None
 
-    def _keep(self, update: int, is_due: bool, is_best: bool, figures: dict[str, float]) -> None:
+    def _keep(self, done: Progress, is_due: bool, is_best: bool, figures: dict[str, float]) -> None:
         """Write a checkpoint where one is due, or where the best weights are kept and these are the best."""
         is_best = is_best and self.keeps_best
         if not (is_due or is_best):
             return
-        state = self._weights()
-        if self.main:
+        weights = self._weights()
 
-            def fill(folder: Path) -> None:
-                self._export(state, {"after": figures}, folder / "model")
-                for file in self.folder.path.glob("predictions*.jsonl") if figures else ():
-                    shutil.copy(file, folder / file.name)
+        def fill(folder: Path) -> None:
+            self._export(weights, {"after": figures}, folder / "model")
+            for file in self.folder.path.glob("predictions*.jsonl") if figures else ():
+                shutil.copy(file, folder / file.name)
 
-            self.checkpoints.write(update, fill, is_due, is_best)
-        self.accelerator.wait_for_everyone()
+        best = dataclasses.asdict(self.best)
+        progress = {**dataclasses.asdict(done), "best": best} if is_due else None
+        problem = self.saver.save(done.updates, fill, progress, is_best)
+        if problem:
+            self.say(f"warning   update {done.updates}: the checkpoint could not be written ({problem}); earlier ones "
+                     "are as they were, and training goes on")  # fmt: skip
 
     def _weights(self) -> dict[str, Any] | None:
         """What is exported, whole, on the main process: all weights, or those of the adapter."""

@@ -7,6 +7,7 @@ import torch
 
 from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
+from train.strategy.state import FlatState, OptimizerState, SharedState, WholeState
 from train.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Engine:
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
         self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
         self.model = self._prepare(model, recipe)  # what is called: the wrapped model
+        self.state = self._state()
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +90,17 @@ class Engine:
     def learning_rate(self) -> float:
         """The rate that the optimizer holds now."""
         raise NotImplementedError
+
+    def _state(self) -> OptimizerState:
+        """The optimizer's state, in the form in which checkpoints have it."""
+        raise NotImplementedError
+
+    def loss_scale(self) -> dict[str, Any]:
+        """fp16's loss scaling, as plain numbers; empty without it."""
+        return {}
+
+    def continue_from(self, updates: int, loss_scale: dict[str, Any]) -> None:
+        """Go on after this many updates: the schedule, and fp16's loss scaling."""
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
@@ -162,7 +175,7 @@ class Engine:
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
         shares = [(p, getattr(p, "ds_tensor", None)) for p in self.module.parameters()]
         held = [tensor for pair in shares for tensor in pair if tensor is not None]
-        state = self._torch_optimizer.state
+        state = self.torch_optimizer.state
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
         weights, optimizer = _storages(held), _storages(filter(torch.is_tensor, states))
         optimizer = {key: size for key, size in optimizer.items() if key not in weights}
@@ -176,7 +189,7 @@ class Engine:
         return [int(share.view(patterns[share.element_size()]).sum(dtype=torch.int64)) for share in shares]
 
     @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
+    def torch_optimizer(self) -> torch.optim.Optimizer:
         """The innermost optimizer: accelerate and DeepSpeed each put theirs around it."""
         raise NotImplementedError
 
@@ -234,8 +247,18 @@ class TorchEngine(Engine):
         return self.optimizer.param_groups[0]["lr"]
 
     @property
-    def _torch_optimizer(self):
+    def torch_optimizer(self):
         return self.optimizer.optimizer
+
+    def _state(self):
+        return WholeState(self)
+
+    def loss_scale(self):
+        return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
+
+    def continue_from(self, updates, loss_scale):
+        if loss_scale and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(loss_scale)
 
     def state_dict(self):
         if not self.is_main:
@@ -287,8 +310,22 @@ class DeepSpeedEngine(Engine):
         return self._rate
 
     @property
-    def _torch_optimizer(self):
+    def torch_optimizer(self):
         return self.engine.optimizer.optimizer
+
+    def _state(self):
+        return SharedState(self) if self.strategy.shards_parameters else FlatState(self)
+
+    def loss_scale(self):
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        numbers = {name: value for name, value in vars(scaler).items() if isinstance(value, (int, float))}
+        return numbers if self.strategy.precision == "fp16" else {}
+
+    def continue_from(self, updates, loss_scale):
+        if loss_scale and self.strategy.precision == "fp16":
+            vars(self.engine.optimizer.loss_scaler).update(loss_scale)
+        if self.has_scheduler:
+            self.engine.lr_scheduler.step(updates)
 
     def _before_gathering(self):
         # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation

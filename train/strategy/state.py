@@ -1,0 +1,201 @@
+"""What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
+
+A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments. Each rank holds
+pieces of these: all of them under DDP, a share under ZeRO. A piece is named by its parameter and the range of the
+flattened parameter that it covers, so what N ranks wrote under one strategy, M ranks read under another.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+Read = Callable[[str, str, int, int], torch.Tensor]  # (kind, name, start, stop) -> (stop - start,) fp32 on the CPU
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a flattened parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class OptimizerState:
+    """The state of an engine's optimizer. All ranks call its methods together.
+
+    Args:
+        engine: the engine; `module` has the trained parameters, `torch_optimizer` is the innermost optimizer.
+    """
+
+    def __init__(self, engine):
+        self.engine, self.optimizer = engine, engine.torch_optimizer
+        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+
+    def held(self) -> list[Piece]:
+        """What this rank holds, and so has to read."""
+        raise NotImplementedError
+
+    def own(self) -> list[Piece]:
+        """What this rank writes: of all ranks together, every element once."""
+        return self.held()
+
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
+        """The values of a piece: flat, fp32, a view of what the optimizer holds where that can be."""
+        raise NotImplementedError
+
+    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
+        self.get(kind, piece).copy_(values)
+
+    @torch.no_grad()
+    def load(self, read: Read, steps: int) -> None:
+        """Take everything from a checkpoint.
+
+        Args:
+            steps: updates that the optimizer has made (fp16's skipped ones not counted).
+        """
+        self._start_state()
+        for kind in KINDS:
+            for piece in self.held():
+                self.set(kind, piece, read(kind, piece.name, piece.start, piece.stop))
+        self._set_steps(steps)
+        self._weights_follow(read)
+
+    def _start_state(self) -> None:
+        """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""
+        held = self._optimized()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        made = [tensor for tensor in held if tensor.grad is None]
+        for tensor in made:
+            tensor.grad = torch.zeros_like(tensor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self._step()
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        for tensor in made:
+            tensor.grad = None
+
+    def _optimized(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer moves."""
+        return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+
+    def _step(self) -> None:
+        self.optimizer.step()
+
+    @property
+    def steps(self) -> int:
+        """Updates that the optimizer has made."""
+        counts = [entry["step"] for entry in self._step_holders()]
+        return int(counts[0]) if counts else 0
+
+    def _set_steps(self, steps: int) -> None:
+        for holder in self._step_holders():
+            if torch.is_tensor(holder["step"]):
+                holder["step"].fill_(steps)
+            else:
+                holder["step"] = steps
+
+    def _step_holders(self) -> Iterator[dict]:
+        """Where the optimizer counts: in the state of each tensor, or (DeepSpeed's fused Adam) in its groups."""
+        for holder in (*self.optimizer.state.values(), *self.optimizer.param_groups):
+            if "step" in holder:
+                yield holder
+
+    def _weights_follow(self, read: Read) -> None:
+        """Give the model the weights that were read, where it has its own copy of them."""
+
+
+class WholeState(OptimizerState):
+    """One process, or DDP: every rank holds everything. Writing is shared out."""
+
+    def held(self):
+        return [Piece(name, tuple(p.shape), 0, p.numel()) for name, p in self.parameters.items()]
+
+    def own(self):
+        rank, world = self.engine.accelerator.process_index, self.engine.world_size
+        cuts = [(piece, piece.stop * rank // world, piece.stop * (rank + 1) // world) for piece in self.held()]
+        return [Piece(piece.name, piece.shape, start, stop) for piece, start, stop in cuts if start < stop]
+
+    def get(self, kind, piece):
+        parameter = self.parameters[piece.name]
+        whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
+        return whole.view(-1)[piece.start : piece.stop]
+
+
+class FlatState(OptimizerState):
+    """ZeRO-1 and ZeRO-2: each rank holds a range of all parameters laid end to end."""
+
+    def held(self):
+        pieces = []
+        for name, parameter in self.parameters.items():
+            if parameter._hp_mapping is not None:
+                address = parameter._hp_mapping.lp_fragment_address
+                pieces.append(Piece(name, tuple(parameter.shape), address.start, address.start + address.numel))
+        return pieces
+
+    def get(self, kind, piece):
+        return self.parameters[piece.name]._hp_mapping.get_hp_fragment(None if kind == "weight" else kind)
+
+    def _start_state(self):
+        super()._start_state()
+        self.engine.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _weights_follow(self, read):
+        for name, parameter in self.parameters.items():
+            parameter.copy_(read("weight", name, 0, parameter.numel()).view(parameter.shape))
+
+
+class SharedState(OptimizerState):
+    """ZeRO-3: each rank holds an equal share of each parameter, the last one's filled up."""
+
+    def held(self):
+        pieces = []
+        for name, parameter in self.parameters.items():
+            share = parameter.ds_tensor.numel()
+            start = min(self.engine.accelerator.process_index * share, parameter.ds_numel)
+            stop = min(start + share, parameter.ds_numel)
+            if start < stop:
+                pieces.append(Piece(name, tuple(parameter.ds_shape), start, stop))
+        return pieces
+
+    def get(self, kind, piece):
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        parameter = self.parameters[piece.name]
+        local = (
+            safe_get_local_fp32_param(parameter)
+            if kind == "weight"
+            else safe_get_local_optimizer_state(parameter, kind)
+        )
+        return local[: piece.stop - piece.start]
+
+    def set(self, kind, piece, values):
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        parameter = self.parameters[piece.name]
+        share = torch.zeros(parameter.ds_tensor.numel())
+        share[: len(values)] = values
+        if kind == "weight":
+            safe_set_local_fp32_param(parameter, share)
+        else:
+            safe_set_local_optimizer_state(parameter, share, kind)
+
+    def _optimized(self):
+        return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
+
+    def _step(self):
+        for number in range(len(self._optimized())):
+            self.engine.engine.optimizer._optimizer_step(number)
+
+    def _weights_follow(self, read):
+        optimizer = self.engine.engine.optimizer
+        self.engine.engine.empty_partition_cache()
+        for piece in self.held():
+            share = self.parameters[piece.name].ds_tensor
+            share[: piece.stop - piece.start].copy_(read("weight", piece.name, piece.start, piece.stop))
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
