@@ -79,11 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
-    if recipe.sample_tokens:
+    if recipe.sample_tokens and not session.stopped:
         text = sample(engine, recipe, data.tokenizer, data.is_chat)
         session.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
-    session.close()
-    return 0
+    return session.close()
 
 
 def sample(engine, recipe: ClmRecipe, tokenizer, is_chat: bool) -> str:

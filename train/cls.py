@@ -100,8 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
-    session.close()
-    return 0
+    return session.close()
 
 
 if __name__ == "__main__":

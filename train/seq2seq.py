@@ -95,10 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
-    if data.validation and recipe.predict_with_generate:
+    if data.validation and recipe.predict_with_generate and not session.stopped:
         session.say(*shown(session.folder, recipe.per_device_eval_batch_size, recipe.n_val_batch_generations))
-    session.close()
-    return 0
+    return session.close()
 
 
 if __name__ == "__main__":

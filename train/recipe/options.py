@@ -268,6 +268,10 @@ class RunOptions(Recipe):
         "folder of a checkpoint.",
         aliases=("resume_from_checkpoint",),
     )
+    max_hours: float | None = option(
+        None, "Stop after this many hours, counted from the start of the program: save, and leave with code 85.",
+        positive=True,
+    )  # fmt: skip
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")

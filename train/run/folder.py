@@ -36,7 +36,7 @@ NOT_THE_RUN = {
     "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
     "load_best_model_at_end", "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit",
-    "resume",
+    "resume", "max_hours",
 }  # fmt: skip
 
 

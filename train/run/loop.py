@@ -15,6 +15,7 @@ from train.run.best import Best
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
 from train.run.progress import Bar, Progress
+from train.run.stopping import REASONS, Stop
 from train.strategy.batches import Batches
 
 
@@ -55,6 +56,7 @@ def fit(
     started: Callable[[], None],
     keep: Callable[[Progress, bool, bool, dict], None],
     done: Progress,
+    stop: Stop,
 ) -> dict[str, Any]:
     """Train from the first update that is not done to the last, or until there was nothing better for too long.
 
@@ -65,9 +67,10 @@ def fit(
         keep: called by all ranks after an update whose weights may be wanted later, with the progress, whether a
             checkpoint is due, whether its evaluation is the best so far, and its held-out figures (empty: none taken).
         done: of the run that goes on; it is kept up to date.
+        stop: says that the run is to be left early; then `keep` is called as if a checkpoint were due.
 
-    Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out), and
-        the number of `updates` made and the share of `padding` in all positions.
+    Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out), the
+        number of `updates` made, the share of `padding` in all positions, and why it `stopped` early (empty: not).
     """
     recipe, accumulation = job.recipe, plan.batches.accumulation
     memory = MemoryMeter(engine.device)
@@ -77,7 +80,7 @@ def fit(
     bar = Bar(plan.num_updates, recipe.logging_steps, engine.is_main, done.updates)
     engine.model.train()
     micro_batches = _micro_batches(job, engine, plan, plan.consumed(done.updates))
-    first = done.updates + 1
+    first, stopped = done.updates + 1, ""
     for update in range(first, plan.num_updates + 1):
         begun = time.perf_counter()
         torch.manual_seed(_seed_of(recipe.seed, update, engine.accelerator.process_index))  # dropout
@@ -88,7 +91,8 @@ def fit(
             "epoch": plan.consumed(update) / plan.num_samples,
             "consumed_samples": plan.consumed(update),
         }
-        line |= one_update(job, engine, batches, update - 1, memory)
+        figures_of_update, heard = one_update(job, engine, batches, update - 1, memory, stop)
+        line |= figures_of_update
         seconds = time.perf_counter() - begun
         line |= meter.of_update(line["tokens"], plan.consumed(update) - plan.consumed(update - 1), seconds)
         line["seconds"] = seconds
@@ -100,25 +104,34 @@ def fit(
             is_best = best.is_best(update, figures)
         done.updates, done.tokens = update, done.tokens + line["tokens"]
         done.positions += line["tokens"] / (1.0 - line["padding"])
-        if is_due or is_best:
-            keep(done, is_due, is_best, figures)
         write(line)
         bar.update(line)
+        is_last = update == plan.num_updates
+        if is_due or is_best or (heard and not is_last):
+            keep(done, is_due or bool(heard), is_best, figures)
         if update == first:
             started()
+        if heard and not is_last:
+            stopped = REASONS[heard]
+            break
         if best.is_exhausted:
             bar.note(f"update {update}: {best.worse_in_a_row} evaluations without a better {best.metric}: the end")
             break
     bar.close()
     padding = 1.0 - done.tokens / done.positions
-    return {"before": done.before, "after": done.after, "updates": done.updates, "padding": padding}
+    held_out = {"before": done.before, "after": done.after}
+    return {**held_out, "updates": done.updates, "padding": padding, "stopped": stopped}
 
 
-def one_update(job: Job, engine, batches: list[Batch], number: int, memory: MemoryMeter) -> dict[str, float]:
+def one_update(
+    job: Job, engine, batches: list[Batch], number: int, memory: MemoryMeter, stop: Stop
+) -> tuple[dict[str, float], int]:
     """Forward and backward over this rank's micro-batches, then one step of the optimizer.
 
     The loss of the update is the sum over all trained tokens of the global batch divided by their number. No rank
     knows that number alone, so it is summed first; the engine averages gradients over ranks, hence the world size.
+
+    Returns: the figures of the update, and the number of the reason to stop that some rank has heard (0: none).
     """
     counts = [(batch.num_targets, batch.num_tokens, batch.num_positions) for batch in batches]
     targets, tokens, positions = engine.sum_over_ranks(map(sum, zip(*counts)))
@@ -129,8 +142,8 @@ def one_update(job: Job, engine, batches: list[Batch], number: int, memory: Memo
         loss += summed.detach().float()
         engine.backward(summed * scale, last=index == len(batches) - 1)
     grad_norm = engine.update(number)
-    ranks = engine.per_rank([loss.item(), memory.peak_bytes()])
-    return {
+    ranks = engine.per_rank([loss.item(), memory.peak_bytes(), stop.code()])
+    figures = {
         "loss": sum(rank[0] for rank in ranks) / max(targets, 1.0),
         "grad_norm": grad_norm,
         "learning_rate": engine.learning_rate,
@@ -139,6 +152,7 @@ def one_update(job: Job, engine, batches: list[Batch], number: int, memory: Memo
         "padding": 1.0 - tokens / positions,
         "peak_memory_bytes": int(max(rank[1] for rank in ranks)),
     }
+    return figures, int(max(rank[2] for rank in ranks))
 
 
 def _seed_of(seed: int, update: int, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""How far a run has come, and what a person sees of it: a bar at a terminal, a line now and then elsewhere. Rank 0 only."""
+"""How far a run has come, and what a person sees of it: a bar at a terminal, else a line now and then."""
 
 import sys
 import time

@@ -15,6 +15,7 @@ from train.run.checkpoints import STATE, Checkpoints
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import Progress, duration, say
 from train.run.schedule import make_schedule
+from train.run.stopping import EXIT_TO_BE_RESUMED, Stop
 from train.run.timeline import Timeline
 from train.strategy.strategy import Strategy, read_strategy
 
@@ -31,6 +32,7 @@ class Session:
         self.task, self.recipe, self.timeline = task, recipe, timeline
         self.strategy: Strategy = read_strategy(recipe)
         self.adapter = None
+        self.stop = Stop(recipe.max_hours, timeline.started)
         if recipe.quantised:
             from train.model.lora import check_quantisation
 
@@ -176,11 +178,14 @@ class Session:
         note = start_trackers(self.accelerator, self.trackers, self.recipe, self.folder.path, self.task)
         if note:
             self.say(f"note      {note}")
+        self.stop.listen()
         frozen, began = self.engine.frozen_checksum(), time.perf_counter()
-        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep, done)
+        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep, done,
+                      self.stop)  # fmt: skip
         seconds = time.perf_counter() - began
         if self.engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
+        self.stopped = results["stopped"]
         return {**results, "seconds": seconds}
 
     def _resumed(self) -> Progress:
@@ -257,8 +262,13 @@ class Session:
         write(self.engine.module, state, self.tokenizer, folder, card)
 
     def export(self, results: dict[str, Any]) -> None:
-        """Write the model, draw the curve, and say what came of the run."""
+        """Write the model, draw the curve, and say what came of the run; of one left early, where it stands."""
         from train.run.plot import plot_run
+
+        if self.stopped:
+            of = f"{results['updates']:,} of {self.length.num_updates:,}"
+            self.say("", f"stopped     by {self.stopped} after update {of}: the same command goes on from there")
+            return
 
         wanted = self.recipe.load_best_model_at_end
         if wanted is None:
@@ -277,10 +287,12 @@ class Session:
             plot_run(self.folder.metrics(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
             self.say("", *self._summary(results, load_best))
 
-    def close(self) -> None:
-        """Say where everything lies, and leave the process group."""
-        self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
+    def close(self) -> int:
+        """Say where everything lies, and leave the process group. Returns the exit code."""
+        if not self.stopped:
+            self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
+        return EXIT_TO_BE_RESUMED if self.stopped else 0
 
     def _summary(self, results: dict[str, Any], load_best: bool) -> list[str]:
         before, after = results["before"], self.best.figures if load_best else results["after"]

@@ -11,12 +11,12 @@ class Timeline:
     def __init__(self):
         import psutil
 
-        self._started = psutil.Process().create_time()
+        self.started = psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
         launcher = launcher_process()
         if launcher is not None:
-            self.seconds["launcher"] = round(self._started - launcher.create_time(), 2)
-        self._last = self._started
+            self.seconds["launcher"] = round(self.started - launcher.create_time(), 2)
+        self._last = self.started
 
     def mark(self, phase: str) -> None:
         """The phase that ends now."""
