@@ -199,7 +199,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     settle_loss(engine, recipe)
     job = Job(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
     session.train(job, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
-    assert len(session.folder.metrics()) == work.options.num_updates
+    assert len(session.folder.metrics.read()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"
 
 

@@ -272,6 +272,9 @@ class RunOptions(Recipe):
         None, "Stop after this many hours, counted from the start of the program: save, and leave with code 85.",
         positive=True,
     )  # fmt: skip
+    record_samples: bool = option(
+        False, "Write samples.jsonl: which samples of the training set each update was made of."
+    )
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")

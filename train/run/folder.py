@@ -14,6 +14,7 @@ import yaml
 
 from train.recipe.errors import UserError
 from train.recipe.options import Recipe
+from train.run.lines import Lines
 
 PACKAGES = (
     "torch",
@@ -36,7 +37,7 @@ NOT_THE_RUN = {
     "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
     "load_best_model_at_end", "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit",
-    "resume", "max_hours",
+    "resume", "max_hours", "record_samples",
 }  # fmt: skip
 
 
@@ -46,6 +47,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.metrics = Lines(self.path / "metrics.jsonl")
+        self.samples = Lines(self.path / "samples.jsonl")
 
     @property
     def model(self) -> Path:
@@ -75,8 +78,7 @@ class RunFolder:
         return True
 
     def _has_updates(self) -> bool:
-        metrics = self.path / "metrics.jsonl"
-        return metrics.is_file() and any(line["update"] > 0 for line in self.metrics())
+        return any(line["update"] > 0 for line in self.metrics.read())
 
     def start(
         self,
@@ -91,37 +93,22 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir = {str(self.path)!r} cannot be made: {error.strerror}") from None
-        for left in (self.model, *([] if updates else [self.path / "checkpoints"])):  # of the run that stood here
-            shutil.rmtree(left, ignore_errors=True)
-        for left in (self.path / "loss.png", *self.path.glob("predictions*.jsonl")):
-            left.unlink(missing_ok=True)
+        shutil.rmtree(self.model, ignore_errors=True)
+        (self.path / "loss.png").unlink(missing_ok=True)
+        if not updates:  # what the run that stood here has left
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+            for left in (self.samples.path, *self.path.glob("predictions*.jsonl")):
+                left.unlink(missing_ok=True)
         options = {**recipe.to_dict(), **_comparable(recipe, global_batch)}
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
         self.write_environment(environment)
-        kept = [line for line in self.metrics() if line["update"] <= updates] if updates else []
-        partial = self.path / "metrics.partial"
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(self.path / "metrics.jsonl")
-        self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+        self.metrics.start(updates)
+        if recipe.record_samples:
+            self.samples.start(updates)
 
     def write_environment(self, environment: dict[str, Any]) -> None:
         self._write("environment.json", json.dumps(environment, indent=2) + "\n")
-
-    def add(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl. NaN and infinity are written as such: they are never hidden."""
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
-
-    def finish_metrics(self) -> None:
-        """No line comes any more."""
-        self._metrics.close()
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines so far; one that a killed run left half is not among them."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
         """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""

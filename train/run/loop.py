@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from train.data.collate import Batch
-from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
+from train.data.order import FILLER, LengthGroups, MicroBatches, SampleOrder, loader
 from train.run.best import Best
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
@@ -53,6 +53,7 @@ def fit(
     meter: ThroughputMeter,
     best: Best,
     write: Callable[[dict], None],
+    record: Callable[[int, list[list[int]] | None], None],
     started: Callable[[], None],
     keep: Callable[[Progress, bool, bool, dict], None],
     done: Progress,
@@ -63,6 +64,7 @@ def fit(
     Args:
         best: is shown every evaluation.
         write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
+        record: takes, where samples are recorded, the update and on the main process each rank's sample indices.
         started: called once, when the first update is done.
         keep: called by all ranks after an update whose weights may be wanted later, with the progress, whether a
             checkpoint is due, whether its evaluation is the best so far, and its held-out figures (empty: none taken).
@@ -91,6 +93,8 @@ def fit(
             "epoch": plan.consumed(update) / plan.num_samples,
             "consumed_samples": plan.consumed(update),
         }
+        if recipe.record_samples:
+            record(update, engine.gather_objects([i for batch in batches for i in batch.indices if i != FILLER]))
         figures_of_update, heard = one_update(job, engine, batches, update - 1, memory, stop)
         line |= figures_of_update
         seconds = time.perf_counter() - begun

@@ -180,8 +180,8 @@ class Session:
             self.say(f"note      {note}")
         self.stop.listen()
         frozen, began = self.engine.frozen_checksum(), time.perf_counter()
-        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._started, self._keep, done,
-                      self.stop)  # fmt: skip
+        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._record, self._started,
+                      self._keep, done, self.stop)  # fmt: skip
         seconds = time.perf_counter() - began
         if self.engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
@@ -211,7 +211,11 @@ class Session:
         if self.trackers:
             self.accelerator.log({k: v for k, v in line.items() if k != "update"}, step=line["update"])
         if self.main:
-            self.folder.add(line)
+            self.folder.metrics.add(line)
+
+    def _record(self, update: int, ranks: list[list[int]] | None) -> None:
+        if ranks is not None:
+            self.folder.samples.add({"update": update, "samples": sorted(index for rank in ranks for index in rank)})
 
     def _started(self) -> None:
         self.timeline.mark("first update")
@@ -276,7 +280,7 @@ class Session:
         load_best = wanted and self.keeps_best and self.best.update is not None
         state = None if load_best else self._weights()
         if self.main:
-            self.folder.finish_metrics()
+            self.folder.metrics.close()
             if load_best:
                 shutil.copytree(self.checkpoints.best / "model", self.folder.model)
                 for file in self.checkpoints.best.glob("predictions*.jsonl"):
@@ -284,7 +288,7 @@ class Session:
             else:
                 self._export(state, results, self.folder.model)
             picture = self.folder.path / "loss.png"
-            plot_run(self.folder.metrics(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
+            plot_run(self.folder.metrics.read(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
             self.say("", *self._summary(results, load_best))
 
     def close(self) -> int:

@@ -138,10 +138,14 @@ class FlatState(OptimizerState):
         return pieces
 
     def get(self, kind, piece):
-        return self.parameters[piece.name]._hp_mapping.get_hp_fragment(None if kind == "weight" else kind)
+        fragment = self.parameters[piece.name]._hp_mapping
+        if kind != "weight" and not fragment.optim_fragment:
+            self._link()
+        return fragment.get_hp_fragment(None if kind == "weight" else kind)
 
-    def _start_state(self):
-        super()._start_state()
+    def _link(self) -> None:
+        """Tell the fragments where the moments are: DeepSpeed does it once, when only its first group has any."""
+        self.engine.engine.optimizer._hp_optimizer_states_linked = False
         self.engine.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _weights_follow(self, read):
