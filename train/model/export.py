@@ -1,5 +1,6 @@
 """What a run leaves for others: a folder that transformers loads, with the tokenizer and a model card."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -26,11 +27,12 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected
     state = {name: tensor for name, tensor in state.items() if name not in tied}  # each weight once
     folder.mkdir(parents=True, exist_ok=True)
-    generation = getattr(model, "generation_config", None)
-    for config in filter(None, (model.config, generation)):
-        config.use_cache = True
-    model.save_pretrained(folder, state_dict=state)
-    model.config.use_cache = False
+    written = copy.copy(model)  # the model itself may be training meanwhile, and depends on its configuration
+    for name in ("config", "generation_config"):
+        if getattr(model, name, None) is not None:
+            setattr(written, name, copy.deepcopy(getattr(model, name)))
+            getattr(written, name).use_cache = True
+    written.save_pretrained(folder, state_dict=state)
     positions = usable_positions(model.config)
     if positions and tokenizer.model_max_length > 10**9:  # nobody said; then truncation=True would cut nothing
         tokenizer.model_max_length = positions

@@ -262,6 +262,21 @@ class RunOptions(Recipe):
     save_total_limit: int | None = option(
         None, "Keep the last so many checkpoints, and the best; by default all.", positive=True
     )
+    save_keep_every: int | None = option(
+        None, "Beside these, keep each checkpoint whose update is a multiple of this.", positive=True
+    )
+    save_minutes: float = option(
+        30.0,
+        "Minutes between checkpoints to go on from, beside those of save_strategy; the last two are kept. 0: none.",
+        minimum=0,
+    )
+    save_only_model: bool = option(False, "Checkpoints hold the model only: smaller, and no run can go on from them.")
+    save_async: bool | None = option(
+        None, "Write checkpoints while training goes on; by default where memory has room for a copy of the state."
+    )
+    on_save_failure: str = option(
+        "continue", "Where a checkpoint cannot be written: continue, or stop.", choices=("continue", "stop")
+    )
     resume: str = option(
         "auto",
         "auto: go on from the newest whole checkpoint in output_dir, if there is one; never: start over; or the "
@@ -272,6 +287,18 @@ class RunOptions(Recipe):
         None, "Stop after this many hours, counted from the start of the program: save, and leave with code 85.",
         positive=True,
     )  # fmt: skip
+    on_fault: str = option(
+        "stop",
+        "Where loss or gradient norm is NaN, infinite or a spike: stop before the weights move, skip the update, or "
+        "rewind to the last checkpoint and go on without its samples.",
+        choices=("stop", "skip", "rewind"),
+    )
+    spike_threshold: float = option(
+        10.0, "What is a spike: the robust z-score of the figure's logarithm exceeds this. 0: nothing is.", minimum=0
+    )
+    watchdog_minutes: float = option(
+        30.0, "End the run when a process has shown no sign of life for this long. 0: never.", minimum=0
+    )
     record_samples: bool = option(
         False, "Write samples.jsonl: which samples of the training set each update was made of."
     )
@@ -292,6 +319,10 @@ class RunOptions(Recipe):
             found.append(f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them")
         if self.save_total_limit and self.save_strategy in (None, "no") and not self.save_steps:
             found.append("save_total_limit has no effect without save_strategy")
+        if self.save_only_model and self.save_strategy in (None, "no") and not self.save_steps:
+            found.append("save_only_model has no effect without save_strategy")
+        if self.save_only_model and self.on_fault == "rewind":
+            found.append("save_only_model = true and on_fault = rewind: there would be nothing to go back to")
         return found
 
 

@@ -1,32 +1,38 @@
 """The checkpoints of a run: complete or absent, never half; `latest` and `best` point to one each.
 
 checkpoints/update_00000100/
-  manifest.json   size and SHA-256 of every other file; a checkpoint without it, or that fails it, is never used
+  manifest.json   why it was written, and size and checksum (XXH3, 128 bits) of every other file; a checkpoint without
+                  it, or that fails it, is never used
   model/          what transformers (an adapter: peft) loads
-  state/          what the run goes on from; absent where a model was kept only because it was the best
+  state/          what the run goes on from; absent where only the model was to be kept
 """
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 STATE = "state"
+# Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to go on
+# from, and the last two of them are enough.
+ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
+AT_LEAST = 2  # if the newest has come to harm there is one before it
 
 
 class Checkpoints:
-    """checkpoints/update_NNNNNNNN/ of a run's folder.
+    """checkpoints/update_NNNNNNNN/ of a run's folder. Only one process writes here, but for the files within state/.
 
     Args:
         path: the folder checkpoints/.
-        limit: keep the last so many saved ones, and the best beside them; None: all.
+        limit: of those that were asked for, keep the last so many; None: all.
+        every: beside these, keep each whose update is a multiple of this.
     """
 
-    def __init__(self, path: Path, limit: int | None = None):
-        self.path, self.limit = path, limit
+    def __init__(self, path: Path, limit: int | None = None, every: int | None = None):
+        self.path, self.limit, self.every = path, limit, every
 
     @property
     def best(self) -> Path:
@@ -35,38 +41,37 @@ class Checkpoints:
 
     @property
     def latest(self) -> Path:
-        """The checkpoint that was saved last: a link, absent where none was."""
+        """The checkpoint that was written last: a link, absent where none was."""
         return self.path / "latest"
 
     def folder(self, update: int) -> Path:
         """Where the checkpoint of this update is, or would be."""
         return self.path / f"update_{update:08}"
 
-    def begin(self, update: int) -> Path:
-        """An empty folder to be filled, under a temporary name."""
-        partial = self.folder(update).with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        return partial
+    def partial(self, update: int) -> Path:
+        """Where it is being written."""
+        return self.folder(update).with_suffix(".partial")
 
-    def abandon(self, update: int) -> None:
-        """Take away what a failed save has left."""
-        shutil.rmtree(self.folder(update).with_suffix(".partial"), ignore_errors=True)
+    def finish(self, update: int, why: str, is_best: bool, checked: dict[str, dict[str, Any]]) -> None:
+        """Seal what was written, give it its name, point the links there, and drop what is too old.
 
-    def finish(self, update: int, is_saved: bool, is_best: bool) -> None:
-        """Seal a filled folder, give it its name, point the links there, and drop what is too old."""
-        folder = self.folder(update)
-        partial = folder.with_suffix(".partial")
-        seal(partial)
+        Args:
+            checked: {file: its entry of the manifest}, of those files that are on the disk already.
+        """
+        folder, partial = self.folder(update), self.partial(update)
+        seal(partial, why, checked)
         if folder.exists():  # of a run that was resumed from before it
             shutil.rmtree(folder)
         partial.rename(folder)
         sync(self.path)
-        if is_saved:
-            self._point(self.latest, folder)
+        self._point(self.latest, folder)
         if is_best:
             self._point(self.best, folder)
         self._drop()
+
+    def abandon(self, update: int) -> None:
+        """Take away what a failed save has left."""
+        shutil.rmtree(self.partial(update), ignore_errors=True)
 
     def resumable(self) -> Iterator[Path]:
         """Checkpoints that hold a state, the newest first. Whether they are whole is not looked at."""
@@ -75,20 +80,25 @@ class Checkpoints:
                 yield folder
 
     def drop_after(self, update: int) -> None:
-        """Take away the checkpoints of updates that come again."""
+        """Take away the checkpoints of updates that come again, and what a killed run has left half."""
         for folder in self.path.glob("update_*"):
             if folder.suffix or int(folder.name.removeprefix("update_")) > update:
                 shutil.rmtree(folder)
         for link in (self.best, self.latest):
             if link.is_symlink() and not link.exists():
                 link.unlink()
+        if not self.latest.is_symlink() and (newest := next(self.resumable(), None)):
+            self._point(self.latest, newest)
 
     def _drop(self) -> None:
-        saved = [folder.name for folder in self.resumable()]
-        keep = set(saved[: self.limit] if self.limit else saved)
-        keep |= {link.resolve().name for link in (self.best, self.latest) if link.is_symlink()}
-        for folder in self.path.glob("update_*"):
-            if folder.name not in keep:
+        there = list(self.resumable())
+        asked = [folder for folder in there if _why(folder) == ASKED]
+        keep = {*asked[: self.limit], *there[: self.limit or AT_LEAST]}
+        keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
+        kept = {folder.name for folder in keep}
+        for folder in self.path.glob("update_????????"):
+            milestone = self.every and int(folder.name.removeprefix("update_")) % self.every == 0
+            if folder.name not in kept and not milestone:
                 shutil.rmtree(folder)
 
     @staticmethod
@@ -99,42 +109,64 @@ class Checkpoints:
         new.replace(link)
 
 
-def seal(folder: Path) -> None:
+def seal(folder: Path, why: str, checked: dict[str, dict[str, Any]]) -> None:
     """Write the manifest of all files in a folder, and see that everything is on the disk."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
-        sync(path)
+        name = path.relative_to(folder).as_posix()
+        files[name] = checked.get(name) or entry(path)
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": files}, indent=1) + "\n")
+    manifest.write_text(_manifest(why, files))
     sync(manifest)
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
 
 
+def entry(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest, once it is on the disk."""
+    sync(path)
+    return {"bytes": path.stat().st_size, "xxh3_128": checksum(path)}
+
+
 def flaw(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, the first thing found; None if they are what was written."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        expected = {name: (about["bytes"], about["sha256"]) for name, about in files.items()}
+        text = (folder / MANIFEST).read_text()
+        why, files = json.loads(text)["why"], json.loads(text)["files"]
+        expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
+    if text != _manifest(why, files):
+        return f"{MANIFEST} is not what was written (its checksum differs)"
     for name, (size, digest) in expected.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
+            if checksum(path) != digest:
+                return f"{name} is not what was written (its checksum differs)"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
-        if checksum(path) != digest:
-            return f"{name} is not what was written (its checksum differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None if expected else f"{MANIFEST} names no file"
 
 
+def _manifest(why: str, files: dict[str, dict[str, Any]]) -> str:
+    """The text of a manifest, which bears a checksum of its own."""
+    import xxhash
+
+    said = {"why": why, "files": files}
+    return json.dumps({**said, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(said).encode())}, indent=1) + "\n"
+
+
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    digest = hashlib.sha256()
+    """XXH3 of a file, 128 bits: as fast as the disk, and meant for damage, not for malice."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(2**22):
             digest.update(block)
@@ -148,3 +180,10 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _why(folder: Path) -> str:
+    try:
+        return json.loads((folder / MANIFEST).read_text())["why"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ASKED  # nobody knows: it counts, and stays as long as any

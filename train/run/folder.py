@@ -37,45 +37,45 @@ NOT_THE_RUN = {
     "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
     "load_best_model_at_end", "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit",
-    "resume", "max_hours", "record_samples",
+    "resume", "max_hours", "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async",
+    "on_save_failure", "on_fault", "spike_threshold", "watchdog_minutes",
 }  # fmt: skip
 
 
 class RunFolder:
     """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
-    model/."""
+    model/; samples.jsonl where it was asked for, faults.jsonl where there was one."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.metrics = Lines(self.path / "metrics.jsonl")
         self.samples = Lines(self.path / "samples.jsonl")
+        self.faults = Lines(self.path / "faults.jsonl")
 
     @property
     def model(self) -> Path:
         return self.path / "model"
 
-    def refuse_a_different_run(self, recipe: Recipe, global_batch: int) -> bool:
-        """Whether the folder holds this very run already.
-
-        Raises:
-            UserError: it holds a different one, and nobody allowed to replace that.
-        """
-        recorded = self.path / "recipe.yaml"
+    def recorded(self) -> dict[str, Any] | None:
+        """The options of the run that is in the folder, and its `num_processes`; None where no update was made."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
-        if not recorded.is_file() or recipe.overwrite_output_dir or not self._has_updates():
-            return False
-        before = yaml.safe_load(recorded.read_text()) or {}
-        now = _comparable(recipe, global_batch)
-        differing = [name for name in now if name in before and before[name] != now[name]]
-        if differing:
-            shown = "; ".join(f"{name} was {before[name]!r}, now {now[name]!r}" for name in differing[:5])
-            more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        recipe, strategy = self.path / "recipe.yaml", self.path / "strategy.yaml"
+        if not recipe.is_file() or not self._has_updates():
+            return None
+        options = yaml.safe_load(recipe.read_text()) or {}
+        laid_out = (yaml.safe_load(strategy.read_text()) or {}) if strategy.is_file() else {}
+        return {**options, "num_processes": laid_out.get("num_processes")}
+
+    def refuse_a_different_run(self, recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> None:
+        """Raises UserError where the folder holds another run than this one."""
+        shown = differences(recipe, global_batch, recorded)
+        if shown:
+            more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
             raise UserError(
-                f"output_dir = {str(self.path)!r} holds a different run: {shown}{more}. "
+                f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(shown[:5])}{more}. "
                 "Choose another --output_dir, or replace that run with --overwrite_output_dir"
             )
-        return True
 
     def _has_updates(self) -> bool:
         return any(line["update"] > 0 for line in self.metrics.read())
@@ -97,15 +97,23 @@ class RunFolder:
         (self.path / "loss.png").unlink(missing_ok=True)
         if not updates:  # what the run that stood here has left
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
-            for left in (self.samples.path, *self.path.glob("predictions*.jsonl")):
+            for left in (self.samples.path, self.faults.path, *self.path.glob("predictions*.jsonl")):
                 left.unlink(missing_ok=True)
-        options = {**recipe.to_dict(), **_comparable(recipe, global_batch)}
+        options = {**recipe.to_dict(), **identity(recipe, global_batch)}
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
         self.write_environment(environment)
         self.metrics.start(updates)
         if recipe.record_samples:
             self.samples.start(updates)
+
+    def take_over(self, other: Path) -> None:
+        """Begin with the record of another folder's run, which goes on here."""
+        for lines in (self.metrics, self.samples):
+            source = Lines(other / lines.path.name)
+            if other.resolve() != self.path.resolve() and source.path.is_file():
+                self.path.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.path, lines.path)
 
     def write_environment(self, environment: dict[str, Any]) -> None:
         self._write("environment.json", json.dumps(environment, indent=2) + "\n")
@@ -126,7 +134,15 @@ class RunFolder:
         (self.path / name).write_text(text, encoding="utf-8")
 
 
-def _comparable(recipe: Recipe, global_batch: int) -> dict[str, Any]:
+def differences(recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
+    """The options in which this run differs from a recorded one, each with both values."""
+    now = identity(recipe, global_batch)
+    names = [name for name in now if name in recorded and recorded[name] != now[name]]
+    return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
+
+
+def identity(recipe: Recipe, global_batch: int) -> dict[str, Any]:
+    """The options that make a run the run that it is."""
     options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
     return {**options, "global_batch_size": global_batch}
 

@@ -18,10 +18,11 @@ class Lines:
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
         partial.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
 
     def add(self, line: dict[str, Any]) -> None:
-        """One line. NaN and infinity are written as such: they are never hidden."""
+        """One line, behind those that are there. NaN and infinity are written as such: they are never hidden."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
 

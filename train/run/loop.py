@@ -12,10 +12,14 @@ import torch
 from train.data.collate import Batch
 from train.data.order import FILLER, LengthGroups, MicroBatches, SampleOrder, loader
 from train.run.best import Best
+from train.run.checkpoints import ASKED, CLOCK, LEAVING
+from train.run.faults import Fault
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
 from train.run.progress import Bar, Progress
-from train.run.stopping import REASONS, Stop
+from train.run.saving import Saver
+from train.run.sentinel import IN_A_ROW, Sentinel
+from train.run.stopping import FAULT, SAVE_FAILED, Stop
 from train.strategy.batches import Batches
 
 
@@ -46,117 +50,210 @@ def make_plan(recipe, num_samples: int, batches: Batches) -> Plan:
     return Plan(num_samples, total, math.ceil(total / size), batches)
 
 
+@dataclass
+class Hooks:
+    """What the loop calls. `keep` and `record` are called by all ranks together.
+
+    Args:
+        write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
+        record: takes the update and, on the main process, each rank's sample indices; None where nobody asks.
+        started: called once, when the first update is done.
+        keep: called where the weights may be wanted later, with why a checkpoint is due (None: it is not), whether the
+            evaluation is the best so far, and its held-out figures (empty: none taken).
+        fault: called by all ranks with what is known of an update that must not reach the weights.
+        phase: takes what is being done, and in which update.
+        saves: what becomes of the checkpoints that are being written.
+    """
+
+    write: Callable[[dict], None]
+    record: Callable[[int, list[list[int]] | None], None] | None
+    started: Callable[[], None]
+    keep: Callable[[str | None, bool, dict], None]
+    fault: Callable[[Fault], None]
+    phase: Callable[[str, int], None]
+    saves: Saver
+
+
 def fit(
     job: Job,
     engine,
     plan: Plan,
     meter: ThroughputMeter,
     best: Best,
-    write: Callable[[dict], None],
-    record: Callable[[int, list[list[int]] | None], None],
-    started: Callable[[], None],
-    keep: Callable[[Progress, bool, bool, dict], None],
+    hooks: Hooks,
     done: Progress,
+    sentinel: Sentinel,
     stop: Stop,
 ) -> dict[str, Any]:
-    """Train from the first update that is not done to the last, or until there was nothing better for too long.
+    """Train from the first update that is not done to the last, or until there is a reason to leave earlier.
 
     Args:
         best: is shown every evaluation.
-        write: takes each line of the record: update 0 (held-out figures before training), then one line an update.
-        record: takes, where samples are recorded, the update and on the main process each rank's sample indices.
-        started: called once, when the first update is done.
-        keep: called by all ranks after an update whose weights may be wanted later, with the progress, whether a
-            checkpoint is due, whether its evaluation is the best so far, and its held-out figures (empty: none taken).
         done: of the run that goes on; it is kept up to date.
-        stop: says that the run is to be left early; then `keep` is called as if a checkpoint were due.
+        sentinel: judges each update before the weights move.
+        stop: says that the run is to be left early; then a checkpoint is due.
 
     Returns: the first and the last held-out figures, under `before` and `after` (empty where nothing is held out), the
-        number of `updates` made, the share of `padding` in all positions, and why it `stopped` early (empty: not).
+        number of `updates` made, the share of `padding` in all positions, and why it `stopped` early (a code of
+        stopping.py; 0: it did not).
     """
     recipe, accumulation = job.recipe, plan.batches.accumulation
     memory = MemoryMeter(engine.device)
     if job.evaluate is not None and recipe.eval_on_start and not done.updates:
+        hooks.phase("evaluate", 0)
         done.before = done.after = job.evaluate(engine)
-        write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **done.before})
+        hooks.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **done.before})
     bar = Bar(plan.num_updates, recipe.logging_steps, engine.is_main, done.updates)
     engine.model.train()
     micro_batches = _micro_batches(job, engine, plan, plan.consumed(done.updates))
-    first, stopped = done.updates + 1, ""
+    first, stopped = done.updates + 1, 0
+    memory.reset()
     for update in range(first, plan.num_updates + 1):
         begun = time.perf_counter()
         torch.manual_seed(_seed_of(recipe.seed, update, engine.accelerator.process_index))  # dropout
-        memory.reset()
         batches = [next(micro_batches) for _ in range(accumulation)]
-        line = {
-            "update": update,
-            "epoch": plan.consumed(update) / plan.num_samples,
-            "consumed_samples": plan.consumed(update),
-        }
-        if recipe.record_samples:
-            record(update, engine.gather_objects([i for batch in batches for i in batch.indices if i != FILLER]))
-        figures_of_update, heard = one_update(job, engine, batches, update - 1, memory, stop)
-        line |= figures_of_update
-        seconds = time.perf_counter() - begun
-        line |= meter.of_update(line["tokens"], plan.consumed(update) - plan.consumed(update - 1), seconds)
-        line["seconds"] = seconds
-        is_due, is_best, figures = _is_due(recipe.save_strategy, recipe.save_steps, plan, update), False, {}
+        consumed = plan.consumed(update)
+        line = {"update": update, "epoch": consumed / plan.num_samples, "consumed_samples": consumed}
+        if update in done.left_out:
+            rate = engine.schedule(update - 1)
+            outcome = Outcome({**_NOTHING, "learning_rate": rate, "fault": "left out"}, positions=0)
+            line |= outcome.figures
+        else:
+            if hooks.record is not None:
+                indices = [index for batch in batches for index in batch.indices if index != FILLER]
+                hooks.record(update, engine.gather_objects(indices))
+            outcome = one_update(job, engine, batches, update, memory, sentinel, stop, hooks)
+            line |= outcome.figures
+            seconds = time.perf_counter() - begun
+            line |= meter.of_update(line["tokens"], consumed - plan.consumed(update - 1), seconds)
+            line["seconds"] = seconds
+        if outcome.fault is not None:
+            line["fault"] = outcome.fault.reason
+            hooks.fault(outcome.fault)
+            bar.note(f"fault     update {update}: {outcome.fault.reason}. {ACTIONS[recipe.on_fault]}")
+            done.faults_in_a_row += 1
+            if recipe.on_fault != "skip" or done.faults_in_a_row >= IN_A_ROW:
+                stopped = FAULT
+                break
+        else:
+            done.faults_in_a_row = 0
+        is_best, figures = False, {}
         if job.evaluate is not None and _evaluation_is_due(recipe, plan, update):
+            hooks.phase("evaluate", update)
             figures = done.after = job.evaluate(engine)
             line |= figures
             bar.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in figures.items()))
             is_best = best.is_best(update, figures)
-        done.updates, done.tokens = update, done.tokens + line["tokens"]
-        done.positions += line["tokens"] / (1.0 - line["padding"])
-        write(line)
+            memory.reset()
+        done.updates = update
+        done.tokens, done.positions = done.tokens + line["tokens"], done.positions + outcome.positions
+        hooks.write(line)
         bar.update(line)
         is_last = update == plan.num_updates
-        if is_due or is_best or (heard and not is_last):
-            keep(done, is_due or bool(heard), is_best, figures)
+        why = _why_saved(recipe, plan, update, outcome, is_last)
+        if why or is_best:
+            hooks.phase("save", update)
+            hooks.keep(why, is_best, figures)
+            memory.reset()
+        if outcome.save_failed and hooks.saves.settle() and recipe.on_save_failure == "stop":
+            stopped = SAVE_FAILED
+        hooks.saves.look()
+        while hooks.saves.news:
+            bar.note(hooks.saves.news.pop(0))
         if update == first:
-            started()
-        if heard and not is_last:
-            stopped = REASONS[heard]
+            hooks.started()
+        if outcome.heard and not is_last:
+            stopped = outcome.heard
+        if stopped:
             break
         if best.is_exhausted:
             bar.note(f"update {update}: {best.worse_in_a_row} evaluations without a better {best.metric}: the end")
             break
     bar.close()
-    padding = 1.0 - done.tokens / done.positions
+    padding = 1.0 - done.tokens / done.positions if done.positions else 0.0
     held_out = {"before": done.before, "after": done.after}
     return {**held_out, "updates": done.updates, "padding": padding, "stopped": stopped}
 
 
+_NOTHING = {"loss": math.nan, "grad_norm": math.nan, "targets": 0, "tokens": 0, "padding": 0.0, "tokens_per_s": 0.0}
+ACTIONS = {
+    "stop": "The weights are as they were before it",
+    "skip": "It is left out",
+    "rewind": "Back to the last checkpoint, and on without it",
+}
+
+
+@dataclass
+class Outcome:
+    """What came of one update, the same on every rank."""
+
+    figures: dict[str, float]
+    positions: float  # tokens and padding
+    fault: Fault | None = None
+    heard: int = 0  # the number of the reason to stop that some rank has heard
+    clock: bool = False  # it is time for a checkpoint
+    save_failed: bool = False  # some rank could not write its share
+
+
 def one_update(
-    job: Job, engine, batches: list[Batch], number: int, memory: MemoryMeter, stop: Stop
-) -> tuple[dict[str, float], int]:
-    """Forward and backward over this rank's micro-batches, then one step of the optimizer.
+    job: Job,
+    engine,
+    batches: list[Batch],
+    update: int,
+    memory: MemoryMeter,
+    sentinel: Sentinel,
+    stop: Stop,
+    hooks: Hooks,
+) -> Outcome:
+    """Forward and backward over this rank's micro-batches, then one step of the optimizer, if nothing is wrong.
 
     The loss of the update is the sum over all trained tokens of the global batch divided by their number. No rank
     knows that number alone, so it is summed first; the engine averages gradients over ranks, hence the world size.
-
-    Returns: the figures of the update, and the number of the reason to stop that some rank has heard (0: none).
+    Whatever ranks have to tell each other goes round once, between the gradients and the step.
     """
     counts = [(batch.num_targets, batch.num_tokens, batch.num_positions) for batch in batches]
     targets, tokens, positions = engine.sum_over_ranks(map(sum, zip(*counts)))
     scale = engine.world_size / max(targets, 1.0)
-    loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+    loss, parts = torch.zeros((), dtype=torch.float32, device=engine.device), []
     for index, batch in enumerate(batches):
+        hooks.phase("forward", update)
         summed = job.loss_sum(engine.model, batch.to(engine.device))
-        loss += summed.detach().float()
+        parts.append(summed.detach().float())
+        loss += parts[-1]
+        hooks.phase("backward", update)
         engine.backward(summed * scale, last=index == len(batches) - 1)
-    grad_norm = engine.update(number)
-    ranks = engine.per_rank([loss.item(), memory.peak_bytes(), stop.code()])
-    figures = {
-        "loss": sum(rank[0] for rank in ranks) / max(targets, 1.0),
-        "grad_norm": grad_norm,
+    outcome = Outcome({}, positions)
+
+    def judge(grad_norm: float) -> bool:
+        said = [loss.item(), grad_norm, memory.peak_bytes(), stop.code(), stop.clock(), hooks.saves.has_failed]
+        memory.reset()
+        losses, norms, peaks, codes, clocks, failures = zip(*engine.per_rank(map(float, said)))
+        figures = {"loss": sum(losses) / max(targets, 1.0), "grad_norm": norms[0]}
+        reason = sentinel.fault(figures)
+        if reason:
+            outcome.fault = Fault(update, reason, figures, batches, [float(part) for part in parts])
+        outcome.heard, outcome.clock, outcome.save_failed = int(max(codes)), bool(max(clocks)), bool(max(failures))
+        outcome.figures = {**figures, "peak_memory_bytes": int(max(peaks))}
+        return reason is None
+
+    hooks.phase("update", update)
+    engine.update(update - 1, judge)
+    outcome.figures |= {
         "learning_rate": engine.learning_rate,
         "targets": int(targets),
         "tokens": int(tokens),
         "padding": 1.0 - tokens / positions,
-        "peak_memory_bytes": int(max(rank[1] for rank in ranks)),
     }
-    return figures, int(max(rank[2] for rank in ranks))
+    return outcome
+
+
+def _why_saved(recipe, plan: Plan, update: int, outcome: Outcome, is_last: bool) -> str | None:
+    """Why a checkpoint is due after this update; None if it is not."""
+    if _is_due(recipe.save_strategy, recipe.save_steps, plan, update):
+        return ASKED
+    if outcome.heard and not is_last:
+        return LEAVING
+    return CLOCK if outcome.clock and not is_last else None
 
 
 def _seed_of(seed: int, update: int, rank: int) -> int:

@@ -15,11 +15,15 @@ class Progress:
     positions: float = 0.0
     before: dict[str, float] = field(default_factory=dict)  # held-out figures before the first update
     after: dict[str, float] = field(default_factory=dict)  # and the latest ones
+    left_out: list[int] = field(default_factory=list)  # updates whose samples are not trained on, after faults
+    faults_in_a_row: int = 0
+    trackers: dict[str, str] = field(default_factory=dict)  # the run's id at each
+    history: dict[str, list[float]] = field(default_factory=dict)  # of the fault sentinel
 
 
 def say(*lines: str, main: bool = True) -> None:
-    """Print to stdout at once, on the main process."""
-    if main:
+    """Print to stdout at once, on the main process; nothing where there are no lines."""
+    if main and lines:
         print(*lines, sep="\n", flush=True)
 
 

@@ -1,70 +1,169 @@
-"""Saving and resuming, on all ranks together."""
+"""Saving and resuming, on all ranks together.
 
+A save has two halves. While training stands still, each rank copies what it owns to the host's memory. Then a thread
+of each rank writes its copy while training goes on; the main process's thread adds model/, waits for the files of the
+others, and seals the checkpoint. Ranks meet in `settle` only: before the next save, where one has failed, and at the
+end.
+"""
+
+import os
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
+from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
 from train.run.checkpoints import STATE, Checkpoints, flaw
-from train.run.state_files import StateFiles, read_progress, write_index, write_pieces
+from train.run.state_files import (
+    StateFiles,
+    entries_of_shares,
+    missing_shares,
+    read_progress,
+    write_progress,
+    write_share,
+)
+from train.strategy.state import KINDS
+
+SECONDS_FOR_THE_FILES_OF_OTHERS = 60  # until what another host has written is to be seen here
+Fill = Callable[[Path, dict[str, torch.Tensor] | None], None]
 
 
 class Saver:
-    """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together."""
+    """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together.
 
-    def __init__(self, checkpoints: Checkpoints, engine):
-        self.checkpoints, self.engine = checkpoints, engine
+    Args:
+        exported: the parameters whose values model/ holds.
+        asynchronous: write while training goes on; None: where the host's memory has room for the copies.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, engine, exported: list, asynchronous: bool | None = None):
+        self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
+        self._exported = exported
+        self._asynchronous: bool | None = None
+        self._save: _Save | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.news: list[str] = []  # what has become of saves, on the main process
+        self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training stood still, seconds in all
+        self.last_failed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's share of the save under way has failed. Ranks tell each other, and then `settle`."""
+        return self._save is not None and self._save.failure is not None
 
     def save(
-        self, update: int, fill: Callable[[Path], None], progress: dict[str, Any] | None, is_best: bool
-    ) -> str | None:
-        """Write the checkpoint of this update. Returns why it failed, on every rank; nothing is left of it then.
+        self,
+        update: int,
+        why: str,
+        fill: Fill,
+        weights: Callable[[], dict[str, torch.Tensor] | None],
+        progress: dict[str, Any] | None,
+        is_best: bool,
+    ) -> None:
+        """Begin to write the checkpoint of this update; what came of it is in `news` later.
 
         Args:
-            fill: writes what is for others (model/, predictions) into a folder; called on the main process.
+            why: ASKED, CLOCK, ... of train/run/checkpoints.py.
+            fill: writes what is for others (model/, predictions) into a folder, given the copy of the weights; called
+                on the main process, in a thread.
+            weights: gathers the weights that are exported, on the main process; called on all ranks.
             progress: what the run goes on from, beside the optimizer's state; None: only the model is kept.
         """
-        main, checkpoints = self.engine.is_main, self.checkpoints
-        partial = checkpoints.folder(update).with_suffix(".partial")
-        if problem := self._everywhere(lambda: checkpoints.begin(update) if main else None)[0]:
-            return problem
-        pieces: list[tuple] = []
+        began = time.perf_counter()
+        self.settle()
+        engine, copied = self.engine, self._is_asynchronous()
+        pieces = engine.state.own() if progress is not None else []
+        tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
+        tensors = {name: self._on_the_host(name, tensor.float(), copied) for name, tensor in tensors.items()}
+        state = weights()
+        if state is not None and copied:
+            live = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+            state = {name: self._on_the_host(f"model/{name}", tensor, tensor.untyped_storage().data_ptr() in live)
+                     for name, tensor in state.items()}  # fmt: skip
         if progress is not None:
-            problem, pieces = self._everywhere(lambda: self._write_pieces(partial / STATE))
-        if not problem:
-            problem, _ = self._everywhere(
-                lambda: self._finish(update, fill, progress, pieces, is_best), main_only=True
+            steps, scale = engine.state.steps, engine.loss_scale()
+            progress = {**progress, "steps": steps, "loss_scale": scale, "world_size": engine.world_size}
+        self._save = _Save(self.checkpoints, update, why, engine.accelerator.process_index, engine.world_size, is_best)
+        self._save.start(pieces, tensors, progress, fill if engine.is_main else None, state)
+        if not copied:
+            self.settle()
+        elif self._save is not None:
+            self._save.stood_still = time.perf_counter() - began
+        if not copied and self.records:
+            self.records[-1]["stood_still"] = time.perf_counter() - began
+
+    def _on_the_host(self, name: str, tensor: torch.Tensor, copied: bool) -> torch.Tensor:
+        """A tensor on the CPU; a copy in a buffer that the next save uses again, where training goes on meanwhile."""
+        tensor = tensor.detach()
+        if not copied and tensor.device.type == "cpu":
+            return tensor.contiguous()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor)
+
+    def _is_asynchronous(self) -> bool:
+        """Whether saves are copied first; all ranks decide alike, at the first one."""
+        if self._asynchronous is None:
+            room = 0.8 * psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
+            self._asynchronous = self._wanted if self._wanted is not None else all(rank[0] for rank in fits)
+        return self._asynchronous
+
+    def _bytes_to_copy(self) -> int:
+        """The most that a rank copies: its share of the state, and the main process the exported weights as well."""
+        trained = sum(piece.stop - piece.start for piece in self.engine.state.own())
+        return 4 * len(KINDS) * trained + (self._bytes_of_weights() if self.engine.is_main else 0)
+
+    def _bytes_of_weights(self) -> int:
+        return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
+
+    def bytes_of_a_checkpoint(self, with_state: bool) -> int:
+        """About what one checkpoint takes on the disk."""
+        state = 4 * len(KINDS) * sum(true_numel(parameter) for parameter in self.engine.state.parameters.values())
+        return self._bytes_of_weights() + (state if with_state else 0)
+
+    def settle(self) -> bool:
+        """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
+        save, engine = self._save, self.engine
+        if save is None:
+            return False
+        save.share_is_written.wait()
+        failures = engine.gather_objects(save.failure)
+        failure = engine.from_main(next(filter(None, failures or ()), None))
+        if engine.is_main:
+            failure = save.conclude(failure)
+            self._tell(save, failure)
+        failed = engine.from_main(failure) is not None
+        self._save, self.last_failed = None, failed
+        return failed
+
+    def look(self) -> None:
+        """Take notice of a save that is complete by now."""
+        if self._save is not None and self._save.is_concluded and self._save.failure is None and self.engine.is_main:
+            self._tell(self._save, None)
+
+    def _tell(self, save: "_Save", failure: str | None) -> None:
+        if save.told:
+            return
+        save.told = True
+        if failure is None:
+            self.records.append(save.record())
+        else:
+            self.news.append(
+                f"warning   update {save.update}: the checkpoint could not be written ({failure}); earlier ones are "
+                "as they were, and training goes on"
             )
-        if problem and main:
-            checkpoints.abandon(update)
-        return problem
 
-    def _write_pieces(self, folder: Path) -> list[tuple]:
-        folder.mkdir(exist_ok=True)
-        return write_pieces(folder, self.engine.accelerator.process_index, self.engine.state)
-
-    def _finish(self, update: int, fill, progress: dict | None, pieces: list[tuple], is_best: bool) -> None:
-        partial = self.checkpoints.folder(update).with_suffix(".partial")
-        if progress is not None:
-            steps, scale = self.engine.state.steps, self.engine.loss_scale()
-            more = {"updates": update, "steps": steps, "loss_scale": scale, "world_size": self.engine.world_size}
-            write_index(partial / STATE, pieces, {**progress, **more})
-        fill(partial)
-        self.checkpoints.finish(update, progress is not None, is_best)
-
-    def _everywhere(self, work: Callable[[], Any], main_only: bool = False) -> tuple[str | None, list]:
-        """Do some work on every rank. Returns the first failure, and on the main process the joined results."""
-        failure, result = None, None
-        try:
-            result = work() if self.engine.is_main or not main_only else None
-        except Exception as error:
-            if not _is_of_the_disk(error):
-                raise
-            failure = first_line(error)
-        shares = self.engine.gather_objects((failure, result))
-        problem = next((said for said, _ in shares if said), None) if shares else None
-        joined = [item for _, share in shares or () for item in share] if isinstance(result, list) and shares else []
-        return self.engine.from_main(problem), joined
+    # -------------------------------------------------------------------------------------------------------- reading
 
     def choose(self, wanted: str) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from (the newest whole one, or the one that is named), and warnings about others.
@@ -90,11 +189,10 @@ class Saver:
         return None, warnings, None
 
     def _named(self, folder: Path) -> tuple[Path | None, list[str], str | None]:
-        folder = folder.resolve()
-        if not (folder / STATE).is_dir():
-            return None, [], f"resume = {str(folder)!r} is no checkpoint to resume from: it has no {STATE}/ folder"
-        problem = flaw(folder)
-        return (None, [], f"resume = {str(folder)!r}: {problem}. Name another") if problem else (folder, [], None)
+        problem = named_checkpoint_problem(folder) or flaw(folder)
+        if problem:
+            return None, [], f"resume = {str(folder)!r}: {problem}. Name another"
+        return folder.resolve(), [], None
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Put a checkpoint's state into the engine. Returns the progress of its run.
@@ -110,11 +208,100 @@ class Saver:
                 "another --output_dir, or start over with --resume never"
             )
         self.engine.state.load(files.read, progress["steps"])
-        self.engine.continue_from(progress["updates"], progress["loss_scale"])
+        self.engine.continue_from(progress["loss_scale"])
         return progress
 
 
-def _is_of_the_disk(error: Exception) -> bool:
+def named_checkpoint_problem(folder: Path) -> str | None:
+    """What is wrong with a folder that somebody names to resume from, as far as a look at it tells."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / STATE).is_dir():
+        inside = sorted(path.name for path in folder.glob("update_????????"))
+        remedy = f"; its checkpoints are {', '.join(inside)}" if inside else ""
+        return f"it is no checkpoint to resume from, it has no {STATE}/ folder{remedy}"
+    return None
+
+
+class _Save:
+    """One save under way on one rank."""
+
+    def __init__(self, checkpoints: Checkpoints, update: int, why: str, rank: int, world_size: int, is_best: bool):
+        self.checkpoints, self.update, self.why, self.is_best = checkpoints, update, why, is_best
+        self.rank, self.world_size = rank, world_size
+        self.share_is_written = threading.Event()
+        self.failure: str | None = None
+        self.stood_still = 0.0
+        self.told = False
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        self._bytes = 0
+        self._until = float("inf")  # when the main process no longer waits for the files of others
+        self._thread: threading.Thread | None = None
+
+    def start(self, pieces, tensors, progress: dict | None, fill: Fill | None, weights) -> None:
+        arguments = (pieces, tensors, progress, fill, weights)
+        self._thread = threading.Thread(target=self._work, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_concluded(self) -> bool:
+        return not self._thread.is_alive()
+
+    def conclude(self, failure: str | None) -> str | None:
+        """On the main process, once every rank's share is written or has failed. Returns what failed, if anything."""
+        self._until = 0.0 if failure else time.perf_counter() + SECONDS_FOR_THE_FILES_OF_OTHERS
+        self._thread.join()
+        failure = failure or self.failure
+        if failure:
+            self.checkpoints.abandon(self.update)
+        return failure
+
+    def record(self) -> dict[str, Any]:
+        return {"update": self.update, "bytes": self._bytes, "stood_still": self.stood_still, "seconds": self._seconds}
+
+    def _work(self, pieces, tensors, progress, fill, weights) -> None:
+        try:
+            partial = self.checkpoints.partial(self.update)
+            if progress is not None:
+                (partial / STATE).mkdir(parents=True, exist_ok=True)
+                write_share(partial / STATE, self.rank, pieces, tensors)
+            if fill is not None:
+                partial.mkdir(parents=True, exist_ok=True)
+                fill(partial, weights)
+                if progress is not None:
+                    write_progress(partial / STATE, progress)
+            self.share_is_written.set()
+            if fill is not None and self._all_are_there(progress is not None):
+                self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                shares = entries_of_shares(partial / STATE).items() if progress is not None else ()
+                checked = {f"{STATE}/{name}": entry for name, entry in shares}
+                self.checkpoints.finish(self.update, self.why, self.is_best, checked)
+        except Exception as error:  # whatever it is, it must not end the training
+            self.failure = first_line(error)
+            if not is_of_the_disk(error):
+                traceback.print_exc()
+        finally:
+            self._seconds = time.perf_counter() - self._began
+            self.share_is_written.set()
+
+    def _all_are_there(self, with_state: bool) -> bool:
+        """Wait for the files of the other ranks. Returns False if one of them has failed."""
+        folder = self.checkpoints.partial(self.update) / STATE
+        while with_state and (missing := missing_shares(folder, self.world_size)):
+            if time.perf_counter() > self._until:
+                if self._until:
+                    ranks = ", ".join(map(str, missing))
+                    self.failure = (
+                        f"the files of rank {ranks} do not appear in {folder}: output_dir must be on a file system "
+                        "that all hosts share"
+                    )
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def is_of_the_disk(error: Exception) -> bool:
     """Whether a save failed for want of room or permission, and not through a mistake in the program."""
     from safetensors import SafetensorError
 

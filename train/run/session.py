@@ -1,8 +1,8 @@
 """The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
 
-import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
 import time
@@ -11,11 +11,10 @@ from typing import Any
 
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
-from train.run.checkpoints import STATE, Checkpoints
 from train.run.folder import RunFolder, describe_environment
-from train.run.progress import Progress, duration, say
+from train.run.progress import duration, say
 from train.run.schedule import make_schedule
-from train.run.stopping import EXIT_TO_BE_RESUMED, Stop
+from train.run.stopping import FAULT, Stop, exit_code
 from train.run.timeline import Timeline
 from train.strategy.strategy import Strategy, read_strategy
 
@@ -30,9 +29,19 @@ class Session:
             UserError: anything that can be found wrong before data is read.
         """
         self.task, self.recipe, self.timeline = task, recipe, timeline
+        from train.run.resuming import differences_from, keep_global_batch, recorded_run
+
+        source = recipe.source("config")
+        self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+        recorded = recorded_run(recipe, self.folder)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.goes_on = recorded is not None and recipe.resume != "never"
+        batch_note = keep_global_batch(recipe, recorded, world_size) if self.goes_on else None
         self.strategy: Strategy = read_strategy(recipe)
+        self.strategy.notes += [batch_note] if batch_note else []
         self.adapter = None
-        self.stop = Stop(recipe.max_hours, timeline.started)
+        minutes = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else recipe.save_minutes
+        self.stop = Stop(recipe.max_hours, minutes, timeline.started)
         if recipe.quantised:
             from train.model.lora import check_quantisation
 
@@ -40,11 +49,14 @@ class Session:
         from train.run.trackers import wanted_trackers
 
         self.trackers = wanted_trackers(recipe)
-        source = recipe.source("config")
-        self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
-        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", recipe.save_total_limit)
-        self.same_run = self.folder.refuse_a_different_run(recipe, self.strategy.batches.global_batch)
+        size = self.strategy.batches.global_batch
+        if recorded is not None and recipe.resume in ("auto", "never"):
+            self.folder.refuse_a_different_run(recipe, size, recorded)
+        elif recorded is not None:
+            self.strategy.notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, size, recorded)]
         self.main = self.strategy.launch.rank == 0
+        self.where = ("load", 0)
+        self.stopped = 0
         timeline.mark("checks")
 
     def say(self, *lines: str) -> None:
@@ -131,7 +143,6 @@ class Session:
         all_of_them = self.trainable == self.parameters
         share = "all" if all_of_them else f"{self.trainable:,} ({self.trainable / self.parameters:.2%})"
         warmup = f", {self.schedule.num_warmup} warm-up" if self.schedule.num_warmup else ""
-        restart = "this very run is in the folder already: it starts over" if self.same_run else ""
         self.say(
             f"model     {origin}: {self.parameters:,} parameters, {share} trained",
             *self._about_the_adapter(),
@@ -139,7 +150,7 @@ class Session:
             *lines,
             f"run       {length.num_updates:,} updates, {length.total_samples / length.num_samples:.3g} epochs; "
             f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
-            f"folder    {self.folder.path}" + (f" ({restart})" if restart else ""),
+            f"folder    {self.folder.path}",
             *(f"note      {note}" for note in self.strategy.notes),
         )
 
@@ -161,51 +172,44 @@ class Session:
             UserError: there is no such figure as metric_for_best_model.
         """
         from train.run.best import make_best
-        from train.run.loop import fit
-        from train.run.saving import Saver
+        from train.run.keeper import Keeper
+        from train.run.loop import Hooks, fit
+        from train.run.sentinel import Sentinel
         from train.run.trackers import start_trackers
 
         self.job, self.meter, self.tokenizer = job, meter, tokenizer
-        self.best = make_best(self.recipe, job.figures, job.evaluate is not None)
-        self.saver = Saver(self.checkpoints, self.engine)
-        done = self._resumed()
+        recipe, engine = self.recipe, self.engine
+        self.best = make_best(recipe, job.figures, job.evaluate is not None)
+        self.keeper = keeper = Keeper(self, job, tokenizer, self.best)
+        keeper.resume()
         if self.main:
-            self.environment = describe_environment(self.strategy.launch.command, self.engine.device)
-            effective = self.engine.effective_strategy()
+            self.environment = describe_environment(self.strategy.launch.command, engine.device)
+            effective = engine.effective_strategy()
             size = self.strategy.batches.global_batch
-            self.folder.start(self.recipe, size, effective, self.environment, done.updates)
-            self.checkpoints.drop_after(done.updates)
-        note = start_trackers(self.accelerator, self.trackers, self.recipe, self.folder.path, self.task)
+            self.folder.start(recipe, size, effective, self.environment, keeper.done.updates)
+        note = start_trackers(self.accelerator, self.trackers, recipe, self.folder.path, self.task, keeper.done)
         if note:
             self.say(f"note      {note}")
         self.stop.listen()
-        frozen, began = self.engine.frozen_checksum(), time.perf_counter()
-        results = fit(job, self.engine, self.length, meter, self.best, self._write, self._record, self._started,
-                      self._keep, done, self.stop)  # fmt: skip
-        seconds = time.perf_counter() - began
-        if self.engine.frozen_checksum() != frozen:
+        keeper.start()
+        record = self._record if recipe.record_samples else None
+        hooks = Hooks(self._write, record, self._started, keeper.keep, keeper.fault, self._phase, keeper.saver)
+        frozen, began = engine.frozen_checksum(), time.perf_counter()
+        while True:
+            done, scaled = keeper.done, self.strategy.precision == "fp16"
+            sentinel = Sentinel(recipe.spike_threshold, scaled, done.history)
+            results = fit(job, engine, self.length, meter, self.best, hooks, done, sentinel, self.stop)
+            if results["stopped"] != FAULT or not keeper.rewind():
+                break
+        self._phase("save", results["updates"])
+        keeper.finish()
+        if engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
         self.stopped = results["stopped"]
-        return {**results, "seconds": seconds}
+        return {**results, "seconds": time.perf_counter() - began}
 
-    def _resumed(self) -> Progress:
-        """Where the run starts: at the beginning, or after the last update of a checkpoint, whose state is loaded."""
-        if self.recipe.resume == "never" or (self.recipe.resume == "auto" and not self.same_run):
-            return Progress()
-        began = time.perf_counter()
-        folder, warnings = self.saver.choose(self.recipe.resume)
-        self.say(*warnings)
-        if folder is None:
-            return Progress()
-        found = self.saver.load(folder)
-        size = sum(file.stat().st_size for file in (folder / STATE).iterdir())
-        self.say(
-            f"resumed   {folder}, after update {found['updates']:,}, written by {found['world_size']} processes: "
-            f"{size / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
-        )
-        for name, value in found["best"].items():
-            setattr(self.best, name, value)
-        return Progress(**{field.name: found[field.name] for field in dataclasses.fields(Progress)})
+    def _phase(self, name: str, update: int) -> None:
+        self.where = (name, update)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.trackers:
@@ -224,69 +228,36 @@ class Session:
             self.environment["bytes_held_by_rank_0"] = self.engine.held_bytes()
             self.folder.write_environment(self.environment)
 
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the best evaluation's weights are kept: as the recipe says; else where they are asked for by another
-        option, or where there is more than a loss to judge by."""
-        recipe, wanted = self.recipe, self.recipe.save_best
-        if wanted is None:
-            asked = (recipe.load_best_model_at_end, recipe.early_stopping_patience, recipe.metric_for_best_model)
-            wanted = any(asked) or any(name not in ("loss", "perplexity") for name in self.job.figures)
-        return wanted and self.job.evaluate is not None
-
-    def _keep(self, done: Progress, is_due: bool, is_best: bool, figures: dict[str, float]) -> None:
-        """Write a checkpoint where one is due, or where the best weights are kept and these are the best."""
-        is_best = is_best and self.keeps_best
-        if not (is_due or is_best):
-            return
-        weights = self._weights()
-
-        def fill(folder: Path) -> None:
-            self._export(weights, {"after": figures}, folder / "model")
-            for file in self.folder.path.glob("predictions*.jsonl") if figures else ():
-                shutil.copy(file, folder / file.name)
-
-        best = dataclasses.asdict(self.best)
-        progress = {**dataclasses.asdict(done), "best": best} if is_due else None
-        problem = self.saver.save(done.updates, fill, progress, is_best)
-        if problem:
-            self.say(f"warning   update {done.updates}: the checkpoint could not be written ({problem}); earlier ones "
-                     "are as they were, and training goes on")  # fmt: skip
-
-    def _weights(self) -> dict[str, Any] | None:
+    def weights(self) -> dict[str, Any] | None:
         """What is exported, whole, on the main process: all weights, or those of the adapter."""
         return self.engine.trained_state() if self.adapter else self.engine.state_dict()
 
-    def _export(self, state, results: dict[str, Any], folder: Path) -> None:
+    def write_model(self, state, results: dict[str, Any], folder: Path, tokenizer) -> None:
         from train.model.export import export_model
 
         write = self.adapter.save if self.adapter else export_model
         library = "peft" if self.adapter else "transformers"
         card = model_card(self.task, self.recipe, results, self.environment, library)
-        write(self.engine.module, state, self.tokenizer, folder, card)
+        write(self.engine.module, state, tokenizer, folder, card)
 
     def export(self, results: dict[str, Any]) -> None:
         """Write the model, draw the curve, and say what came of the run; of one left early, where it stands."""
         from train.run.plot import plot_run
 
         if self.stopped:
-            of = f"{results['updates']:,} of {self.length.num_updates:,}"
-            self.say("", f"stopped     by {self.stopped} after update {of}: the same command goes on from there")
+            self.say("", *self.keeper.why_stopped(self.stopped, self.length.num_updates))
             return
 
-        wanted = self.recipe.load_best_model_at_end
-        if wanted is None:
-            wanted = self.recipe.early_stopping_patience is not None
-        load_best = wanted and self.keeps_best and self.best.update is not None
-        state = None if load_best else self._weights()
+        load_best = self.keeper.loads_best
+        state = None if load_best else self.weights()
         if self.main:
             self.folder.metrics.close()
             if load_best:
-                shutil.copytree(self.checkpoints.best / "model", self.folder.model)
-                for file in self.checkpoints.best.glob("predictions*.jsonl"):
+                shutil.copytree(self.keeper.checkpoints.best / "model", self.folder.model)
+                for file in self.keeper.checkpoints.best.glob("predictions*.jsonl"):
                     shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
             else:
-                self._export(state, results, self.folder.model)
+                self.write_model(state, results, self.folder.model, self.tokenizer)
             picture = self.folder.path / "loss.png"
             plot_run(self.folder.metrics.read(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
             self.say("", *self._summary(results, load_best))
@@ -296,7 +267,7 @@ class Session:
         if not self.stopped:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
-        return EXIT_TO_BE_RESUMED if self.stopped else 0
+        return exit_code(self.stopped)
 
     def _summary(self, results: dict[str, Any], load_best: bool) -> list[str]:
         before, after = results["before"], self.best.figures if load_best else results["after"]
@@ -313,7 +284,7 @@ class Session:
         for name, value in after.items():
             was = f"{before[name]:.4f} -> " if name in before else ""
             lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
-        if self.keeps_best and self.best.update is not None:
+        if self.keeper.keeps_best and self.best.update is not None:
             where = "checkpoints/best, and model/ is that one" if load_best else "checkpoints/best; model/ is the last"
             lines.append(
                 f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,} ({where})"

@@ -1,49 +1,55 @@
-"""The state of a run in files: pieces of the optimizer's state from every rank, and an index that says where each is.
+"""The state of a run in files: pieces of the optimizer's state from every rank, and how far the run had come.
 
-    state/index.json               progress of the run, and for each parameter its shape and who wrote which part of it
+    state/progress.json            what the run goes on from, beside the optimizer's state
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
+    state/rank_00000.json          which part of which parameter that is, and the checksum of the above
 
 Nothing here is ever unpickled.
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from train.strategy.state import KINDS, OptimizerState, Piece
+from train.run.checkpoints import entry
+from train.strategy.state import Piece
 
-INDEX = "index.json"
+PROGRESS = "progress.json"
 
 
-def write_pieces(folder: Path, rank: int, state: OptimizerState) -> list[tuple[str, tuple[int, ...], int, int, int]]:
-    """Write what this rank owns. Returns (parameter, shape, rank, start, stop) of each piece."""
+def write_share(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:
+    """Write what this rank owns; its .json comes into being when the rest is on the disk."""
     from safetensors.torch import save_file
 
-    pieces = state.own()
-    tensors = {
-        f"{kind}/{piece.name}": state.get(kind, piece).detach().to("cpu", torch.float32, copy=True).contiguous()
-        for piece in pieces
-        for kind in KINDS
-    }
-    save_file(tensors, _file(folder, rank))
-    return [(piece.name, piece.shape, rank, piece.start, piece.stop) for piece in pieces]
+    data = _file(folder, rank)
+    save_file(tensors, data)
+    parts = {piece.name: {"shape": piece.shape, "start": piece.start, "stop": piece.stop} for piece in pieces}
+    partial = data.with_suffix(".partial")
+    partial.write_text(json.dumps({"data": entry(data), "pieces": parts}) + "\n")
+    partial.rename(data.with_suffix(".json"))
 
 
-def write_index(folder: Path, pieces: Iterable[tuple], progress: dict[str, Any]) -> None:
-    """Write where each piece is, and how far the run has come."""
-    parameters: dict[str, dict[str, Any]] = {}
-    for name, shape, rank, start, stop in pieces:
-        entry = parameters.setdefault(name, {"shape": list(shape), "pieces": []})
-        entry["pieces"].append([rank, start, stop])
-    (folder / INDEX).write_text(json.dumps({"progress": progress, "parameters": parameters}) + "\n")
+def entries_of_shares(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the ranks say of their .safetensors: {file in `folder`: its entry for the manifest}."""
+    shares = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
+    return {name: json.loads(index.read_text())["data"] for name, index in shares.items()}
+
+
+def missing_shares(folder: Path, world_size: int) -> list[int]:
+    """The ranks that have not finished writing."""
+    return [rank for rank in range(world_size) if not _file(folder, rank).with_suffix(".json").is_file()]
+
+
+def write_progress(folder: Path, progress: dict[str, Any]) -> None:
+    """Write how far the run has come."""
+    (folder / PROGRESS).write_text(json.dumps(progress) + "\n")
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """How far the run had come."""
-    return json.loads((folder / INDEX).read_text())["progress"]
+    return json.loads((folder / PROGRESS).read_text())
 
 
 class StateFiles:
@@ -51,15 +57,20 @@ class StateFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.parameters = json.loads((folder / INDEX).read_text())["parameters"]
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, list[tuple[int, int, int]]] = {}  # (rank, start, stop) of each parameter
         self._open: dict[int, Any] = {}
+        for index in sorted(folder.glob("rank_*.json")):
+            rank = int(index.stem.removeprefix("rank_"))
+            for name, part in json.loads(index.read_text())["pieces"].items():
+                self.shapes[name] = tuple(part["shape"])
+                self._pieces.setdefault(name, []).append((rank, part["start"], part["stop"]))
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """What of a model's trained parameters is not here, or in another shape."""
         from train.model.parameters import true_shape
 
-        here = {name: tuple(entry["shape"]) for name, entry in self.parameters.items()}
-        there = {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
+        here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
         found = [f"{name} is not in it" for name in there if name not in here]
         found += [f"{name} is not trained here" for name in here if name not in there]
         both = (name for name in there if name in here)
@@ -70,7 +81,7 @@ class StateFiles:
         """(stop - start,) fp32: elements [start, stop) of a flattened parameter's value or moment."""
         values = torch.empty(stop - start)
         filled = 0
-        for rank, begin, end in self.parameters[name]["pieces"]:
+        for rank, begin, end in self._pieces[name]:
             first, last = max(start, begin), min(stop, end)
             if first < last:
                 part = self._of(rank).get_slice(f"{kind}/{name}")[first - begin : last - begin]
@@ -88,13 +99,5 @@ class StateFiles:
         return self._open[rank]
 
 
-def pieces_of(gathered: list[list[tuple]]) -> list[tuple]:
-    """The pieces of all ranks as one list."""
-    return [piece for share in gathered for piece in share]
-
-
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05}.safetensors"
-
-
-__all__ = ["Piece", "StateFiles", "pieces_of", "read_progress", "write_index", "write_pieces"]

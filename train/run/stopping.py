@@ -1,4 +1,4 @@
-"""Leaving early and in order: signals of schedulers and people, and the time that the run was given.
+"""Leaving early and in order: signals of schedulers and people, the time that the run was given, and faults.
 
 Each rank may be told by itself, or only one of them. What a rank has heard goes round with the figures of every update
 (train/run/loop.py), so all leave after the same update, when its checkpoint is written.
@@ -10,20 +10,32 @@ import sys
 import time
 
 EXIT_TO_BE_RESUMED = 85
-REASONS = {0: "", 1: "SIGTERM", 2: "SIGUSR1", 3: "Ctrl-C", 4: "max_hours"}  # what goes round is the number
+EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end
+# What goes round is the number.
+REASONS = {1: "SIGTERM", 2: "SIGUSR1", 3: "Ctrl-C", 4: "max_hours", 5: "a fault", 6: "a checkpoint that failed"}
 SIGNALS = {signal.SIGTERM: 1, signal.SIGUSR1: 2, signal.SIGINT: 3}
+OUT_OF_TIME, FAULT, SAVE_FAILED = 4, 5, 6
+
+
+def exit_code(stopped: int) -> int:
+    """The exit code of a run that stopped for this reason; 0: it came to its end."""
+    if not stopped:
+        return 0
+    return EXIT_NEEDS_A_PERSON if stopped in (FAULT, SAVE_FAILED) else EXIT_TO_BE_RESUMED
 
 
 class Stop:
-    """What this rank has heard.
+    """What this rank has heard, and what the clock says.
 
     Args:
         max_hours: after this time since `began` the run is to stop; None: never.
+        save_minutes: after this time since the last checkpoint another one is due; 0: never.
         began: time.time() when the program was started.
     """
 
-    def __init__(self, max_hours: float | None, began: float):
+    def __init__(self, max_hours: float | None, save_minutes: float, began: float):
         self.until = None if max_hours is None else began + 3600 * max_hours
+        self.every, self.saved = 60 * save_minutes, time.time()
         self.heard = 0
 
     def listen(self) -> None:
@@ -35,12 +47,20 @@ class Stop:
         if self.heard:
             os._exit(128 + number)
         self.heard = SIGNALS[signal.Signals(number)]
-        if int(os.environ.get("RANK", "0")) == 0:
-            text = f"\n{REASONS[self.heard]}: this update is finished and saved; a second signal leaves at once\n"
+        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0:
+            text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())
 
     def code(self) -> int:
         """The number of the reason to stop; 0: none."""
         if not self.heard and self.until is not None and time.time() >= self.until:
-            self.heard = 4
+            self.heard = OUT_OF_TIME
         return self.heard
+
+    def clock(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return bool(self.every) and time.time() >= self.saved + self.every
+
+    def has_saved(self) -> None:
+        """A checkpoint has just been begun."""
+        self.saved = time.time()

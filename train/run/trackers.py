@@ -7,6 +7,7 @@ from typing import Any
 
 from train.recipe.errors import UserError
 from train.recipe.options import RunOptions
+from train.run.progress import Progress
 
 MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 
@@ -25,8 +26,11 @@ def wanted_trackers(recipe: RunOptions) -> list[str]:
     return [recipe.report_to]
 
 
-def start_trackers(accelerator, trackers: list[str], recipe: RunOptions, folder: Path, task: str) -> str | None:
-    """Open the trackers. Returns a sentence for the log, where wandb goes offline for want of a login."""
+def start_trackers(
+    accelerator, trackers: list[str], recipe: RunOptions, folder: Path, task: str, done: Progress
+) -> str | None:
+    """Open the trackers, and go on with the runs there. Returns a sentence for the log, where wandb goes offline for
+    want of a login."""
     if not trackers:
         return None
     note = None
@@ -35,11 +39,14 @@ def start_trackers(accelerator, trackers: list[str], recipe: RunOptions, folder:
         note = f"wandb: no login found, so the run is kept in {folder / 'wandb'}; `wandb sync` sends it later"
     config = {name: _plain(value) for name, value in recipe.to_dict().items()}
     wandb = {"name": recipe.run_name or folder.name, "dir": str(folder)}
+    if "wandb" in done.trackers:
+        wandb |= {"id": done.trackers["wandb"], "resume": "allow"}
+    kwargs = {"wandb": wandb, "tensorboard": {"purge_step": done.updates + 1} if done.updates else {}}
     accelerator.init_trackers(
-        recipe.report_name or f"zerofit-{task}",
-        config=config,
-        init_kwargs={"wandb": wandb} if "wandb" in trackers else {},
+        recipe.report_name or f"zerofit-{task}", config=config, init_kwargs={name: kwargs[name] for name in trackers}
     )
+    if "wandb" in trackers and accelerator.is_main_process:
+        done.trackers["wandb"] = accelerator.get_tracker("wandb", unwrap=True).id
     return note
 
 

@@ -1,6 +1,7 @@
 """The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 # lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some
 # hundreds of launches. So neither is ever freed nor the group destroyed; train.recipe.errors.leave ends the process.
 NEVER_FREED: list["Engine"] = []
+Judge = Callable[[float], bool]
 FUSED_ADAMW_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
 
@@ -82,8 +84,14 @@ class Engine:
         """Add this micro-batch's gradients; `last` of an update brings the ranks together."""
         raise NotImplementedError
 
-    def update(self, number: int) -> float:
-        """Clip and move the weights, at update `number`'s learning rate. Returns the gradient norm before clipping."""
+    def update(self, number: int, judge: Judge) -> None:
+        """Ask `judge`, then clip and move the weights at update `number`'s learning rate, or drop the gradients.
+
+        Args:
+            judge: called once on all ranks together, before anything has moved, with the gradient's norm before
+                clipping; returns whether the weights are to be moved. In fp16 they are not moved where the norm is
+                infinite: then the loss scale is lowered.
+        """
         raise NotImplementedError
 
     @property
@@ -99,8 +107,8 @@ class Engine:
         """fp16's loss scaling, as plain numbers; empty without it."""
         return {}
 
-    def continue_from(self, updates: int, loss_scale: dict[str, Any]) -> None:
-        """Go on after this many updates: the schedule, and fp16's loss scaling."""
+    def continue_from(self, loss_scale: dict[str, Any]) -> None:
+        """Go on with fp16's loss scaling as it was."""
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
@@ -231,16 +239,18 @@ class TorchEngine(Engine):
             with self.accelerator.no_sync(self.model):
                 self.accelerator.backward(loss)
 
-    def update(self, number):
+    def update(self, number, judge):
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number)
         self.accelerator.unscale_gradients()
         norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
-        if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-        self.optimizer.step()
+        if judge(float(norm)):
+            if self.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
+            self.optimizer.step()
+        elif self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
 
     @property
     def learning_rate(self):
@@ -256,7 +266,7 @@ class TorchEngine(Engine):
     def loss_scale(self):
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
 
-    def continue_from(self, updates, loss_scale):
+    def continue_from(self, loss_scale):
         if loss_scale and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(loss_scale)
 
@@ -284,17 +294,45 @@ class DeepSpeedEngine(Engine):
             self.accelerator.deepspeed_plugin.deepspeed_config["scheduler"] = config["scheduler"]  # resolved by now
             prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
         self.engine = self.accelerator.prepare(*prepared)[0]
-        if self.has_scheduler:
-            self.engine.lr_scheduler.step(0)  # DeepSpeed's own start lags one update behind
+        self._judge_before_moving(self.engine.optimizer)
         return self.engine
+
+    def _judge_before_moving(self, optimizer) -> None:
+        """Have the judge asked within DeepSpeed's step, between the norm and the move.
+
+        Every ZeRO optimizer settles there, in `_update_scale`, whether the step overflowed, and drops the gradients if
+        so: what the judge refuses is dropped in the same way, but leaves the loss scale as it is.
+        """
+        norm_of = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
+        take_norm, update_scale = getattr(optimizer, norm_of), optimizer._update_scale
+
+        def noted(*args, **kwargs):
+            self._norm = take_norm(*args, **kwargs)
+            return self._norm
+
+        def judged(has_overflow=False):
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = self._norm if self._norm is not None else math.inf
+            if isinstance(norm, list):
+                norm = combine_grad_norm_groups(norm)
+            if self._judge(float(norm) / optimizer.loss_scale) or has_overflow:
+                update_scale(has_overflow)
+            else:
+                optimizer.overflow = True
+
+        setattr(optimizer, norm_of, noted)
+        optimizer._update_scale = judged
 
     def backward(self, loss, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def update(self, number):
+    def update(self, number, judge):
         rate = self.schedule(number)
-        if not self.has_scheduler:
+        if self.has_scheduler:
+            self.engine.lr_scheduler.step(number)  # its own start lags one update behind, and it misses dropped steps
+        else:
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = rate
         self._rate = self.engine.optimizer.param_groups[0]["lr"]
@@ -302,8 +340,8 @@ class DeepSpeedEngine(Engine):
             raise RuntimeError(
                 f"update {number + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
             )
+        self._norm, self._judge = None, judge
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
 
     @property
     def learning_rate(self):
@@ -321,11 +359,9 @@ class DeepSpeedEngine(Engine):
         numbers = {name: value for name, value in vars(scaler).items() if isinstance(value, (int, float))}
         return numbers if self.strategy.precision == "fp16" else {}
 
-    def continue_from(self, updates, loss_scale):
+    def continue_from(self, loss_scale):
         if loss_scale and self.strategy.precision == "fp16":
             vars(self.engine.optimizer.loss_scaler).update(loss_scale)
-        if self.has_scheduler:
-            self.engine.lr_scheduler.step(updates)
 
     def _before_gathering(self):
         # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
