@@ -107,14 +107,20 @@ def launch(output: Path, *arguments: str, strategy: str | None = None, processes
 def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
              task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> subprocess.CompletedProcess:  # fmt: skip
     """The same without a look at how it ended."""
+    command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
+
+
+def launch_command(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
+                   task: str = "clm") -> list[str]:  # fmt: skip
+    """What is typed to run a task."""
     command = [str(BIN / "accelerate"), "launch", "--main_process_port", "0"]
     if strategy:
         named = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
         command += ["--config_file", named]
     if processes:
         command += ["--num_processes", str(processes)]
-    command += [str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
+    return [*command, str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -1,12 +1,21 @@
-"""Which checkpoints stay: the last K and the best, each of them complete."""
+"""Checkpoints are complete or absent, damage is found and named, and those that stay are the ones that should."""
+
+import json
 
 import pytest
 
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import ASKED, BEST, CLOCK, LEAVING, Checkpoints, flaw
 
 
-def write(checkpoints: Checkpoints, update: int, saved: bool = True, best: bool = False) -> None:
-    checkpoints.write(update, lambda folder: (folder / "model").write_text(f"weights {update}"), saved, best)
+def write(checkpoints: Checkpoints, update: int, why: str = ASKED, best: bool = False) -> None:
+    partial = checkpoints.partial(update)
+    (partial / "model").mkdir(parents=True)
+    (partial / "model" / "weights").write_text(f"weights {update}")
+    if why != BEST:
+        (partial / "state").mkdir()
+        (partial / "state" / "progress.json").write_text(f'{{"updates": {update}}}\n')
+        (partial / "state" / "rank_00000.safetensors").write_bytes(bytes(range(256)) * 4)
+    checkpoints.finish(update, why, best, {})
 
 
 def there(checkpoints: Checkpoints) -> list[int]:
@@ -14,41 +23,104 @@ def there(checkpoints: Checkpoints) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "best", "kept"), [(None, 2, [1, 2, 3, 4, 5]), (2, 2, [2, 4, 5]), (1, 5, [5]), (1, 4, [4, 5])]
+    ("limit", "every", "best", "kept"),
+    [
+        (None, None, 2, [1, 2, 3, 4, 5, 6]),
+        (2, None, 2, [2, 5, 6]),
+        (1, None, 6, [6]),
+        (1, None, 5, [5, 6]),
+        (1, 2, 6, [2, 4, 6]),
+        (1, 3, 1, [1, 3, 6]),
+    ],
 )
-def test_the_last_and_the_best_are_kept(tmp_path, limit, best, kept):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", limit)
-    for update in range(1, 6):
+def test_the_last_the_best_and_every_nth_are_kept(tmp_path, limit, every, best, kept):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", limit, every)
+    for update in range(1, 7):
         write(checkpoints, update, best=update == best)
     assert there(checkpoints) == kept
-    assert (checkpoints.latest / "model").read_text() == "weights 5"
-    assert (checkpoints.best / "model").read_text() == f"weights {best}"
+    assert (checkpoints.latest / "model" / "weights").read_text() == "weights 6"
+    assert (checkpoints.best / "model" / "weights").read_text() == f"weights {best}"
 
 
 def test_of_those_kept_as_the_best_only_the_last_stays(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for update in (3, 5, 9):
-        write(checkpoints, update, saved=False, best=True)
+        write(checkpoints, update, why=BEST, best=True)
     write(checkpoints, 10)
     assert there(checkpoints) == [9, 10]
     assert checkpoints.best.resolve().name == "update_00000009"
     assert checkpoints.latest.resolve().name == "update_00000010"
 
 
-def test_a_checkpoint_is_complete_or_absent(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", limit=1)
-    write(checkpoints, 1)
+def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for update, why in ((1, ASKED), (2, CLOCK), (3, CLOCK), (4, ASKED), (5, CLOCK), (6, LEAVING)):
+        write(checkpoints, update, why=why)
+    assert there(checkpoints) == [1, 4, 5, 6]
 
-    def fails(folder):
-        (folder / "model").write_text("half")
-        raise OSError("no space left on device")
 
-    with pytest.raises(OSError):
-        checkpoints.write(2, fails, True, True)
-    assert there(checkpoints) == [1]
-    assert (checkpoints.latest / "model").read_text() == "weights 1"
-    assert not checkpoints.best.exists()
-    write(checkpoints, 2)
-    assert (checkpoints.latest / "model").read_text() == "weights 2"
-    assert there(checkpoints) == [2]
-    assert not list(checkpoints.path.glob("*.partial"))
+def damages(data: bytes) -> dict[str, bytes | None]:
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    return {"removed": None, "emptied": b"", "truncated": data[:-1], "flipped": bytes(flipped)}
+
+
+def test_every_damage_to_every_file_is_found_and_named(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    write(checkpoints, 7)
+    folder = checkpoints.folder(7)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) == 4  # the manifest among them
+    assert flaw(folder) is None
+    for path in files:
+        data = path.read_bytes()
+        for damage, content in damages(data).items():
+            if content is None:
+                path.unlink()
+            else:
+                path.write_bytes(content)
+            found = flaw(folder)
+            assert found, f"{path.name} {damage}"
+            assert path.relative_to(folder).as_posix() in found, f"{path.name} {damage}: {found}"
+            path.write_bytes(data)
+        assert flaw(folder) is None
+
+
+def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    write(checkpoints, 7)
+    manifest = checkpoints.folder(7) / "manifest.json"
+    data = manifest.read_bytes()
+    for place in range(len(data)):
+        for bit in (0, 3, 6):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            manifest.write_bytes(flipped)
+            assert flaw(checkpoints.folder(7)), (place, bit)
+
+
+def test_a_manifest_of_other_things_is_no_manifest(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    write(checkpoints, 7)
+    for content in ([], {"files": {}}, {"why": ASKED, "files": {"a": 1}}, {"why": ASKED, "files": []}):
+        (checkpoints.folder(7) / "manifest.json").write_text(json.dumps(content))
+        assert "manifest.json" in flaw(checkpoints.folder(7))
+
+
+def test_what_a_killed_run_left_half_goes_and_what_comes_again_goes(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for update in (2, 4, 6):
+        write(checkpoints, update, best=update == 6)
+    checkpoints.partial(8).mkdir()
+    checkpoints.drop_after(4)
+    assert sorted(path.name for path in checkpoints.path.iterdir()) == ["latest", "update_00000002", "update_00000004"]
+    assert checkpoints.latest.resolve().name == "update_00000004"
+
+
+def test_a_checkpoint_is_written_anew_in_its_place(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    write(checkpoints, 3)
+    before = (checkpoints.folder(3) / "manifest.json").stat().st_ino
+    write(checkpoints, 3)
+    assert flaw(checkpoints.folder(3)) is None
+    assert (checkpoints.folder(3) / "manifest.json").stat().st_ino != before

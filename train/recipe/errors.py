@@ -65,7 +65,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             return EXIT_BROKEN_PIPE
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
-                message = "interrupted: the record so far is in the run's folder, and the same command starts over"
+                message = "interrupted before the first update: nothing was trained"
                 print(f"\n{message}", file=sys.stderr, flush=True)
             return EXIT_INTERRUPTED
 

@@ -78,6 +78,8 @@ class Saver:
         began = time.perf_counter()
         self.settle()
         engine, copied = self.engine, self._is_asynchronous()
+        if progress is not None:
+            engine.state.start()
         pieces = engine.state.own() if progress is not None else []
         tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
         tensors = {name: self._on_the_host(name, tensor.float(), copied) for name, tensor in tensors.items()}
@@ -198,16 +200,23 @@ class Saver:
         """Put a checkpoint's state into the engine. Returns the progress of its run.
 
         Raises:
-            UserError: it is of another model.
+            UserError: it is of another model, or no checkpoint at all.
         """
-        progress, files = read_progress(folder / STATE), StateFiles(folder / STATE)
-        problems = files.problems(self.engine.state.parameters)
+        from safetensors import SafetensorError
+
+        state = self.engine.state
+        try:
+            progress, files = read_progress(folder / STATE), StateFiles(folder / STATE)
+            problems = files.problems(state.parameters)
+            if not problems:
+                state.load(files.read, progress["steps"])
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise UserError(f"the checkpoint {folder} cannot be read: {first_line(error)}") from None
         if problems:
             raise UserError(
                 f"the checkpoint {folder} is of another model: {problems[0]} ({len(problems)} such weights). Choose "
                 "another --output_dir, or start over with --resume never"
             )
-        self.engine.state.load(files.read, progress["steps"])
         self.engine.continue_from(progress["loss_scale"])
         return progress
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -264,10 +265,15 @@ class Session:
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
+        code = exit_code(self.stopped)
+        if self.main:
+            self.environment["checkpoints"] = self.keeper.saver.records
+            self.environment["exit_code"] = code  # accelerate launch makes 1 of any other than 0
+            self.folder.write_environment(self.environment)
         if not self.stopped:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
-        return exit_code(self.stopped)
+        return code
 
     def _summary(self, results: dict[str, Any], load_best: bool) -> list[str]:
         before, after = results["before"], self.best.figures if load_best else results["after"]
@@ -279,6 +285,13 @@ class Session:
             f"trained     {results['updates']:,} updates in {duration(results['seconds'])}, "
             f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}{padding}"
         ]
+        saves = self.keeper.saver.records
+        if saves:
+            size, stood = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
+            number = f"{len(saves)} checkpoints" if len(saves) > 1 else "1 checkpoint"
+            lines.append(
+                f"saved       {number}, {size / 1e6:,.1f} MB each; training stood still {stood:.2f} s for each"
+            )
         if self.adapter:
             lines.append("frozen      weights are what they were, bit for bit")
         for name, value in after.items():

@@ -13,6 +13,9 @@ EXIT_TO_BE_RESUMED = 85
 EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end
 # What goes round is the number.
 REASONS = {1: "SIGTERM", 2: "SIGUSR1", 3: "Ctrl-C", 4: "max_hours", 5: "a fault", 6: "a checkpoint that failed"}
+ONE_SIGNAL = (
+    3.0  # seconds in which a signal may come twice: from the scheduler, and from the launcher that passes it on
+)
 SIGNALS = {signal.SIGTERM: 1, signal.SIGUSR1: 2, signal.SIGINT: 3}
 OUT_OF_TIME, FAULT, SAVE_FAILED = 4, 5, 6
 
@@ -36,17 +39,19 @@ class Stop:
     def __init__(self, max_hours: float | None, save_minutes: float, began: float):
         self.until = None if max_hours is None else began + 3600 * max_hours
         self.every, self.saved = 60 * save_minutes, time.time()
-        self.heard = 0
+        self.heard, self._at = 0, 0.0
 
     def listen(self) -> None:
-        """Take the signals from now on. The first is noted, a second one ends this process at once."""
+        """Take the signals from now on. The first is noted, a later one ends this process at once."""
         for number in SIGNALS:
             signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame) -> None:
-        if self.heard:
-            os._exit(128 + number)
-        self.heard = SIGNALS[signal.Signals(number)]
+        if self._at:
+            if time.time() > self._at + ONE_SIGNAL:
+                os._exit(128 + number)
+            return
+        self.heard, self._at = SIGNALS[signal.Signals(number)], time.time()
         if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0:
             text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())

@@ -33,15 +33,14 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
     if wanted is None:
         return Batches(micro, accumulation or 1, world_size)
     if wanted % one_pass:
-        fitting = [size for size in range(1, wanted + 1) if wanted % (size * world_size) == 0]
-        remedy = (
-            f"per_device_train_batch_size could be {', '.join(map(str, fitting))}"
-            if fitting
-            else f"with {world_size} processes it must be a multiple of {world_size}"
-        )
+        sizes = [size for size in range(1, wanted + 1) if wanted % (size * world_size) == 0]
+        counts = [count for count in range(1, wanted + 1) if wanted % (micro * count) == 0]
+        remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
+        remedies += [f"the number of processes could be {_listed(counts)}"] if counts else []
         raise UserError(
-            f"global_batch_size = {wanted} is no multiple of per_device_train_batch_size * processes = "
-            f"{micro} * {world_size} = {one_pass}: {remedy}"
+            f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) is no multiple of "
+            f"per_device_train_batch_size * processes = {micro} * {world_size} = {one_pass}: "
+            f"{', or '.join(remedies)}"
         )
     if accumulation not in (None, wanted // one_pass):
         raise UserError(
@@ -51,3 +50,7 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
             f"{wanted // one_pass}. Set one of the two"
         )
     return Batches(micro, wanted // one_pass, world_size)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -57,15 +57,17 @@ class OptimizerState:
         Args:
             steps: updates that the optimizer has made (fp16's skipped ones not counted).
         """
-        self._start_state()
+        self.start()
         for kind in KINDS:
             for piece in self.held():
                 self.set(kind, piece, read(kind, piece.name, piece.start, piece.stop))
         self._set_steps(steps)
         self._weights_follow(read)
 
-    def _start_state(self) -> None:
+    def start(self) -> None:
         """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""
+        if any(True for _ in self._step_holders()):
+            return
         held = self._optimized()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         made = [tensor for tensor in held if tensor.grad is None]
@@ -78,6 +80,7 @@ class OptimizerState:
             group["lr"] = rate
         for tensor in made:
             tensor.grad = None
+        self._set_steps(0)
 
     def _optimized(self) -> list[torch.Tensor]:
         """The tensors that the optimizer moves."""

@@ -1,0 +1,263 @@
+"""Saving while training goes on, going on from what is whole, and failing without harm."""
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import refusal
+
+from train.run.checkpoints import ASKED, STATE, Checkpoints, seal
+from train.run.saving import Saver
+from train.strategy.state import KINDS, WholeState
+
+
+class Alone:
+    """An engine of one process, without accelerate."""
+
+    def __init__(self, seed: int = 0, width: int = 16):
+        torch.manual_seed(seed)
+        self.module = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+        self.torch_optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2, weight_decay=0.1)
+        self.accelerator, self.world_size, self.is_main = SimpleNamespace(process_index=0), 1, True
+        self.state = WholeState(self)
+
+    def train(self, updates: range) -> list[float]:
+        losses = []
+        for update in updates:
+            rng = torch.Generator().manual_seed(update)
+            loss = self.module(torch.randn(32, 8, generator=rng)).square().mean()
+            loss.backward()
+            self.torch_optimizer.step()
+            self.torch_optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def gather_objects(self, share):
+        return [share]
+
+    def from_main(self, value):
+        return value
+
+    def per_rank(self, values):
+        return [list(values)]
+
+    def loss_scale(self):
+        return {}
+
+    def continue_from(self, loss_scale):
+        assert loss_scale == {}
+
+    def weights(self):
+        return dict(self.module.state_dict())
+
+
+def fill(folder: Path, weights) -> None:
+    from safetensors.torch import save_file
+
+    (folder / "model").mkdir()
+    save_file(weights, folder / "model" / "model.safetensors")
+
+
+def saver_of(engine: Alone, folder: Path, **options) -> Saver:
+    return Saver(Checkpoints(folder / "checkpoints"), engine, list(engine.module.parameters()), **options)
+
+
+def save(saver: Saver, engine: Alone, update: int, fill=fill) -> None:
+    saver.save(update, ASKED, fill, engine.weights, {"updates": update}, False)
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A run with checkpoints after the updates 2, 4 and 6, and the losses of the updates after 4."""
+    engine = Alone()
+    saver = saver_of(engine, tmp_path)
+    for update in (2, 4, 6):
+        engine.train(range(update - 2, update))
+        save(saver, engine, update)
+    assert not saver.settle()
+    reference = Alone()
+    reference.train(range(4))
+    return saver, reference.train(range(4, 8))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchronous):
+    engine = Alone()
+    engine.train(range(3))
+    before = {name: tensor.clone() for name, tensor in engine.weights().items()}
+    moments = {kind: [engine.state.get(kind, piece).clone() for piece in engine.state.held()] for kind in KINDS}
+    saver = saver_of(engine, tmp_path, asynchronous=asynchronous)
+    slow = []
+
+    def slowly(folder: Path, weights) -> None:
+        while asynchronous and not slow:  # until training has gone on
+            pass
+        fill(folder, weights)
+
+    save(saver, engine, 3, slowly)
+    after = engine.train(range(3, 6))
+    slow.append(True)
+    assert not saver.settle()
+    folder, warnings = saver.choose("auto")
+    assert folder == saver.checkpoints.folder(3)
+    assert not warnings
+
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(saved[name], before[name]) for name in before)
+    other = Alone(seed=5)
+    assert saver_of(other, tmp_path).load(folder)["updates"] == 3
+    for kind in KINDS:
+        for piece, values in zip(other.state.held(), moments[kind]):
+            assert torch.equal(other.state.get(kind, piece), values), (kind, piece.name)
+    assert other.train(range(3, 6)) == after
+    assert saver.records[0]["bytes"] > 0
+
+
+def test_a_state_is_kept_before_the_first_update_too(tmp_path):
+    engine = Alone()
+    saver = saver_of(engine, tmp_path)
+    save(saver, engine, 0)
+    losses = engine.train(range(4))
+    assert losses == Alone().train(range(4)), "a save moves nothing"
+    assert not saver.settle()
+    other = Alone(seed=5)
+    saver_of(other, tmp_path).load(saver.choose("auto")[0])
+    assert other.train(range(4)) == losses
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "truncated", "flipped"])
+def test_any_file_of_the_newest_may_come_to_harm(three, damage, capfd):
+    saver, losses = three
+    files = [path for path in saver.checkpoints.folder(6).rglob("*") if path.is_file()]
+    names = {path.relative_to(saver.checkpoints.folder(6)).as_posix() for path in files}
+    assert names == {"manifest.json", "model/model.safetensors", "state/progress.json", "state/rank_00000.json",
+                     "state/rank_00000.safetensors"}  # fmt: skip
+    for path in files:
+        data = path.read_bytes()
+        flipped = bytearray(data)
+        flipped[len(data) // 3] ^= 0x10
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes({"emptied": b"", "truncated": data[: len(data) // 2], "flipped": bytes(flipped)}[damage])
+        folder, warnings = saver.choose("auto")
+        assert folder == saver.checkpoints.folder(4)
+        assert len(warnings) == 1
+        assert path.relative_to(saver.checkpoints.folder(6)).as_posix() in warnings[0]
+        assert "is not used" in warnings[0]
+        path.write_bytes(data)
+    other = Alone(seed=3)
+    saver_of(other, saver.checkpoints.path.parent).load(folder)
+    assert other.train(range(4, 8)) == losses
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_folder_without_a_manifest_is_never_used_and_a_named_one_is_refused(three):
+    saver, _ = three
+    for update in (2, 4, 6):
+        (saver.checkpoints.folder(update) / "manifest.json").unlink()
+    folder, warnings = saver.choose("auto")
+    assert folder is None
+    assert len(warnings) == 3
+    assert "manifest.json is missing" in refusal(saver.choose, str(saver.checkpoints.folder(4)))
+    assert "no such folder" in refusal(saver.choose, str(saver.checkpoints.folder(5)))
+    assert "update_00000004" in refusal(saver.choose, str(saver.checkpoints.path))
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/zerofit_was_here",)
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "rank_00000.json", "progress.json"])
+def test_a_pickle_in_the_place_of_a_file_runs_nothing_even_with_a_manifest_to_match(three, name):
+    trace = Path("/tmp/zerofit_was_here")
+    trace.unlink(missing_ok=True)
+    saver, _ = three
+    folder = saver.checkpoints.folder(6)
+    (folder / STATE / name).write_bytes(pickle.dumps(Malicious()))
+    assert saver.choose("auto")[0] == saver.checkpoints.folder(4)
+    (folder / "manifest.json").unlink()
+    seal(folder, ASKED, {})
+    assert saver.choose("auto")[0] == folder
+    assert "cannot be read" in refusal(saver_of(Alone(), folder).load, folder)
+    assert not trace.exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(three):
+    saver, _ = three
+    message = refusal(saver_of(Alone(width=17), Path()).load, saver.checkpoints.folder(6))
+    assert "of another model: 0.weight is (16, 8) in it, and (17, 8) here" in message
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with room for 96 KiB: a disk of its own where one may be mounted, else a limit on each file."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not mounted:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (96 * 1024, limits[1]))
+    yield disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if mounted:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
+    engine = Alone()
+    saver = saver_of(engine, small_disk)
+    engine.train(range(2))
+    save(saver, engine, 2)
+    assert not saver.settle()
+
+    def too_much(folder: Path, weights) -> None:
+        fill(folder, weights)
+        (folder / "model" / "more").write_bytes(bytes(200 * 1024))
+
+    losses = engine.train(range(2, 4))
+    save(saver, engine, 4, too_much)
+    losses += engine.train(range(4, 6))  # training goes on
+    assert saver.settle()
+    assert len(saver.news) == 1
+    assert "No space left" in saver.news[0] or "too large" in saver.news[0]
+    assert "earlier ones are as they were" in saver.news[0]
+    assert sorted(path.name for path in saver.checkpoints.path.iterdir()) == ["latest", "update_00000002"]
+    folder, warnings = saver.choose("auto")
+    assert (folder, warnings) == (saver.checkpoints.folder(2), [])
+    other = Alone(seed=9)
+    saver_of(other, small_disk).load(folder)
+    assert other.train(range(2, 6)) == losses
+    save(saver, engine, 6)  # and when there is room again
+    assert not saver.settle()
+    assert saver.choose("auto")[0] == saver.checkpoints.folder(6)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_mistake_in_writing_ends_no_training_and_is_shown(tmp_path, capfd):
+    engine = Alone()
+    engine.train(range(1))
+    saver = saver_of(engine, tmp_path)
+
+    def wrong(folder: Path, weights) -> None:
+        raise KeyError("lm_head")
+
+    save(saver, engine, 1, wrong)
+    assert saver.settle()
+    assert "lm_head" in saver.news[0]
+    assert "KeyError" in capfd.readouterr().err
+    assert not list(saver.checkpoints.path.iterdir())

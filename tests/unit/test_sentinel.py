@@ -1,0 +1,100 @@
+"""What is a fault, and above all what is none."""
+
+import math
+
+import numpy as np
+import pytest
+
+from train.run.sentinel import OVERFLOWS, Sentinel
+
+
+def trained(losses, norms=None, threshold: float = 10.0, scaled: bool = False) -> tuple[Sentinel, list]:
+    sentinel = Sentinel(threshold, scaled)
+    norms = np.ones(len(losses)) if norms is None else norms
+    return sentinel, [sentinel.fault({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
+
+
+def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
+    """A loss that falls from 10 to 2.5 with noise relative to its size."""
+    rng = np.random.default_rng(seed)
+    return (2.5 + 7.5 * np.exp(-np.arange(updates) / 60)) * np.exp(noise * rng.standard_normal(updates))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, value):
+    figures = {"loss": 1.0, "grad_norm": 1.0, name: value}
+    assert name in Sentinel(0.0, False).fault(figures)
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.05, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_ordinary_run_has_no_fault(noise, seed):
+    rng = np.random.default_rng(seed + 100)
+    norms = 3 * np.exp(0.5 * rng.standard_normal(2000)) / (1 + np.arange(2000) / 200)
+    _, faults = trained(curve(2000, noise, seed), norms)
+    assert set(faults) == {None}
+
+
+def test_warm_up_may_let_the_gradient_grow():
+    _, faults = trained(curve(300, 0.05), np.linspace(0.1, 8, 300))
+    assert set(faults) == {None}
+
+
+def test_a_run_that_knows_its_data_by_heart_may_meet_a_hard_example():
+    rng = np.random.default_rng(0)
+    losses = 1e-3 * np.exp(0.3 * rng.standard_normal(1500))
+    losses[::40] = rng.uniform(0.1, 0.5, len(losses[::40]))
+    _, faults = trained(losses, losses * 10)
+    assert set(faults) == {None}
+
+
+@pytest.mark.parametrize("factor", [3.0, 100.0])
+def test_a_spike_of_the_loss_is_a_fault_and_is_not_learned_from(factor):
+    sentinel, faults = trained(curve(400, 0.03))
+    assert set(faults) == {None}
+    before = {name: list(past) for name, past in sentinel.history.items()}
+    for _ in range(3):
+        assert "robust z-score" in sentinel.fault({"loss": 2.5 * factor, "grad_norm": 1.0})
+    assert sentinel.history == before
+    assert sentinel.fault({"loss": 2.5, "grad_norm": 1.0}) is None
+
+
+def test_a_spike_of_the_gradient_alone_is_one_and_the_message_has_its_figures():
+    sentinel, _ = trained(curve(400, 0.03))
+    assert sentinel.fault({"loss": 2.5, "grad_norm": 50.0}).startswith(
+        "grad_norm is 50, and its median over the last 256 updates is 1 ("
+    )
+
+
+def test_a_falling_loss_is_never_a_spike():
+    sentinel, _ = trained(curve(400, 0.03))
+    assert sentinel.fault({"loss": 1e-6, "grad_norm": 1e-6}) is None
+
+
+def test_the_threshold_turns_spikes_off_and_not_the_rest():
+    sentinel, _ = trained(curve(400, 0.03), threshold=0.0)
+    assert sentinel.fault({"loss": 1e9, "grad_norm": 1e9}) is None
+    assert sentinel.fault({"loss": math.nan, "grad_norm": 1.0})
+
+
+def test_an_overflow_of_the_loss_scaler_is_no_fault_until_it_never_ends():
+    sentinel = Sentinel(10.0, scaled=True)
+    for _ in range(OVERFLOWS - 1):
+        assert sentinel.fault({"loss": 2.0, "grad_norm": math.inf}) is None
+    assert "whatever the loss scale" in sentinel.fault({"loss": 2.0, "grad_norm": math.inf})
+    sentinel = Sentinel(10.0, scaled=True)
+    for _ in range(3 * OVERFLOWS):
+        assert sentinel.fault({"loss": 2.0, "grad_norm": math.nan}) is None
+        assert sentinel.fault({"loss": 2.0, "grad_norm": 1.0}) is None
+    assert "loss" in sentinel.fault({"loss": math.nan, "grad_norm": math.nan})
+
+
+def test_a_resumed_sentinel_judges_as_one_that_was_not():
+    losses = curve(300, 0.03)
+    whole, _ = trained(losses)
+    first, _ = trained(losses[:200])
+    second = Sentinel(10.0, False, {name: list(past) for name, past in first.history.items()})
+    for loss in losses[200:]:
+        second.fault({"loss": loss, "grad_norm": 1.0})
+    assert second.history == whole.history
