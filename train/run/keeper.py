@@ -212,8 +212,8 @@ class Keeper:
                 "            The same command comes to it again. To go on without these samples add --on_fault skip "
                 "(or rewind); else lower --learning_rate, or mend the data",
             ]
-        if self._last == updates and not self.saver.last_failed:
-            return [f"{by}: the same command goes on from there"]
         newest = next(self.checkpoints.resumable(), None)
         remedy = f"goes on from {newest}" if newest else "starts over"
-        return [f"{by}, whose checkpoint could not be written: the same command {remedy}"]
+        if self._last != updates or self.saver.last_failed:
+            return [f"{by}, which could not be saved: the same command {remedy}"]
+        return [f"{by}: the same command goes on from there"]
