@@ -74,7 +74,7 @@ def foot() -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     hardware = about["hardware"]
     return (
-        f"`python benchmarks/{Path(sys.argv[0]).name}`, commit {commit.strip()}; {hardware['cores']} cores ({hardware['cpu']}), "
+        f"`python {' '.join(sys.argv)}`, commit {commit.strip()}; {hardware['cores']} cores ({hardware['cpu']}), "
         f"{hardware['memory_gib']} GiB; {packages}."
     )
 

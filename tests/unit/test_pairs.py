@@ -254,7 +254,9 @@ def test_batches(options, world_size, expected):
 def test_batches_that_do_not_fit_say_what_would():
     with pytest.raises(UserError, match="per_device_train_batch_size could be 1, 2, 3, 4, 6, 12"):
         resolve_batches(recipe(per_device_train_batch_size=5, global_batch_size=24), 2)
-    with pytest.raises(UserError, match="multiple of 2"):
+    with pytest.raises(UserError, match=r"= 10: the number of processes could be 1, 5$"):
         resolve_batches(recipe(per_device_train_batch_size=5, global_batch_size=25), 2)
+    with pytest.raises(UserError, match="make it a multiple of 14"):
+        resolve_batches(recipe(per_device_train_batch_size=7, global_batch_size=25), 2)
     with pytest.raises(UserError, match="the accumulation is 3"):
         resolve_batches(recipe(per_device_train_batch_size=4, global_batch_size=24, gradient_accumulation_steps=2), 2)

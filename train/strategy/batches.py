@@ -37,6 +37,7 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
         counts = [count for count in range(1, wanted + 1) if wanted % (micro * count) == 0]
         remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
         remedies += [f"the number of processes could be {_listed(counts)}"] if counts else []
+        remedies = remedies or [f"make it a multiple of {one_pass}"]
         raise UserError(
             f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) is no multiple of "
             f"per_device_train_batch_size * processes = {micro} * {world_size} = {one_pass}: "
