@@ -1,4 +1,4 @@
-"""What the witness of a rank does, run as a script by train/run/witness.py: it tells how its rank ended, if that cannot.
+"""What the witness of a rank does, as a script that train/run/witness.py starts: it tells how its rank ended.
 
     python -I -S watch.py PID RANK LIMIT_S LOCKS_AFTER_S     (the rank's messages come in on stdin)
 
@@ -7,6 +7,7 @@ memory and the host's, and at how long the rank has been silent. It imports neit
 standard library, and only the small part of that, so it holds 9 MB and starts in some tens of milliseconds.
 """
 
+import contextlib
 import glob
 import math
 import os
@@ -68,7 +69,7 @@ class Heard(NamedTuple):
         return f"phase {self.phase}" + (f" of update {self.update}" if self.update else "")
 
 
-# -------------------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------------------------- looking
 
 
 def read(path: str) -> str:
@@ -180,7 +181,7 @@ def stale_locks(began: float, now: float, compiling: bool) -> list[str]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------------------------------------- telling
 
 
 def cause(status: int | None, samples: list[Sample], now: Sample) -> tuple[str, bool]:
@@ -237,13 +238,11 @@ def obituary(rank: int, pid: int, heard: Heard, status: int | None, samples: lis
 def say(text: str) -> None:
     """One write, so that the messages of several witnesses do not mix."""
     if text:
-        try:
+        with contextlib.suppress(OSError):
             os.write(2, f"\n{text}\n".encode())
-        except OSError:
-            pass
 
 
-# ------------------------------------------------------------------------------------------------------------- watching
+# ------------------------------------------------------------------------------------------------------------ watching
 
 
 class Watch:
