@@ -1,4 +1,4 @@
-"""An error of memory that ran out, explained: how much was asked for, what held the rest, and what would save how much.
+"""Memory that ran out, explained: how much was asked for, what held the rest, and what would save how much.
 
 The run ends with exit code 87 (EXIT_OUT_OF_MEMORY), so that whoever starts runs can tell it from other failures.
 """
@@ -9,6 +9,8 @@ import os
 import re
 import sys
 
+from train.model.parameters import true_numel
+from train.recipe.errors import first_line
 from train.run.progress import table
 from train.run.remedies import Held, Situation, remedies
 from train.run.watch import GIB, RESUME, cgroups, field, read, room
@@ -21,6 +23,7 @@ OF_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memo
 OF_HOST = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate",
            "Cannot allocate memory", "std::bad_alloc", "bad allocation", "CUDA_ERROR_HOST_MEMORY",
            "unable to mmap", "unable to allocate shared memory")  # fmt: skip
+LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
@@ -64,7 +67,7 @@ def figures_of(error: BaseException) -> dict[str, int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ measuring
+# ----------------------------------------------------------------------------------------------------------- measuring
 
 
 def explain(
@@ -72,7 +75,11 @@ def explain(
     row_tokens: int | None = None, program_bytes: int = 0,
 ) -> str:  # fmt: skip
     """What is said instead of a traceback. See `take_stock` for the arguments."""
-    return report(take_stock(error, phase, update, recipe, strategy, engine, row_tokens, program_bytes))
+    try:
+        return report(take_stock(error, phase, update, recipe, strategy, engine, row_tokens, program_bytes))
+    except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
+        at = f"{phase} of update {update}" if update else phase
+        return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
 
 
 def host_advice(recipe, strategy, engine=None, row_tokens: int | None = None) -> list[str]:
@@ -92,8 +99,8 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
     """
     said, where = figures_of(error), is_out_of_memory(error) or "host"
     on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
-    lengths = {name: value for name in ("block_size", "max_length", "max_source_length", "max_target_length")
-               if (value := getattr(recipe, name, None))}  # fmt: skip
+    lengths = {name: getattr(recipe, name) for name in LENGTHS if hasattr(recipe, name)}
+    lengths = {name: value or row_tokens for name, value in lengths.items() if value or row_tokens}
     row_tokens = row_tokens or sum(lengths.values()) or None
     zero = (strategy.deepspeed or {}).get("zero_optimization", {})
     offloads = {part: (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
@@ -126,28 +133,30 @@ def _held(engine, where: str, on_cpu: bool, offloads: dict[str, bool], program_b
     """(what this rank holds on the memory that ran out, what gradients and optimizer come to after an update)."""
     if engine is None:
         return Held(), Held()
-    from train.model.parameters import count_parameters
     from train.run.meters import MemoryMeter
 
-    sizes = engine.held_bytes()
-    gradients = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
-    trained, element = count_parameters(engine.module)[1], next(engine.module.parameters()).element_size()
-    stage = ((engine.strategy.deepspeed or {}).get("zero_optimization") or {}).get("stage", 0)
-    share = engine.world_size if stage else 1
-    due = Held(
-        gradients=trained * element // (share if stage > 1 else 1),
-        optimizer=(12 if engine.strategy.deepspeed is not None else 2 * element) * trained // share,
-    )
-    there = {  # whether each part lies on the memory that ran out
-        "parameters": on_cpu or (where == "host") == offloads["param"],
-        "optimizer": on_cpu or (where == "host") == offloads["optimizer"],
-    }
-    weights, optimizer = (sizes[name] * there[name] for name in ("parameters", "optimizer"))
     of_model = on_cpu or where == "device"
-    due = Held(gradients=due.gradients * of_model, optimizer=due.optimizer * there["optimizer"])
-    gradients *= of_model
+    has_weights = on_cpu or (where == "host") == offloads["param"]
+    has_optimizer = on_cpu or (where == "host") == offloads["optimizer"]
+    sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
+    gradients = of_model * sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    weights, optimizer = has_weights * sizes["parameters"], has_optimizer * sizes["optimizer"]
     peak = MemoryMeter(engine.device).peak_bytes() - program_bytes if of_model else _resident()
-    return Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer)), due
+    held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
+    return held, Held(gradients=of_model * gradients_due, optimizer=has_optimizer * optimizer_due)
+
+
+def _due(engine) -> tuple[int, int]:
+    """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
+    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, shared out as its stage says."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    count, element = sum(map(true_numel, trained)), max(parameter.element_size() for parameter in trained)
+    config = engine.strategy.deepspeed
+    if config is None:
+        return count * element, 2 * count * element
+    stage = config["zero_optimization"].get("stage", 0)
+    gradients = count * element // (engine.world_size if stage > 1 else 1)
+    return gradients, 3 * 4 * count // (engine.world_size if stage else 1)
 
 
 def _resident() -> int:
@@ -219,7 +228,7 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------------------------------------- telling
 
 
 def size(count: float) -> str:

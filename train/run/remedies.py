@@ -180,15 +180,20 @@ def _of_state(s: Situation) -> list[Remedy]:
         saved = round(sum(gains[step] for step in range(s.stage + 1, stage + 1)))
         what = f"shared by {s.world_size} processes: {parts[stage]}"
         if stage == 3 or s.phase != "load":
-            found.append(
-                Remedy(_pair(f"zero{stage}" + "_offload" * s.offload_optimizer), what, saved if known else None)
-            )
+            found.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
     if s.where == "device" and not s.on_cpu:
         found += _of_offload(s, optimizer, gains, known)
     if s.pretrained and not s.lora and s.phase != "load":
         what = "no gradients and no optimizer state but the adapter's"
         found.append(Remedy("--lora", what, s.gradients + optimizer if known else None))
-    return [remedy for remedy in found if "zero1_offload" not in remedy.option]
+    return found
+
+
+def _with_offload(s: Situation, stage: int) -> str:
+    """The pair of this stage that offloads what is offloaded now."""
+    if not s.offload_optimizer:
+        return f"zero{stage}"
+    return "zero3_offload_optimizer" if stage == 3 else "zero2_offload"
 
 
 def _of_offload(s: Situation, optimizer: int, gains: dict[int, float], known: bool) -> list[Remedy]:
