@@ -144,6 +144,23 @@ def test_optimizer_state_that_is_still_to_come_counts():
     assert "optimizer state (none yet; about 16.00 GiB to come)" in report(first)
 
 
+def test_gradients_that_are_gone_are_not_saved():
+    evaluating = replace(DDP, phase="evaluate", held=Held(8 * GIB, 0, 16 * GIB, GIB), due=Held(gradients=8 * GIB))
+    assert options(evaluating)["--lora"] == 16
+    assert options(replace(evaluating, phase="update"))["--lora"] == 24
+
+
+def test_offload_is_proposed_where_the_host_has_room():
+    room = {
+        "zero2_offload": 17 * GIB,
+        "zero3_offload": 25 * GIB,
+    }  # four processes, each with a quarter of 16 (+ 8) GiB
+    for pair, free in room.items():
+        option = f"--config_file accelerate_configs/{pair}.yaml"
+        assert option in options(replace(DDP, host_free=free))
+        assert option not in options(replace(DDP, host_free=free - 2 * GIB))
+
+
 def test_host_memory_has_remedies_of_its_own():
     offloading = replace(
         DDP, where="host", stage=3, offload_optimizer=True, dataloader_workers=4, save_async=True, lengths={},

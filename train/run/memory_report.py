@@ -16,7 +16,7 @@ from train.run.remedies import Held, Situation, remedies
 from train.run.watch import GIB, RESUME, cgroups, field, read, room
 
 EXIT_OUT_OF_MEMORY = 87
-MOST_REMEDIES = 9  # lines
+MOST_REMEDIES = 11  # so that the whole message has some 20 lines
 OF_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory", "HIP error: out of memory",
              "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "HIPBLAS_STATUS_ALLOC_FAILED",
              "XPU out of memory", "MPS backend out of memory")  # fmt: skip
@@ -111,6 +111,7 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
     return Situation(
         where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=said.get("asked"), free=free, total=total,
+        host_free=_room("host", {})[0],
         others=_others(said), unused=said.get("unused"), process_limit=_process_limit() if where == "host" else None,
         held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
         offload_parameters=offloads["param"], strategy=launch.name, precision=strategy.precision,
@@ -246,7 +247,7 @@ def report(s: Situation) -> str:
         lines += [f"  held by this rank{_of_batch(s)}:", *("  " + line for line in table(_rows(s)).splitlines())]
     found = remedies(s)[:MOST_REMEDIES]
     if found:
-        lines.append("  what would help, by what it saves a rank:")
+        lines.append("  what would help, by what it saves:")
         shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in found]
         width = max(map(len, shown))
         lines += [f"    {saved:>{width}}  {remedy.option}  ({remedy.what})" for saved, remedy in zip(shown, found)]

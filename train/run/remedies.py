@@ -48,6 +48,7 @@ class Situation:
     asked: int | None = None
     free: int | None = None
     total: int | None = None
+    host_free: int | None = None
     others: int | None = None  # other processes on the device
     unused: int | None = None  # reserved by torch's allocator, in pieces that did not fit
     process_limit: int | None = None  # ulimit
@@ -83,12 +84,17 @@ class Situation:
         return self.held.rest + (self.asked or 0)
 
     @property
+    def in_training(self) -> bool:
+        return self.phase in (*WORKING, "update")
+
+    @property
     def optimizer(self) -> int:
-        return max(self.held.optimizer, self.due.optimizer)
+        """Held, or soon to be held: what makes room for now only would run out again."""
+        return max(self.held.optimizer, self.due.optimizer * self.in_training)
 
     @property
     def gradients(self) -> int:
-        return max(self.held.gradients, self.due.gradients)
+        return max(self.held.gradients, self.due.gradients * self.in_training)
 
     @property
     def holds_model(self) -> bool:
@@ -197,17 +203,23 @@ def _with_offload(s: Situation, stage: int) -> str:
 
 
 def _of_offload(s: Situation, optimizer: int, gains: dict[int, float], known: bool) -> list[Remedy]:
-    found = []
-    if not s.offload_optimizer and s.phase != "load":
+    """The pairs with offload, where the host has room for what they move."""
+    found, gradients = [], gains[2] if s.stage < 2 else 0
+    moved = optimizer if s.stage else optimizer / s.world_size
+    if not s.offload_optimizer and s.phase != "load" and _host_takes(s, moved):
         pair = "zero2_offload" if s.stage < 3 else "zero3_offload_optimizer"
-        saved = optimizer + (gains[2] if s.stage < 2 else 0)
         what = "the optimizer's state in host memory: slower"
-        found.append(Remedy(_pair(pair), what, round(saved) if known else None))
-    if not s.offload_parameters:
-        saved = optimizer + s.held.weights + (gains[2] if s.stage < 2 else 0)
+        found.append(Remedy(_pair(pair), what, round(optimizer + gradients) if known else None))
+    moved += s.held.weights if s.stage == 3 else s.held.weights / s.world_size
+    if not s.offload_parameters and _host_takes(s, moved):
         what = "optimizer state and weights in host memory: the slowest"
-        found.append(Remedy(_pair("zero3_offload"), what, round(saved) if known else None))
+        saved = round(optimizer + gradients + s.held.weights)
+        found.append(Remedy(_pair("zero3_offload"), what, saved if known else None))
     return found
+
+
+def _host_takes(s: Situation, moved: float) -> bool:
+    return s.host_free is None or moved * s.local_processes < s.host_free
 
 
 def _of_allocator(s: Situation) -> list[Remedy]:

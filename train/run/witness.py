@@ -138,9 +138,12 @@ class Witness:
                 os.write(self._pipe, message)
 
     def _forget(self) -> None:
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
+        if self._pipe is None:
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            faulthandler.unregister(signal.SIGTERM)  # or it would write to whatever has the pipe's number next
+        os.close(self._pipe)
+        self._pipe = None
 
 
 def died_elsewhere(error: BaseException) -> bool:
