@@ -100,13 +100,13 @@ def test_a_rank_that_hangs_shows_its_stacks_and_is_ended():
 def test_patience_and_signs_of_life_keep_a_rank_alive():
     program = """
 witness.phase("evaluate", 17)
-for _ in range(9):
+for _ in range(7):
     time.sleep(0.2)
     witness.alive()
 witness.phase("save", 17, patience=100)
-time.sleep(1.8)
+time.sleep(1.5)
 """
-    done = run(program, limit=1.5)
+    done = run(program, limit=1.2)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -176,16 +176,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert time.monotonic() - began < 6, "the worker is still there, and the witness waited for it"
 
 
-@pytest.mark.parametrize("age", [-3600, 3600])
-def test_a_lock_that_a_killed_build_has_left_is_named(tmp_path, age):
+def test_a_lock_that_a_killed_build_has_left_is_named_once(tmp_path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    os.utime(lock, (time.time() + age,) * 2)
+    os.utime(lock, (time.time() - 3600,) * 2)
     done = run("witness.phase('model'); time.sleep(1.4)", locks=0.3, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 0
-    assert done.stderr.count(str(lock)) == (1 if age < 0 else 0)
-    assert done.stderr.count("Delete it") == (1 if age < 0 else 0)
+    assert done.stderr.count(str(lock)) == 1
+    assert done.stderr.count("Delete it") == 1
 
 
 def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, monkeypatch):
@@ -232,6 +231,14 @@ def test_the_cause(status, last, kills, words, for_memory):
     text, memory = cause(status, [last._replace(oom_kills=last.oom_kills), last], last._replace(oom_kills=kills))
     assert words in text
     assert memory == for_memory
+
+
+def test_a_rank_that_was_asked_to_end_is_not_reported():
+    asked = Heard().after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
+    assert obituary(1, 42, asked, None, [PLENTY], PLENTY) == ""
+    assert obituary(1, 42, Heard(), signal.SIGTERM, [PLENTY], PLENTY) == ""
+    assert obituary(1, 42, Heard(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
+    assert obituary(1, 42, Heard(), None, [PLENTY], PLENTY)
 
 
 def test_want_of_memory_brings_the_remedies():
