@@ -124,6 +124,12 @@ def test_nothing_in_force_is_proposed():
     assert options(replace(in_force, micro_batch=1)) == {}
 
 
+def test_quantised_weights_are_not_to_be_shared_out():
+    pairs = " ".join(options(replace(DDP, lora=True, quantised=True)))
+    assert "zero2.yaml" in pairs
+    assert "zero3" not in pairs
+
+
 def test_one_process_shares_nothing():
     pairs = [option for option in options(replace(DDP, world_size=1)) if "--config_file" in option]
     assert sorted(re.findall(r"/(\w+)\.yaml", " ".join(pairs))) == ["zero2_offload", "zero3_offload"]
@@ -141,7 +147,7 @@ def test_remedies_belong_to_the_phase():
 def test_optimizer_state_that_is_still_to_come_counts():
     first = replace(DDP, phase="update", held=Held(8 * GIB, 8 * GIB, 0, GIB), due=Held(optimizer=16 * GIB))
     assert options(first)["--config_file accelerate_configs/zero1.yaml"] == 12
-    assert "optimizer state (none yet; about 16.00 GiB to come)" in report(first)
+    assert "optimizer state (none now; about 16.00 GiB to come)" in report(first)
 
 
 def test_gradients_that_are_gone_are_not_saved():
@@ -167,7 +173,7 @@ def test_host_memory_has_remedies_of_its_own():
         held=Held(0, 0, 16 * GIB, 4 * GIB), copies={"save_async": 16 * GIB, "dataloader_num_workers": 2 * GIB},
     )  # fmt: skip
     assert list(options(offloading)) == [
-        "--num_processes", "--config_file accelerate_configs/zero3.yaml", "--save_async false",
+        "--num_processes 2 --gradient_accumulation_steps 4", "--config_file accelerate_configs/zero3.yaml", "--save_async false",
         "--dataloader_num_workers 0",
     ]  # fmt: skip
 

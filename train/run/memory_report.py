@@ -119,7 +119,7 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
-        lora=recipe.lora, pretrained=bool(recipe.model_name_or_path),
+        lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
         dataloader_workers=recipe.dataloader_num_workers, save_async=bool(getattr(recipe, "save_async", False)),
         copies=_copies(recipe, held), **_of_model(engine, strategy, recipe, row_tokens or 0),
     )  # fmt: skip
@@ -278,7 +278,7 @@ def _rows(s: Situation) -> list[tuple[str, str]]:
     for name, label in (("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer state")):
         held = getattr(s.held, name)
         if not held and later.get(name):
-            label += f" (none yet; about {size(later[name])} to come)"
+            label += f" (none now; about {size(later[name])} to come)"
         rows.append((label, size(held)))
     rest = "activations, logits and workspace" if s.where == "device" else "the rest of the process"
     return [*rows, (rest if not s.on_cpu else "activations, logits, workspace, program", size(s.held.rest))]

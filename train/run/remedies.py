@@ -73,6 +73,7 @@ class Situation:
     can_chunk: bool = False
     gradient_checkpointing: bool = False
     lora: bool = False
+    quantised: bool = False  # such weights cannot be shared out by ZeRO-3
     pretrained: bool = False
     dataloader_workers: int = 0
     save_async: bool = False
@@ -182,7 +183,7 @@ def _of_state(s: Situation) -> list[Remedy]:
     gains = {1: optimizer * shared, 2: s.gradients * shared, 3: s.held.weights * shared}
     parts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
     found = []
-    for stage in range(s.stage + 1, 4) if s.world_size > 1 else ():
+    for stage in range(s.stage + 1, 3 if s.quantised else 4) if s.world_size > 1 else ():
         saved = round(sum(gains[step] for step in range(s.stage + 1, stage + 1)))
         what = f"shared by {s.world_size} processes: {parts[stage]}"
         if stage == 3 or s.phase != "load":
@@ -211,7 +212,7 @@ def _of_offload(s: Situation, optimizer: int, gains: dict[int, float], known: bo
         what = "the optimizer's state in host memory: slower"
         found.append(Remedy(_pair(pair), what, round(optimizer + gradients) if known else None))
     moved += s.held.weights if s.stage == 3 else s.held.weights / s.world_size
-    if not s.offload_parameters and _host_takes(s, moved):
+    if not s.offload_parameters and not s.quantised and _host_takes(s, moved):
         what = "optimizer state and weights in host memory: the slowest"
         saved = round(optimizer + gradients + s.held.weights)
         found.append(Remedy(_pair("zero3_offload"), what, saved if known else None))
@@ -242,8 +243,10 @@ def _of_host(s: Situation) -> list[Remedy]:
         what = f"{s.dataloader_workers} fewer processes a rank"
         found.append(Remedy("--dataloader_num_workers 0", what, s.copies.get("dataloader_num_workers")))
     if s.local_processes > 1:
-        what = f"fewer processes on this host, now {s.local_processes}: so much for each"
-        found.append(Remedy("--num_processes", what, s.held.total or None))
+        option, what = f"--num_processes {s.world_size // 2}", "half as many processes on each host"
+        if not s.global_batch_is_set:
+            option = f"{option} --gradient_accumulation_steps {2 * s.accumulation}"
+        found.append(Remedy(option, what, s.held.total * (s.local_processes - s.local_processes // 2) or None))
     return found
 
 
