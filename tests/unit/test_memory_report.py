@@ -173,9 +173,11 @@ def test_host_memory_has_remedies_of_its_own():
         held=Held(0, 0, 16 * GIB, 4 * GIB), copies={"save_async": 16 * GIB, "dataloader_num_workers": 2 * GIB},
     )  # fmt: skip
     assert list(options(offloading)) == [
-        "--num_processes 2 --gradient_accumulation_steps 4", "--config_file accelerate_configs/zero3.yaml", "--save_async false",
+        "--num_processes 2 --gradient_accumulation_steps 4",
+        "--config_file accelerate_configs/zero3.yaml",
+        "--save_async false",
         "--dataloader_num_workers 0",
-    ]  # fmt: skip
+    ]
 
 
 def test_every_pair_that_is_proposed_exists():
