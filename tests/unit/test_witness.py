@@ -140,6 +140,17 @@ print("through")
     assert witness_is_gone(done)
 
 
+def test_a_suspended_job_is_not_taken_for_one_that_hangs():
+    program = """
+os.kill(witness._child.pid, signal.SIGSTOP)
+time.sleep(2)
+os.kill(witness._child.pid, signal.SIGCONT)
+time.sleep(0.6)
+"""
+    done = run(program, limit=1.4)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_training_goes_on_without_a_witness():
     done = run(
         "witness._child.kill(); witness._child.wait()\nwitness.phase('update', 18); witness.leave(); print('on')"

@@ -216,7 +216,8 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
     from train.model.loss import has_separate_body
 
     config = engine.module.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", 0) + getattr(config, "decoder_layers", 0)
+    layers = getattr(config, "num_hidden_layers", 0)
+    layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
     element = 4 if strategy.precision == "fp32" else 2
     rows = strategy.batches.micro_batch
     full = getattr(engine.module, "loss_kind", None) == "full"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 GIB = 2**30
 TICK_S = 0.5
+SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
 HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
 SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
 STACKS_S = 2.0  # from the request for the rank's stacks to its end
@@ -253,7 +254,7 @@ class Watch:
         self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
         self.state = open_state(pid)
         self.heard, self.rest, self.heard_at = Heard(), b"", time.monotonic()
-        self.samples = [take_sample(pid, self.groups)]
+        self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.end = select.poll()
         self.end.register(0, 0)  # wakes when no writer is left, not for every message
         os.set_blocking(0, False)
@@ -270,7 +271,9 @@ class Watch:
             self.samples = [*self.samples[1 - HISTORY :], take_sample(self.pid, self.groups)]
             if state and state[0] in "Tt":
                 self.heard_at = time.monotonic()  # Ctrl-Z, or a debugger
-            silent_s = time.monotonic() - self.heard_at
+            slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
+            self.heard_at += slept_s if slept_s > SLEPT_S else 0
+            silent_s = self.looked_at - self.heard_at
             self.look_for_locks(silent_s)
             if silent_s > self.limit_s * self.heard.patience and self.give_up(silent_s):
                 return None
