@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT, environment
 
 from train.run import watch
-from train.run.watch import GIB, Heard, Sample, cause, cgroups, obituary, room, stale_locks, take_sample
+from train.run.watch import GIB, Heard, Sample, cause, cgroups, lock_files, obituary, room, stale_locks, take_sample
 from train.run.witness import Witness, died_elsewhere
 
 PRELUDE = """
@@ -142,12 +142,13 @@ print("through")
 
 def test_a_suspended_job_is_not_taken_for_one_that_hangs():
     program = """
+time.sleep(0.8)  # so that the phase has been heard
 os.kill(witness._child.pid, signal.SIGSTOP)
-time.sleep(2)
+time.sleep(2.2)
 os.kill(witness._child.pid, signal.SIGCONT)
-time.sleep(0.6)
+time.sleep(0.4)
 """
-    done = run(program, limit=1.4)
+    done = run(program, limit=2.5)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -203,11 +204,12 @@ def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, m
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    made = lock.stat().st_mtime
-    assert stale_locks(made - 5, made + 100, compiling=False) == [str(lock)]
-    assert stale_locks(made - 5, made + 100, compiling=True) == []
-    assert stale_locks(made - 5, made + 30, compiling=False) == []
-    assert stale_locks(made + 5, made + 30, compiling=True) == [str(lock)]
+    made, locks = lock.stat().st_mtime, lock_files()
+    assert locks == {str(lock): made}
+    assert stale_locks(locks, made - 5, made + 100, compiling=False) == [str(lock)]
+    assert stale_locks(locks, made - 5, made + 100, compiling=True) == []
+    assert stale_locks(locks, made - 5, made + 30, compiling=False) == []
+    assert stale_locks(locks, made + 5, made + 30, compiling=True) == [str(lock)]
 
 
 def test_the_witness_is_small():

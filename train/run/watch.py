@@ -166,20 +166,20 @@ def compilers_running() -> bool:
     return any(read(path).strip() in COMPILERS for path in glob.glob("/proc/[0-9]*/comm"))
 
 
-def stale_locks(began: float, now: float, compiling: bool) -> list[str]:
-    """Lock files of torch's extension builds that nobody will take away: older than this rank, or than a minute while
-    nothing is being compiled on this host. Times are time.time()."""
+def lock_files() -> dict[str, float]:
+    """Lock files of torch's extension builds, with the time.time() at which each was made."""
     own = os.environ.get("TORCH_EXTENSIONS_DIR")
     pattern = os.path.join(own, "*", "lock") if own else os.path.expanduser("~/.cache/torch_extensions/*/*/lock")
-    found = []
+    found = {}
     for path in sorted(glob.glob(pattern)):
-        try:
-            made = os.stat(path).st_mtime
-        except OSError:
-            continue
-        if made < began or (now - made > 60 and not compiling):
-            found.append(path)
+        with contextlib.suppress(OSError):
+            found[path] = os.stat(path).st_mtime
     return found
+
+
+def stale_locks(locks: dict[str, float], began: float, now: float, compiling: bool) -> list[str]:
+    """Those that nobody will take away: older than this rank, or than a minute while nothing is being compiled."""
+    return [path for path, made in locks.items() if made < began or (now - made > 60 and not compiling)]
 
 
 # ------------------------------------------------------------------------------------------------------------- telling
@@ -243,6 +243,11 @@ def say(text: str) -> None:
             os.write(2, f"\n{text}\n".encode())
 
 
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 # ------------------------------------------------------------------------------------------------------------ watching
 
 
@@ -301,8 +306,9 @@ class Watch:
         """Warn once of a lock that a killed build has left, while no update has begun."""
         if silent_s < self.locks_after_s or self.heard.update:
             return
-        compiling = compilers_running()
-        locks = stale_locks(self.began, time.time(), compiling)
+        files = lock_files()
+        compiling = bool(files) and compilers_running()
+        locks = stale_locks(files, self.began, time.time(), compiling)
         if locks:
             self.locks_after_s = math.inf
             unless = " (something is being compiled on this host: unless that is what it waits for)" * compiling
@@ -320,7 +326,7 @@ class Watch:
             "likely because another rank has died or waits elsewhere. Where it stands, by its Python stacks:"
         )
         asked_at = time.monotonic()
-        os.kill(self.pid, signal.SIGUSR2)
+        send(self.pid, signal.SIGUSR2)
         while time.monotonic() - asked_at < STACKS_S:
             self.end.poll(1000 * TICK_S)
             self.listen()
@@ -331,7 +337,7 @@ class Watch:
             return False
         say(f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs for good (--watchdog_minutes); "
             f"{RESUME}")  # fmt: skip
-        os.kill(self.pid, signal.SIGKILL)
+        send(self.pid, signal.SIGKILL)
         return True
 
 
