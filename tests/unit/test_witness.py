@@ -148,7 +148,7 @@ time.sleep(2.2)
 os.kill(witness._child.pid, signal.SIGCONT)
 time.sleep(0.4)
 """
-    done = run(program, limit=2.5)
+    done = run(program, limit=2.0)
     assert (done.returncode, done.stderr) == (0, "")
 
 
