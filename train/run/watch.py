@@ -157,9 +157,9 @@ def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
     """(state letter, whether it is on its way out, wait status) of a process on Linux; None if it cannot be seen."""
     try:
         words = os.pread(descriptor, 4096, 0).decode(errors="replace").rpartition(")")[2].split()
-    except (OSError, TypeError):
+        return words[0], bool(int(words[6]) & 0x4) or words[0] in "ZX", int(words[49])
+    except (OSError, TypeError, IndexError):
         return None
-    return words[0], bool(int(words[6]) & 0x4) or words[0] in "ZX", int(words[49])
 
 
 def compilers_running() -> bool:
