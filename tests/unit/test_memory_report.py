@@ -1,0 +1,252 @@
+"""What a run says whose memory ran out: real errors are recognised, and remedies follow from sizes."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, environment, tiny_model
+
+from train.model.loss import install_loss
+from train.recipe import ClmRecipe, Seq2SeqRecipe
+from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report
+from train.run.remedies import Held, Situation, remedies, smaller_batch
+from train.strategy.batches import Batches
+from train.strategy.engine import TorchEngine
+
+GIB = 2**30
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 512.00 MiB is "
+    "free. Process 4242 has 3.60 GiB memory in use. Including non-PyTorch memory, this process has 75.00 GiB memory "
+    "in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 4.00 GiB is reserved by PyTorch but "
+    "unallocated."
+)
+DDP = Situation(
+    where="device", phase="backward", rank=1, update=3, world_size=4, local_processes=4, strategy="ddp",
+    asked=2 * GIB, free=GIB // 2, total=80 * GIB, held=Held(8 * GIB, 8 * GIB, 16 * GIB, 30 * GIB),
+    micro_batch=8, accumulation=2, row_tokens=1024, lengths={"block_size": 1024}, layers=24, layer_inputs=GIB,
+    logits=6 * GIB, can_chunk=True, pretrained=True,
+)  # fmt: skip
+
+
+def options(situation: Situation) -> dict[str, float]:
+    """{option: GiB saved}."""
+    return {remedy.option: (remedy.saves or 0) / GIB for remedy in remedies(situation)}
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+REAL = """
+import resource, sys, torch
+sys.path.insert(0, {root!r})
+import psutil
+from train.run.memory_report import figures_of, is_out_of_memory
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
+for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
+    try:
+        make()
+    except BaseException as error:
+        print(is_out_of_memory(error), figures_of(error).get("asked"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process cannot be limited elsewhere")
+def test_real_errors_of_the_host_are_recognised():
+    done = subprocess.run([sys.executable, "-c", REAL.format(root=str(ROOT))], capture_output=True, text=True,
+                          env=environment(), timeout=60)  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "host 4294967296", "host None", "host 8589934592",
+    ], done.stderr  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (torch.OutOfMemoryError(CUDA), "device"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
+        (RuntimeError("std::bad_alloc"), "host"),
+        (OSError(12, "Cannot allocate memory"), "host"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+        (OSError(28, "No space left on device"), None),
+        (ValueError("std::bad_alloc is a C++ exception"), None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+)
+def test_errors_by_their_text(error, where):
+    assert is_out_of_memory(error) == where
+    wrapped = RuntimeError("DataLoader worker failed")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) == where
+
+
+def test_figures_are_read_from_the_error():
+    assert figures_of(torch.OutOfMemoryError(CUDA)) == {
+        "asked": 2.5 * GIB, "total": round(79.1 * GIB), "free": GIB / 2, "in_use": 75 * GIB, "unused": 4 * GIB,
+    }  # fmt: skip
+    assert figures_of(RuntimeError("something else")) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------ remedies
+
+
+def test_remedies_come_by_what_they_save():
+    found = remedies(DDP)
+    assert len(found) >= 9
+    savings = [remedy.saves for remedy in found]
+    assert savings == sorted(savings, reverse=True)
+    assert all(saved > 0 for saved in savings)
+
+
+def test_savings_follow_from_the_sizes():
+    saved = options(DDP)
+    assert saved["--per_device_train_batch_size 4 --gradient_accumulation_steps 4"] == 16  # half of 30 + 2 asked for
+    assert saved["--loss chunked"] == 6
+    assert saved["--gradient_checkpointing"] == pytest.approx(26 - 1 - 26 / 24)
+    pair = "--config_file accelerate_configs/{}.yaml".format
+    assert saved[pair("zero1")] == 12  # 3/4 of 16
+    assert saved[pair("zero2")] == 18  # and of 8
+    assert saved[pair("zero3")] == 24  # and of 8
+    assert saved[pair("zero2_offload")] == 16 + 6
+    assert saved["--lora"] == 24
+
+
+def test_nothing_in_force_is_proposed():
+    in_force = replace(
+        DDP, gradient_checkpointing=True, can_chunk=False, lora=True, precision="bf16", stage=3, strategy="zero3",
+        offload_optimizer=True, offload_parameters=True, global_batch_is_set=True, lengths={}, world_size=4,
+    )  # fmt: skip
+    assert list(options(in_force)) == ["--per_device_train_batch_size 4"]
+    assert options(replace(in_force, micro_batch=1)) == {}
+
+
+def test_quantised_weights_are_not_to_be_shared_out():
+    pairs = " ".join(options(replace(DDP, lora=True, quantised=True)))
+    assert "zero2.yaml" in pairs
+    assert "zero3" not in pairs
+
+
+def test_one_process_shares_nothing():
+    pairs = [option for option in options(replace(DDP, world_size=1)) if "--config_file" in option]
+    assert sorted(re.findall(r"/(\w+)\.yaml", " ".join(pairs))) == ["zero2_offload", "zero3_offload"]
+
+
+def test_remedies_belong_to_the_phase():
+    for phase in ("update", "load", "save"):
+        assert not any("batch_size" in option or "loss" in option for option in options(replace(DDP, phase=phase)))
+    evaluation = options(replace(DDP, phase="evaluate", eval_batch=16, generates=True, beams=4))
+    assert evaluation["--per_device_eval_batch_size 8"] == 16
+    assert evaluation["--num_beams 1"] == 24
+    assert "--gradient_checkpointing" not in evaluation
+
+
+def test_optimizer_state_that_is_still_to_come_counts():
+    first = replace(DDP, phase="update", held=Held(8 * GIB, 8 * GIB, 0, GIB), due=Held(optimizer=16 * GIB))
+    assert options(first)["--config_file accelerate_configs/zero1.yaml"] == 12
+    assert "optimizer state (none now; about 16.00 GiB to come)" in report(first)
+
+
+def test_gradients_that_are_gone_are_not_saved():
+    evaluating = replace(DDP, phase="evaluate", held=Held(8 * GIB, 0, 16 * GIB, GIB), due=Held(gradients=8 * GIB))
+    assert options(evaluating)["--lora"] == 16
+    assert options(replace(evaluating, phase="update"))["--lora"] == 24
+
+
+def test_offload_is_proposed_where_the_host_has_room():
+    room = {
+        "zero2_offload": 17 * GIB,
+        "zero3_offload": 25 * GIB,
+    }  # four processes, each with a quarter of 16 (+ 8) GiB
+    for pair, free in room.items():
+        option = f"--config_file accelerate_configs/{pair}.yaml"
+        assert option in options(replace(DDP, host_free=free))
+        assert option not in options(replace(DDP, host_free=free - 2 * GIB))
+
+
+def test_host_memory_has_remedies_of_its_own():
+    offloading = replace(
+        DDP, where="host", stage=3, offload_optimizer=True, dataloader_workers=4, save_async=True, lengths={},
+        held=Held(0, 0, 16 * GIB, 4 * GIB), copies={"save_async": 16 * GIB, "dataloader_num_workers": 2 * GIB},
+    )  # fmt: skip
+    assert list(options(offloading)) == [
+        "--num_processes 2 --gradient_accumulation_steps 4",
+        "--config_file accelerate_configs/zero3.yaml",
+        "--save_async false",
+        "--dataloader_num_workers 0",
+    ]
+
+
+def test_every_pair_that_is_proposed_exists():
+    named = set()
+    for stage in range(4):
+        for offload in (False, True) if stage > 1 else (False,):
+            for where in ("device", "host"):
+                situation = replace(DDP, stage=stage, offload_optimizer=offload, where=where)
+                named |= set(re.findall(r"--config_file (\S+)", " ".join(options(situation))))
+    assert len(named) >= 6
+    assert all((ROOT / name).is_file() for name in named), named
+
+
+def test_every_option_that_is_proposed_exists():
+    known = {*ClmRecipe().to_dict(), *Seq2SeqRecipe().to_dict(), "config_file", "num_processes", "save_async"}
+    situations = (DDP, replace(DDP, phase="evaluate", eval_batch=4, beams=2, generates=True),
+                  replace(DDP, where="host", dataloader_workers=2, save_async=True))  # fmt: skip
+    named = {name for s in situations for option in options(s) for name in re.findall(r"--(\w+)", option)}
+    assert len(named) >= 10
+    assert named <= known
+
+
+@pytest.mark.parametrize(("sizes", "smaller"), [((8, 1), (4, 2)), ((6, 3), (3, 6)), ((5, 1), (1, 5)), ((1, 4), None)])
+def test_the_global_batch_stays(sizes, smaller):
+    assert smaller_batch(*sizes) == smaller
+
+
+def test_the_message_is_short_and_says_where():
+    lines = report(DDP).splitlines()
+    assert len(lines) <= 20
+    assert lines[0].startswith("out of memory: rank 1 of 4, backward of update 3, the device's memory")
+    assert lines[1] == "  asked for 2.00 GiB; 0.50 GiB of 80.00 GiB free"
+    assert any(re.fullmatch(r"\s+activations, logits and workspace\s+30\.00 GiB", line) for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------- of a real engine
+
+
+@pytest.fixture
+def tiny_run():
+    """(recipe, strategy, engine) of a tiny GPT-2 on the CPU."""
+    recipe = ClmRecipe(config_name="gpt2", block_size=64, per_device_train_batch_size=4)
+    launch = SimpleNamespace(rank=0, world_size=1, name="single")
+    strategy = SimpleNamespace(deepspeed=None, batches=Batches(4, 1, 1), launch=launch, precision="fp32",
+                               shards_parameters=False)  # fmt: skip
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=True)
+    accelerator.prepare = lambda model, optimizer: (model, SimpleNamespace(optimizer=optimizer))
+    model = tiny_model("gpt2")
+    install_loss(model, "full")
+    engine = TorchEngine(strategy, accelerator, model, recipe, None)
+    return recipe, strategy, engine
+
+
+def test_an_engine_is_measured(tiny_run):
+    recipe, strategy, engine = tiny_run
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
+    message = explain(error, phase="backward", update=1, recipe=recipe, strategy=strategy, engine=engine)
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters()) / 2**20
+    assert re.search(rf"weights\s+{weights:.1f} MiB", message)
+    assert f"about {2 * weights:.1f} MiB to come" in message
+    assert "asked for 1.00 GiB" in message
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in message
+    assert "offload" not in message, "on a CPU there is nothing to move to the host"
+    assert any("batch_size" in line for line in host_advice(recipe, strategy, engine))
+
+
+def test_what_cannot_be_measured_is_left_out(tiny_run):
+    recipe, strategy, _ = tiny_run
+    message = explain(MemoryError(), phase="load", update=None, recipe=recipe, strategy=strategy)
+    assert message.startswith("out of memory: rank 0 of 1, load, host memory")
+    assert "held by this rank" not in message
+    assert "about" not in message

@@ -1,0 +1,364 @@
+"""How a rank ended, told by its witness: of real processes that are killed, hang, or leave in order."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import ROOT, environment
+
+from train.run import watch
+from train.run.watch import GIB, Heard, Sample, cause, cgroups, lock_files, obituary, room, stale_locks, take_sample
+from train.run.witness import Witness, died_elsewhere
+
+PRELUDE = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from train.run.witness import Witness
+witness = Witness(3, {limit}, locks_after_seconds={locks})
+witness.start()
+print(os.getpid(), witness._child.pid, flush=True)
+witness.phase("backward", 17)
+"""
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="what is known of processes comes from /proc")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no witness on Windows")
+
+
+def run(program: str, limit: float | None = None, locks: float = 60.0, **changes: str) -> subprocess.CompletedProcess:
+    """Run a rank. This returns when nobody holds its stderr any more: its witness is gone too, or about to be."""
+    program = PRELUDE.format(root=str(ROOT), limit=limit, locks=locks) + program
+    return subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=30, env=environment(**changes)
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not watch.read(f"/proc/{pid}/stat").rpartition(")")[2].lstrip().startswith("Z")
+
+
+def witness_is_gone(done: subprocess.CompletedProcess) -> bool:
+    """Whether the witness has ended. Its stderr is closed by now, so it can be no more than a moment behind."""
+    pid, until = int(done.stdout.split()[1]), time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+@LINUX
+def test_a_killed_rank_is_reported():
+    done = run("witness.advise(['use less']); os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == -signal.SIGKILL
+    lines = [line.strip() for line in done.stderr.strip().splitlines()]
+    assert lines[0] == f"rank 3 (pid {done.stdout.split()[0]}) ended without a word in phase backward of update 17"
+    assert lines[1].startswith("cause")
+    assert "SIGKILL" in lines[1]
+    assert "GiB" in lines[2]
+    assert "newest checkpoint" in lines[-1]
+    assert "use less" not in done.stderr, "memory was not the reason"
+    assert witness_is_gone(done)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("witness.leave(); os._exit(7)", 7), ("sys.exit(4)", 4),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
+    ],
+)  # fmt: skip
+def test_who_leaves_in_order_is_not_reported(end, code):
+    done = run(end)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert witness_is_gone(done)
+
+
+def test_an_exception_keeps_its_traceback_and_nothing_else():
+    done = run("raise ValueError('of the program')")
+    assert done.stderr.strip().splitlines()[-1] == "ValueError: of the program"
+    assert "without a word" not in done.stderr
+    assert witness_is_gone(done)
+
+
+def test_a_rank_that_hangs_shows_its_stacks_and_is_ended():
+    done = run("def waits_for_good():\n    time.sleep(60)\nwaits_for_good()", limit=0.4)
+    assert done.returncode == -signal.SIGKILL
+    assert "no sign of life for" in done.stderr
+    assert "phase backward of update 17" in done.stderr
+    assert "in waits_for_good" in done.stderr
+    assert "without a word" not in done.stderr
+    assert witness_is_gone(done)
+
+
+def test_patience_and_signs_of_life_keep_a_rank_alive():
+    program = """
+witness.phase("evaluate", 17)
+for _ in range(7):
+    time.sleep(0.2)
+    witness.alive()
+witness.phase("save", 17, patience=100)
+time.sleep(1.5)
+"""
+    done = run(program, limit=1.2)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@LINUX
+def test_a_forked_worker_that_is_ended_writes_nowhere(tmp_path):
+    """Its copy of the pipe is closed, and the number may be that of another file by then."""
+    program = f"""
+pipe = witness._pipe
+child = os.fork()
+if child == 0:
+    os.dup2(os.open({str(tmp_path / "file")!r}, os.O_CREAT | os.O_WRONLY), pipe)
+    os.kill(os.getpid(), signal.SIGTERM)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM
+"""
+    done = run(program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_backlog_blocks_nobody():
+    program = """
+os.kill(witness._child.pid, signal.SIGSTOP)
+for update in range(200_000):
+    witness.phase("forward", update)
+os.kill(witness._child.pid, signal.SIGCONT)
+print("through")
+"""
+    done = run(program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "through" in done.stdout
+    assert witness_is_gone(done)
+
+
+def test_a_suspended_job_is_not_taken_for_one_that_hangs():
+    program = """
+time.sleep(0.8)  # so that the phase has been heard
+os.kill(witness._child.pid, signal.SIGSTOP)
+time.sleep(2.2)
+os.kill(witness._child.pid, signal.SIGCONT)
+time.sleep(0.4)
+"""
+    done = run(program, limit=2.0)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_training_goes_on_without_a_witness():
+    done = run(
+        "witness._child.kill(); witness._child.wait()\nwitness.phase('update', 18); witness.leave(); print('on')"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("on\n")
+
+
+def test_a_witness_that_cannot_be_started_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr("faulthandler.enable", lambda **_: None)
+    monkeypatch.setattr("faulthandler.register", lambda *_, **__: None)
+    witness = Witness(0, None)
+    witness.start()
+    witness.phase("load")
+    witness.leave()
+    assert witness.at == ("load", None)
+
+
+@LINUX
+def test_a_forked_worker_does_not_hide_the_end_of_its_rank():
+    program = """
+if os.fork() == 0:
+    witness.phase("worker", 99)
+    os.close(1), os.close(2)
+    time.sleep(8)
+    os._exit(0)
+time.sleep(0.1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    began = time.monotonic()
+    done = run(program)
+    assert "phase backward of update 17" in done.stderr
+    assert time.monotonic() - began < 6, "the worker is still there, and the witness waited for it"
+
+
+def test_a_lock_that_a_killed_build_has_left_is_named_once(tmp_path):
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 3600,) * 2)
+    done = run("witness.phase('model'); time.sleep(1.4)", locks=0.3, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 0
+    assert done.stderr.count(str(lock)) == 1
+    assert done.stderr.count("Delete it") == 1
+
+
+def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    made, locks = lock.stat().st_mtime, lock_files()
+    assert locks == {str(lock): made}
+    assert stale_locks(locks, made - 5, made + 100, compiling=False) == [str(lock)]
+    assert stale_locks(locks, made - 5, made + 100, compiling=True) == []
+    assert stale_locks(locks, made - 5, made + 30, compiling=False) == []
+    assert stale_locks(locks, made + 5, made + 30, compiling=True) == [str(lock)]
+
+
+def test_the_witness_is_small():
+    program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); import watch; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program.format(str(ROOT / "train" / "run"))],
+                          capture_output=True, text=True, timeout=30)  # fmt: skip
+    loaded = set(done.stdout.split())
+    assert "watch" in loaded, done.stderr
+    assert not loaded & {"torch", "numpy", "psutil", "subprocess", "inspect", "dataclasses", "train"}
+
+
+# -------------------------------------------------------------------------------------------------------------- causes
+
+PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("status", "last", "kills", "words", "for_memory"),
+    [
+        (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
+        (None, PLENTY, 6, "out-of-memory killer", True),
+        (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
+        (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
+        (signal.SIGKILL, PLENTY._replace(available=GIB), 5, "very likely for want of memory", True),
+        (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely for want of memory", True),
+        (signal.SIGSEGV, PLENTY, 6, "SIGSEGV, a crash in native code", False),
+        (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
+        (signal.SIGKILL, Sample(), None, "somebody killed it (SIGKILL)", False),
+    ],
+)
+def test_the_cause(status, last, kills, words, for_memory):
+    text, memory = cause(status, [last._replace(oom_kills=last.oom_kills), last], last._replace(oom_kills=kills))
+    assert words in text
+    assert memory == for_memory
+
+
+def test_a_rank_that_was_asked_to_end_is_not_reported():
+    asked = Heard().after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
+    assert obituary(1, 42, asked, None, [PLENTY], PLENTY) == ""
+    assert obituary(1, 42, Heard(), signal.SIGTERM, [PLENTY], PLENTY) == ""
+    assert obituary(1, 42, Heard(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
+    assert obituary(1, 42, Heard(), None, [PLENTY], PLENTY)
+
+
+def test_want_of_memory_brings_the_remedies():
+    heard = Heard().after("phase\tload\t\t1").after("advice\t--dataloader_num_workers 0: two fewer processes")
+    message = obituary(1, 42, heard, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
+    assert "rank 1 (pid 42) ended without a word in phase load\n" in message
+    assert "--dataloader_num_workers 0: two fewer" in message
+    assert "2.00 GiB when last seen; 20.00 of the host's 32.00 GiB" in message
+    general = obituary(1, 42, Heard(), signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
+    assert "zero3_offload" in general
+
+
+def test_a_rank_that_was_told_to_stop_gets_one_line():
+    heard = Heard().after("phase\tbackward\t4\t1").after("told\tSIGTERM")
+    message = obituary(1, 42, heard, signal.SIGKILL, [PLENTY], PLENTY)
+    assert message == "rank 1 (pid 42) had been told to stop (SIGTERM), and was killed in phase backward of update 4"
+
+
+# ------------------------------------------------------------------------------------------------------------- cgroups
+
+
+def test_cgroups_of_version_2(tmp_path):
+    job = tmp_path / "slurm" / "job"
+    job.mkdir(parents=True)
+    (job / "memory.max").write_text("max\n")
+    (job / "memory.current").write_text("100\n")
+    (job / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    (job.parent / "memory.max").write_text(f"{8 * GIB}\n")
+    (job.parent / "memory.current").write_text(f"{7 * GIB}\n")
+    (job.parent / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\nactive_file 1\n")
+    groups = cgroups("0::/slurm/job\n", root=str(tmp_path))
+    assert groups == [str(job), str(job.parent), str(tmp_path)]
+    assert [room(group) for group in groups] == [None, (8 * GIB, 2 * GIB), None]
+    sample = take_sample(os.getpid(), groups)
+    assert (sample.limit, sample.left, sample.oom_kills) == (8 * GIB, 2 * GIB, 2)
+
+
+def test_cgroups_of_version_1(tmp_path):
+    group = tmp_path / "memory"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (group / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
+    (group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    groups = cgroups("9:name=systemd:/x\n4:memory:/docker/abc\n0::/\n", root=str(tmp_path))
+    assert groups == [str(group)], "the path is the host's, and names nothing in a container"
+    sample = take_sample(os.getpid(), groups)
+    assert (sample.limit, sample.left, sample.oom_kills) == (4 * GIB, GIB, 1)
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert room(str(group)) is None
+
+
+# ---------------------------------------------------------------------------------------------------- errors of others
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
+
+
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (RuntimeError(GLOO.format("pair.cc:553", "Connection closed by peer [127.0.0.1]:33712. This is ...")), True),
+        (RuntimeError(GLOO.format("pair.cc:547", "Connection reset by peer")), True),
+        (RuntimeError(GLOO.format("unbound_buffer.cc:78", "Timed out waiting 3000ms for recv operation")), True),
+        (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server ..."), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
+        (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (RuntimeError("NCCL error: unhandled system error: No space left on device"), False),
+        (RuntimeError("Broken pipe"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_errors_that_tell_of_another_process(error, elsewhere):
+    assert died_elsewhere(error) == elsewhere
+    wrapped = KeyError("in a library")
+    wrapped.__context__ = error
+    assert died_elsewhere(wrapped) == elsewhere
+
+
+PAIR = """
+import os, signal, sys, tempfile
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as d
+from train.run.witness import died_elsewhere
+rank = int(sys.argv[1])
+d.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+d.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+found = []
+for meet in (lambda: d.all_reduce(torch.ones(9)), d.barrier, lambda: d.gather_object(1, [0, 0]),
+             lambda: d.broadcast_object_list([1], src=1)):
+    try:
+        meet()
+    except BaseException as error:
+        found.append(died_elsewhere(error))
+print(found, flush=True)
+os._exit(0)
+"""
+
+
+def test_gloo_says_that_a_process_is_gone(tmp_path):
+    program = PAIR.format(root=str(ROOT))
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path / "meeting")], env=environment(),
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    (out, err), _ = (rank.communicate(timeout=60) for rank in ranks)
+    assert out.strip() == "[True, True, True, True]", err

@@ -1,0 +1,285 @@
+"""Memory that ran out, explained: how much was asked for, what held the rest, and what would save how much.
+
+The run ends with exit code 87 (EXIT_OUT_OF_MEMORY), so that whoever starts runs can tell it from other failures.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+
+from train.model.parameters import true_numel
+from train.recipe.errors import first_line
+from train.run.progress import table
+from train.run.remedies import Held, Situation, remedies
+from train.run.watch import GIB, RESUME, cgroups, field, read, room
+
+EXIT_OUT_OF_MEMORY = 87
+MOST_REMEDIES = 11  # so that the whole message has some 20 lines
+OF_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory", "HIP error: out of memory",
+             "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "HIPBLAS_STATUS_ALLOC_FAILED",
+             "XPU out of memory", "MPS backend out of memory")  # fmt: skip
+OF_HOST = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate",
+           "Cannot allocate memory", "std::bad_alloc", "bad allocation", "CUDA_ERROR_HOST_MEMORY",
+           "unable to mmap", "unable to allocate shared memory")  # fmt: skip
+LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
+SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
+    "asked": (rf"[Tt]ried to allocate {SIZE}", rf"Unable to allocate {SIZE}"),
+    "total": (rf"total capacity of {SIZE}",),
+    "free": (rf"of which {SIZE} is free",),
+    "in_use": (rf"this process has {SIZE} memory in use",),
+    "unused": (rf"{SIZE} is reserved by PyTorch but unallocated",),
+}
+
+
+def is_out_of_memory(error: BaseException) -> str | None:
+    """`device` or `host` if an error, or what it came from, says that memory ran out there; else None."""
+    for one in _chain(error):
+        text = str(one)
+        if type(one).__name__ == "OutOfMemoryError" or any(words in text for words in OF_DEVICE):
+            return "device"
+        if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
+            return "host"
+        if isinstance(one, RuntimeError) and any(words in text for words in OF_HOST):
+            return "host"
+    return None
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    found = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def figures_of(error: BaseException) -> dict[str, int]:
+    """What the message of the error says, in bytes: asked, total, free, in_use, unused; only what is there."""
+    text = "\n".join(str(one) for one in _chain(error))
+    found = {}
+    for name, patterns in PATTERNS.items():
+        match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
+        if match:
+            found[name] = round(float(match[1]) * UNITS[match[2]])
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def explain(
+    error: BaseException, *, phase: str, update: int | None, recipe, strategy, engine=None,
+    row_tokens: int | None = None, program_bytes: int = 0,
+) -> str:  # fmt: skip
+    """What is said instead of a traceback. See `take_stock` for the arguments."""
+    try:
+        return report(take_stock(error, phase, update, recipe, strategy, engine, row_tokens, program_bytes))
+    except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
+        at = f"{phase} of update {update}" if update else phase
+        return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
+
+
+def host_advice(recipe, strategy, engine=None, row_tokens: int | None = None) -> list[str]:
+    """What a rank's witness is to propose should the rank die for want of host memory (Witness.advise)."""
+    situation = take_stock(MemoryError(), "backward", None, recipe, strategy, engine, row_tokens)
+    return [f"{remedy.option}: {remedy.what}" for remedy in remedies(situation)][:5]
+
+
+def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=None, program_bytes=0) -> Situation:
+    """Everything that the report and its remedies are made of.
+
+    Args:
+        phase: load, forward, loss, backward, update, evaluate or save; of any other, only what holds for the host.
+        engine: where it exists by now; without it nothing is known of weights and optimizer.
+        row_tokens: tokens of a training row; by default what the recipe's options of length say.
+        program_bytes: resident memory before the model was loaded, which on a CPU is no activation.
+    """
+    said, where = figures_of(error), is_out_of_memory(error) or "host"
+    on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
+    lengths = {name: getattr(recipe, name) for name in LENGTHS if hasattr(recipe, name)}
+    lengths = {name: value or row_tokens for name, value in lengths.items() if value or row_tokens}
+    row_tokens = row_tokens or sum(lengths.values()) or None
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    offloads = {part: (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
+                for part in ("optimizer", "param")}  # fmt: skip
+    batches, launch = strategy.batches, strategy.launch
+    held, due = _held(engine, where, on_cpu, offloads, program_bytes)
+    free, total = _room(where, said)
+    return Situation(
+        where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
+        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=said.get("asked"), free=free, total=total,
+        host_free=_room("host", {})[0],
+        others=_others(said), unused=said.get("unused"), process_limit=_process_limit() if where == "host" else None,
+        held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
+        offload_parameters=offloads["param"], strategy=launch.name, precision=strategy.precision,
+        micro_batch=batches.micro_batch, accumulation=batches.accumulation,
+        global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
+        beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
+        row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
+        lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
+        dataloader_workers=recipe.dataloader_num_workers, save_async=bool(getattr(recipe, "save_async", False)),
+        copies=_copies(recipe, held), **_of_model(engine, strategy, recipe, row_tokens or 0),
+    )  # fmt: skip
+
+
+def _has_device() -> bool:
+    torch = sys.modules.get("torch")  # not imported yet: memory ran out before
+    return torch is not None and torch.accelerator.is_available()
+
+
+def _held(engine, where: str, on_cpu: bool, offloads: dict[str, bool], program_bytes: int) -> tuple[Held, Held]:
+    """(what this rank holds on the memory that ran out, what gradients and optimizer come to after an update)."""
+    if engine is None:
+        return Held(), Held()
+    from train.run.meters import MemoryMeter
+
+    of_model = on_cpu or where == "device"
+    has_weights = on_cpu or (where == "host") == offloads["param"]
+    has_optimizer = on_cpu or (where == "host") == offloads["optimizer"]
+    sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
+    gradients = of_model * sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    weights, optimizer = has_weights * sizes["parameters"], has_optimizer * sizes["optimizer"]
+    peak = MemoryMeter(engine.device).peak_bytes() - program_bytes if of_model else _resident()
+    held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
+    return held, Held(gradients=of_model * gradients_due, optimizer=has_optimizer * optimizer_due)
+
+
+def _due(engine) -> tuple[int, int]:
+    """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
+    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, shared out as its stage says."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    count, element = sum(map(true_numel, trained)), max(parameter.element_size() for parameter in trained)
+    config = engine.strategy.deepspeed
+    if config is None:
+        return count * element, 2 * count * element
+    stage = config["zero_optimization"].get("stage", 0)
+    gradients = count * element // (engine.world_size if stage > 1 else 1)
+    return gradients, 3 * 4 * count // (engine.world_size if stage else 1)
+
+
+def _resident() -> int:
+    return (field(read("/proc/self/status"), "VmRSS:", 1024)) or 0
+
+
+def _room(where: str, said: dict[str, int]) -> tuple[int | None, int | None]:
+    """(free, total) of the memory that ran out: the error's own words, else what the machine says now."""
+    if "free" in said:
+        return said["free"], said.get("total")
+    if where == "device":
+        with contextlib.suppress(Exception):  # after some errors the device answers no more
+            import torch
+
+            return torch.accelerator.get_memory_info()
+        return None, None
+    import psutil
+
+    memory = psutil.virtual_memory()
+    rooms = [found for found in map(room, cgroups(read("/proc/self/cgroup"))) if found and found[0] < memory.total]
+    limit, left = min(rooms, key=lambda found: found[1], default=(memory.total, memory.available))
+    return min(left, memory.available), limit
+
+
+def _others(said: dict[str, int]) -> int | None:
+    if not {"total", "free", "in_use"} <= said.keys():
+        return None
+    return max(0, said["total"] - said["free"] - said["in_use"])
+
+
+def _process_limit() -> int | None:
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
+    return None
+
+
+def _copies(recipe, held: Held) -> dict[str, int]:
+    import psutil
+
+    found = {"save_async": held.weights + held.optimizer}
+    if recipe.dataloader_num_workers:
+        with contextlib.suppress(psutil.Error):
+            found["dataloader_num_workers"] = sum(child.memory_info().rss for child in psutil.Process().children())
+    return {name: size for name, size in found.items() if size}
+
+
+def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool]:
+    """Sizes that follow from the model's configuration."""
+    if engine is None:
+        return {}
+    import torch.nn.functional as F
+
+    from train.model.loss import has_separate_body
+
+    config = engine.module.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", 0)
+    layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
+    element = 4 if strategy.precision == "fp32" else 2
+    rows = strategy.batches.micro_batch
+    full = getattr(engine.module, "loss_kind", None) == "full"
+    targets = getattr(recipe, "max_target_length", None) or row_tokens
+    return {
+        "layers": layers,
+        "layer_inputs": rows * row_tokens * config.hidden_size * element * layers,
+        "logits": rows * targets * config.vocab_size * (4 + element) if full else 0,
+        "can_chunk": full and hasattr(F, "linear_cross_entropy") and has_separate_body(engine.module),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- telling
+
+
+def size(count: float) -> str:
+    """Bytes in GiB, of little in MiB."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
+
+
+def report(s: Situation) -> str:
+    """The message: where, how much, what held it, what would help."""
+    memory = "the device's memory" if s.where == "device" else "host memory"
+    at = f" of update {s.update:,}" if s.update else ""
+    lines = [f"out of memory: rank {s.rank} of {s.world_size}, {s.phase}{at}, {memory} ({s.strategy}, {s.precision})"]
+    lines += [f"  {line}" for line in _amounts(s)]
+    if s.held.total:
+        lines += [f"  held by this rank{_of_batch(s)}:", *("  " + line for line in table(_rows(s)).splitlines())]
+    found = remedies(s)[:MOST_REMEDIES]
+    if found:
+        lines.append("  what would help, by what it saves:")
+        shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in found]
+        width = max(map(len, shown))
+        lines += [f"    {saved:>{width}}  {remedy.option}  ({remedy.what})" for saved, remedy in zip(shown, found)]
+    lines.append(f"  with a remedy added, {RESUME}")
+    return "\n".join(lines)
+
+
+def _amounts(s: Situation) -> list[str]:
+    parts = [f"asked for {size(s.asked)}"] if s.asked else []
+    if s.free is not None and s.total:
+        parts.append(f"{size(s.free)} of {size(s.total)} free")
+    if s.others and s.total and s.others > 0.01 * s.total:
+        parts.append(f"other processes hold {size(s.others)}")
+    if s.process_limit:
+        parts.append(f"a process may have {size(s.process_limit)} here (ulimit)")
+    return ["; ".join(parts)] if parts else []
+
+
+def _of_batch(s: Situation) -> str:
+    if s.phase not in ("forward", "loss", "backward"):
+        return ""
+    return f" ({s.micro_batch} rows" + (f" of up to {s.row_tokens:,} tokens)" if s.row_tokens else ")")
+
+
+def _rows(s: Situation) -> list[tuple[str, str]]:
+    later = {"gradients": s.due.gradients, "optimizer": s.due.optimizer}
+    rows = []
+    for name, label in (("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer state")):
+        held = getattr(s.held, name)
+        if not held and later.get(name):
+            label += f" (none now; about {size(later[name])} to come)"
+        rows.append((label, size(held)))
+    rest = "activations, logits and workspace" if s.where == "device" else "the rest of the process"
+    return [*rows, (rest if not s.on_cpu else "activations, logits, workspace, program", size(s.held.rest))]
