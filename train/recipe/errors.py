@@ -41,11 +41,26 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+_HOOKS: dict[str, Callable] = {"explain": lambda error: None, "leave": lambda: None}
+
+
+def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
+    """Have errors that are no mistakes of the user explained: `explain` tells what it knows of one, and returns the
+    exit code; None where it knows nothing."""
+    _HOOKS["explain"] = explain
+
+
+def before_leaving(farewell: Callable[[], None]) -> None:
+    """Have something done before the process is left in order."""
+    _HOOKS["leave"] = farewell
+
+
 def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Wrap an entry point: a `UserError` becomes one message on stderr and exit code 2.
 
     Every rank meets the same mistake at about the same time, and a launcher stops all ranks when the first one leaves.
     So rank 0 speaks and leaves; the others stay quiet for long enough that its message gets out, and leave after it.
+    An error that `explain_failures_with` has an explanation for ends with its exit code; any other is raised.
     """
 
     @functools.wraps(main)
@@ -63,6 +78,11 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
             return EXIT_BROKEN_PIPE
+        except Exception as error:
+            code = _HOOKS["explain"](error)
+            if code is None:
+                raise
+            return code
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
                 message = "interrupted before the first update: nothing was trained"
@@ -74,7 +94,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 def _wait_for_the_launcher(seconds: float) -> None:
     """Leave quietly when the launcher asks to; return only if nobody asked, because then this rank erred alone."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USER_ERROR))
+    signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))
     time.sleep(seconds)
 
 
@@ -84,6 +104,7 @@ def leave(code: int) -> None:
     A finished run that left it to the interpreter to take down torch's and DeepSpeed's native threads ended with
     "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
     """
+    _HOOKS["leave"]()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -24,6 +24,7 @@ def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], b
     micro_batches = MicroBatches(order, len(samples), 0, batch_size, 1, engine.world_size, rank, samples.sort_key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=engine.device.type == "cuda"):
+        engine.alive()
         yield batch.to(engine.device)
     engine.model.train()
 

@@ -120,7 +120,7 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
-        dataloader_workers=recipe.dataloader_num_workers, save_async=bool(getattr(recipe, "save_async", False)),
+        dataloader_workers=recipe.dataloader_num_workers, save_async=recipe.save_async is not False,
         copies=_copies(recipe, held), **_of_model(engine, strategy, recipe, row_tokens or 0),
     )  # fmt: skip
 

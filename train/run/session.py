@@ -2,22 +2,28 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import statistics
 import sys
 import time
+import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
 from train.recipe.options import TrainingRecipe
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
 from train.run.stopping import FAULT, Stop, exit_code
 from train.run.timeline import Timeline
+from train.run.witness import Witness, died_elsewhere
 from train.strategy.strategy import Strategy, read_strategy
+
+EXIT_OTHER_DIED = 1  # whoever died first has the cause
 
 
 class Session:
@@ -30,6 +36,10 @@ class Session:
             UserError: anything that can be found wrong before data is read.
         """
         self.task, self.recipe, self.timeline = task, recipe, timeline
+        self.witness = Witness(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
+        self.witness.start()
+        explain_failures_with(self._explain)
+        before_leaving(self.witness.leave)
         from train.run.resuming import differences_from, keep_global_batch, recorded_run
 
         source = recipe.source("config")
@@ -42,7 +52,7 @@ class Session:
         self.strategy.notes += [batch_note] if batch_note else []
         self.adapter = None
         minutes = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else recipe.save_minutes
-        self.stop = Stop(recipe.max_hours, minutes, timeline.started)
+        self.stop = Stop(recipe.max_hours, minutes, timeline.started, self.witness.told)
         if recipe.quantised:
             from train.model.lora import check_quantisation
 
@@ -56,8 +66,9 @@ class Session:
         elif recorded is not None:
             self.strategy.notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, size, recorded)]
         self.main = self.strategy.launch.rank == 0
-        self.where = ("load", 0)
+        self.engine, self.row_tokens, self.program_bytes = None, None, 0
         self.stopped = 0
+        self.witness.phase("data", patience=math.inf)
         timeline.mark("checks")
 
     def say(self, *lines: str) -> None:
@@ -105,7 +116,14 @@ class Session:
         logging.getLogger("transformers.modeling_utils").addFilter(
             lambda line: "attention_mask" not in line.getMessage()
         )
-        self.accelerator = self.strategy.accelerator(log_with=self.trackers or None, project_dir=str(self.folder.path))
+        self.witness.phase("load", patience=math.inf)
+        minutes = self.recipe.watchdog_minutes
+        self.accelerator = self.strategy.accelerator(
+            timedelta(minutes=minutes + 5) if minutes else None,  # the witness is to speak first
+            log_with=self.trackers or None,
+            project_dir=str(self.folder.path),
+        )
+        self.program_bytes = resident_bytes()
         self.timeline.mark("process group")
         return self.accelerator
 
@@ -127,12 +145,14 @@ class Session:
         from train.strategy.engine import prepare_engine
 
         recipe = self.recipe
+        self.witness.phase("prepare", patience=math.inf)
         if recipe.gradient_checkpointing:
             model.activation_checkpointing_enable()  # of a frozen model it lets gradients into the first block
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)
         self.engine = prepare_engine(self.strategy, self.accelerator, model, recipe, self.schedule)
+        self.engine.alive = self.witness.alive
         set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
         self.timeline.mark("preparing the model")
         return self.engine
@@ -175,11 +195,15 @@ class Session:
         from train.run.best import make_best
         from train.run.keeper import Keeper
         from train.run.loop import Hooks, fit
+        from train.run.memory_report import host_advice
         from train.run.sentinel import Sentinel
         from train.run.trackers import start_trackers
 
         self.job, self.meter, self.tokenizer = job, meter, tokenizer
         recipe, engine = self.recipe, self.engine
+        lengths = job.train_set.lengths
+        self.row_tokens = len(job.train_set[0]["input_ids"]) if lengths is None else int(lengths.max())
+        self.witness.advise(host_advice(recipe, self.strategy, engine, self.row_tokens))
         self.best = make_best(recipe, job.figures, job.evaluate is not None)
         self.keeper = keeper = Keeper(self, job, tokenizer, self.best)
         keeper.resume()
@@ -210,7 +234,29 @@ class Session:
         return {**results, "seconds": time.perf_counter() - began}
 
     def _phase(self, name: str, update: int) -> None:
-        self.where = (name, update)
+        self.witness.phase(name, update or None, patience=4.0 if name == "save" else 1.0)
+
+    def _explain(self, error: Exception) -> int | None:
+        """Tell of memory that ran out, and of a process that is gone; of any other error nothing is known here."""
+        from train.run.memory_report import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
+
+        phase, update = self.witness.at
+        rank = self.strategy.launch.rank
+        if is_out_of_memory(error):
+            if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
+                phase = "loss"
+            said = explain(
+                error, phase=phase, update=update, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
+                row_tokens=self.row_tokens, program_bytes=self.program_bytes,
+            )  # fmt: skip
+            print(f"\n{said}", file=sys.stderr, flush=True)
+            return EXIT_OUT_OF_MEMORY
+        if died_elsewhere(error):
+            at = f" of update {update}" if update else ""
+            text = f"rank {rank} leaves in phase {phase}{at}: another process is gone ({first_line(error)})"
+            print(f"\n{text}", file=sys.stderr, flush=True)
+            return EXIT_OTHER_DIED
+        return None
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.trackers:
@@ -246,9 +292,11 @@ class Session:
         from train.run.plot import plot_run
 
         if self.stopped:
+            self.witness.phase("leave", patience=math.inf)
             self.say("", *self.keeper.why_stopped(self.stopped, self.length.num_updates))
             return
 
+        self.witness.phase("export", patience=math.inf)
         load_best = self.keeper.loads_best
         state = None if load_best else self.weights()
         if self.main:
@@ -303,6 +351,18 @@ class Session:
                 f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,} ({where})"
             )
         return lines
+
+
+def functions_of(error: BaseException) -> list[str]:
+    """The names of the functions through which an error came."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
 
 
 def model_card(

@@ -8,6 +8,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+
+from train.recipe.errors import leave
 
 EXIT_TO_BE_RESUMED = 85
 EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end
@@ -34,9 +37,17 @@ class Stop:
         max_hours: after this time since `began` the run is to stop; None: never.
         save_minutes: after this time since the last checkpoint another one is due; 0: never.
         began: time.time() when the program was started.
+        told: is told the name of the signal that was heard.
     """
 
-    def __init__(self, max_hours: float | None, save_minutes: float, began: float):
+    def __init__(
+        self,
+        max_hours: float | None,
+        save_minutes: float,
+        began: float,
+        told: Callable[[str], None] = lambda name: None,
+    ):
+        self.told = told
         self.until = None if max_hours is None else began + 3600 * max_hours
         self.every, self.saved = 60 * save_minutes, time.time()
         self.heard, self._at = 0, 0.0
@@ -49,9 +60,10 @@ class Stop:
     def _hear(self, number: int, frame) -> None:
         if self._at:
             if time.time() > self._at + ONE_SIGNAL:
-                os._exit(128 + number)
+                leave(128 + number)
             return
         self.heard, self._at = SIGNALS[signal.Signals(number)], time.time()
+        self.told(REASONS[self.heard])
         if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0:
             text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())

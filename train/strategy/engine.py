@@ -65,6 +65,7 @@ class Engine:
     def __init__(self, strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule"):
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
         self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
+        self.alive: Callable[[], None] = lambda: None  # a sign of life within what may take long
         self.model = self._prepare(model, recipe)  # what is called: the wrapped model
         self.state = self._state()
 

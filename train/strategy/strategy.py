@@ -46,8 +46,11 @@ class Strategy:
 
     # ------------------------------------------------------------------------------------------------------- building
 
-    def accelerator(self, **kwargs):
+    def accelerator(self, timeout: timedelta | None = None, **kwargs):
         """Start the process group and build the Accelerator.
+
+        Args:
+            timeout: of what the processes do together; by default COLLECTIVE_TIMEOUT.
 
         Raises:
             UserError: fp16 without a GPU.
@@ -74,7 +77,7 @@ class Strategy:
             cpu=on_cpu and self.deepspeed is None,
             mixed_precision={"fp32": "no"}.get(self.precision, self.precision),
             step_scheduler_with_optimizer=False,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout or COLLECTIVE_TIMEOUT, **backend)],
             **kwargs,
         )
         if accelerator.num_processes != self.launch.world_size:
