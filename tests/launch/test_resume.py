@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from helpers import ROOT, environment, launch, launch_command, launched, metrics, updates
@@ -53,34 +54,82 @@ def test_a_run_goes_on_under_any_strategy_with_any_number_of_processes(tmp_path)
     assert (output / "checkpoints" / "latest").resolve().name == "update_00000012"
 
 
-def test_signals_and_the_clock_end_a_run_in_order(tmp_path):
-    output = tmp_path / "run"
-    run = [*SHORT, "--max_train_steps", "3000"]
-    command = launch_command(output, *run, strategy="ddp", processes=2)
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+class Run:
+    """A run in the background, its output in a file."""
+
+    def __init__(self, folder: Path, *arguments, strategy: str, processes: int):
+        self.output, self.log = folder / "run", folder / "log"
+        command = launch_command(self.output, *arguments, strategy=strategy, processes=processes)
+        with self.log.open("w") as log:
+            self.launcher = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+
+    def wait_for_updates(self, number: int) -> None:
         until = time.time() + 120
-        while time.time() < until and not (output / "metrics.jsonl").is_file():
-            time.sleep(0.2)
-        time.sleep(1)
-        launcher.send_signal(signal.SIGTERM)  # which it passes on to both processes
-        launcher.wait(timeout=60)
-    said = (tmp_path / "log").read_text()
-    assert "stopped     by SIGTERM after update" in said
-    made = updates(metrics(output))
-    assert 1 <= len(made) < 3000
-    latest = output / "checkpoints" / "latest"
-    assert latest.resolve().name == f"update_{len(made):08}"
+        while not (self.output / "metrics.jsonl").is_file() or len(metrics(self.output)) < number:
+            assert time.time() < until, self.log.read_text()
+            assert self.launcher.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        children = psutil.Process(self.launcher.pid).children(recursive=True)
+        return next(child for child in children if "clm.py" in " ".join(child.cmdline())
+                    and child.environ().get("RANK") == str(number))  # fmt: skip
+
+    def said(self) -> str:
+        """What was printed, once it has ended."""
+        self.launcher.wait(timeout=60)
+        return self.log.read_text()
+
+
+def test_signals_and_the_clock_end_a_run_in_order(tmp_path):
+    arguments = [*SHORT, "--max_train_steps", "3000"]
+    run = Run(tmp_path, *arguments, strategy="ddp", processes=2)
+    run.wait_for_updates(5)
+    run.launcher.send_signal(signal.SIGTERM)  # which it passes on to both processes
+    assert "stopped     by SIGTERM after update" in run.said()
+    output, made = run.output, updates(metrics(run.output))
+    assert 4 <= len(made) < 3000
+    assert (output / "checkpoints" / "latest").resolve().name == f"update_{len(made):08}"
     assert json.loads((output / "environment.json").read_text())["exit_code"] == 85
     assert not (output / "model").exists()
 
-    done = launched(output, *run, "--max_hours", "1e-6", processes=1)
+    done = launched(output, *arguments, "--max_hours", "1e-6", processes=1)
     assert "exit status 85" in done.stderr
     assert f"after update {len(made)}, written under ddp, number of processes 2" in done.stdout
     assert f"stopped     by max_hours after update {len(made) + 1:,}" in done.stdout
     lines = updates(metrics(output))
     assert [line["update"] for line in lines] == list(range(1, len(made) + 2))
     assert lines[:-1] == made
+
+
+def test_who_dies_is_spoken_for_and_nobody_waits_for_it(tmp_path):
+    run = Run(tmp_path, *SHORT, "--max_train_steps", "3000", strategy="zero2", processes=2)
+    run.wait_for_updates(5)
+    rank = run.rank(1)
+    rank.kill()
+    said = run.said()
+    assert f"rank 1 (pid {rank.pid}) ended without a word in phase" in said
+    assert "SIGKILL" in said
+    assert "rank 0 leaves in phase" in said
+    assert "another process is gone" in said
+    assert "[rank0]: Traceback" not in said
+
+
+def test_a_rank_without_memory_says_what_held_it_and_what_would_help(tmp_path):
+    run = Run(tmp_path, *SHORT, "--max_train_steps", "3000", strategy="ddp", processes=2)
+    run.wait_for_updates(5)
+    rank = run.rank(1)
+    held = int(Path(f"/proc/{rank.pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    rank.rlimit(psutil.RLIMIT_DATA, (held + 2**19, held + 2**19))
+    said = run.said()
+    assert "out of memory: rank 1 of 2, " in said
+    assert "exitcode  : 87" in said
+    table, remedies = said.partition("held by this rank")[2].split("what would help, by what it saves:")
+    assert "optimizer state" in table
+    assert "--gradient_checkpointing" in remedies
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in remedies
+    assert "[rank1]: Traceback" not in said
 
 
 @pytest.fixture(scope="module")

@@ -253,8 +253,8 @@ class Session:
             return EXIT_OUT_OF_MEMORY
         if died_elsewhere(error):
             at = f" of update {update}" if update else ""
-            text = f"rank {rank} leaves in phase {phase}{at}: another process is gone ({first_line(error)})"
-            print(f"\n{text}", file=sys.stderr, flush=True)
+            said = f"another process is gone ({first_line(error).split('. ')[0]})"
+            print(f"\nrank {rank} leaves in phase {phase}{at}: {said}", file=sys.stderr, flush=True)
             return EXIT_OTHER_DIED
         return None
 

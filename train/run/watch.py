@@ -26,7 +26,7 @@ STACKS_S = 2.0  # from the request for the rank's stacks to its end
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 COMPILERS = {"ninja", "nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "c++", "g++", "gcc", "clang", "clang++", "hipcc"}
-RESUME = "the same command goes on from the newest checkpoint"
+RESUME = "the same command goes on from the newest checkpoint (where there is none yet it starts over)"
 GENERAL_ADVICE = (
     "use less host memory: a strategy pair without offload (zero3, not zero3_offload: offload moves the optimizer's "
     "state to the host), --dataloader_num_workers 0, fewer processes on this host (--num_processes)"
