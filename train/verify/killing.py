@@ -33,6 +33,21 @@ def after_seconds(seconds: float) -> Moment:
     return lambda launch: launch.seconds >= seconds
 
 
+def within_the_rest(share: float, num_updates: int, update_s: float) -> Moment:
+    """When this share of the time is over that a run of so many updates takes from a launch's first update on."""
+    first = []
+
+    def come(launch: Launch) -> bool:
+        if not first and launch.newest_update:
+            first.append((launch.newest_update, launch.seconds))
+        if not first:
+            return False
+        update, seconds = first[0]
+        return launch.seconds - seconds >= share * (num_updates - update + 1) * update_s
+
+    return come
+
+
 def spread_moments(num_kills: int, num_updates: int, update_s: float, random: Random) -> list[Moment]:
     """One moment in each of `num_kills` equal parts of a run, every second one of them during a save.
 
@@ -56,6 +71,8 @@ class Killed:
     processes: list[int] = field(default_factory=list)  # of each launch
     kills: int = 0
     kills_while_saving: int = 0
+    kills_while_starting: int = 0  # before the launch's first update: while it loads, builds, resumes
+    locks: int = 0  # builds that were cut off
     resumes: int = 0  # launches that went on from a checkpoint; the others began at the beginning
     failure: str | None = None  # of a launch that was not killed, or a traceback before a kill
 
@@ -93,6 +110,8 @@ def run_and_kill(
             return killed
         killed.kills += 1
         killed.kills_while_saving += launch.is_saving
+        killed.kills_while_starting += not launch.newest_update
+        killed.locks += len(launch.locks)
         saving = ", while saving" if launch.is_saving else ""
         where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
         say(f"{num_processes_text(num_processes)}{_from(resumed)}: killed {where}{saving}, {launch.seconds:.1f} s")

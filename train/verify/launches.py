@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.strategy.builds import drop_abandoned_locks
+
 TRAIN = Path(__file__).resolve().parents[1]
 MARK = "ZEROFIT_LAUNCH"  # every process of a launch inherits it; ranks have sessions, and so groups, of their own
 TRACEBACK = "Traceback (most recent call last)"
@@ -57,6 +59,7 @@ class Launch:
         self.command, self.output, self.log = command, output, log
         self.mark, self.process, self.began = uuid.uuid4().hex, None, time.monotonic()
         self.newest_update = 0  # the last that this launch has printed
+        self.began_at, self.locks = time.time(), []  # locks of builds: what it has left of them as it was killed
         self._read, self._before = 0, self._partials()
 
     def start(self) -> None:
@@ -111,7 +114,7 @@ class Launch:
         return found
 
     def kill(self) -> None:
-        """SIGKILL for every process of the launch, the launcher first. Returns when all are gone."""
+        """SIGKILL for every process of the launch. Returns when all are gone, and the locks that they have left."""
         with _undisturbed():
             for _ in range(1000):
                 members = list(self._members())
@@ -121,6 +124,7 @@ class Launch:
                 if self.process is not None:
                     self.process.wait()
                 if not members:
+                    self.locks += drop_abandoned_locks(self.began_at)
                     return
                 time.sleep(0.01)
         raise RuntimeError(f"processes {members} cannot be killed")
