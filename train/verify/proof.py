@@ -169,7 +169,8 @@ class Proof:
         if not self.is_well:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
         kills = sum(each.killed.kills for each in self.resumed)
-        also = f", and {kills} kills have left no trace" if kills else "; no run was killed"
+        left = "1 kill has" if kills == 1 else f"{kills} kills have"
+        also = f", and {left} left no trace" if kills else "; no run was killed"
         agree = "agrees" if len(self.options.names) == 1 else "agree"
         return f"verified: {', '.join(self.options.names)} {agree} with one process{also} ({after})"
 
