@@ -16,7 +16,7 @@ from train.recipe import ClmRecipe, parse_recipe
 from train.strategy.builds import abandoned_locks, drop_abandoned_locks
 from train.verify.compare import compare_metrics, compare_samples, relative_difference
 from train.verify.killing import Killed, alternating, spread_moments, within_the_rest
-from train.verify.launches import Launch, Trial, failure, launched
+from train.verify.launches import Launch, Trial, failure, launched, mistake
 from train.verify.proof import Outcome
 from train.verify.shorten import shorten
 from train.verify.verify import check_output, find_strategies, main, read_options
@@ -300,6 +300,17 @@ def test_how_a_launch_failed(tmp_path):
     assert "has printed a traceback" in ended("print('Traceback (most recent call last):')")
     with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
         assert "has not ended in" in failure(launch, launch.wait(0.0))
+
+
+def test_a_refused_run_is_told_from_one_that_broke(tmp_path):
+    launch = Launch([], tmp_path, tmp_path / "log")
+    launcher = (
+        'Traceback (most recent call last):\n  File "x/accelerate/commands/launch.py", line 1\nCalledProcessError'
+    )
+    launch.log.write_text(f"reading\nerror: 2 problems\n  1. one\n  2. two\n{launcher}")
+    assert mistake(launch) == "2 problems\n  1. one\n  2. two"
+    launch.log.write_text(f"Traceback (most recent call last):\nValueError: no\n{launcher}")
+    assert mistake(launch) is None
 
 
 def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):

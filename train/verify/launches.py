@@ -198,6 +198,13 @@ def failure(launch: Launch, how: str) -> str | None:
     return f"{said}. Its output is {launch.log}, and ends with\n{last}"
 
 
+def mistake(launch: Launch) -> str | None:
+    """The message of a run that was refused: a mistake in its recipe. None if there is none in its output."""
+    text = _without_the_launchers(launch.text)
+    found = re.search(r"^error: ", text, re.MULTILINE)
+    return text[found.end() :].strip() if found else None
+
+
 def _without_the_launchers(text: str) -> str:
     """The output without the traceback that accelerate itself ends with whenever a rank has failed."""
     start = text.rfind(TRACEBACK)

@@ -10,12 +10,11 @@ from random import Random
 from statistics import median
 
 from train.recipe import UserError
-from train.recipe.errors import EXIT_USER_ERROR
 from train.run.lines import Lines
 from train.run.progress import duration, say, table
 from train.verify.compare import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 from train.verify.killing import Killed, alternating, num_processes_text, run_and_kill, spread_moments
-from train.verify.launches import Trial, failure, launched
+from train.verify.launches import Trial, failure, launched, mistake
 
 REFERENCE = "reference"
 
@@ -111,12 +110,12 @@ class Proof:
         command = trial.command(num_processes)
         with launched(command, trial.output, self.logs / f"{folder}.log") as launch:
             how = launch.wait(60 * self.options.launch_minutes)
-            failed, code, seconds = failure(launch, how), launch.process.poll(), launch.seconds
+            failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
         if failed:
             failed = f"{failed}\n  by itself: {shlex.join(command)}"
             say(f"{about}: failed")
-            if folder == REFERENCE and code == EXIT_USER_ERROR:
-                raise UserError(f"the reference ({about}) {failed}")
+            if folder == REFERENCE and refused:
+                raise UserError(f"{about}: {refused}")
             return Outcome(strategy, [num_processes], failed)
         say(f"{about}: {self.options.updates} updates, {seconds:.0f} s")
         return self._compared(Outcome(strategy, [num_processes]), trial.output, self.output / REFERENCE)
@@ -161,7 +160,8 @@ class Proof:
             blocks.append("killed and resumed, each against itself undisturbed\n" + table([HEAD_OF_RESUMES, *rows]))
         for each in self._all():
             disturbed = ", killed and resumed" if each.killed else ""
-            blocks += [f"{each.strategy}{disturbed}: {problem}" for problem in each.problems(tolerance)]
+            said = [f"{each.strategy}{disturbed}: {problem}" for problem in each.problems(tolerance)]
+            blocks += ["\n".join(said)] if said else []
         return "\n\n".join([*blocks, self._verdict()])
 
     def _verdict(self) -> str:
