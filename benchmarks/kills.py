@@ -127,6 +127,7 @@ def measure(strategy: str, options) -> Result:
     folder, result, random = options.folder / strategy, Result(), Random(f"{options.seed} {strategy}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    time_launch(trial_of(folder, "first", strategy, options), folder, options)  # builds what is to be built
     reference = trial_of(folder, "undisturbed", strategy, options)
     whole_s, update_s = time_launch(reference, folder, options)
     print(f"{strategy}: undisturbed, {whole_s:.1f} s, an update and its checkpoint {update_s:.2f} s", flush=True)
@@ -173,7 +174,9 @@ def time_launch(trial: Trial, folder: Path, options) -> tuple[float, float]:
     Raises:
         RuntimeError: it has failed.
     """
-    with launched(trial.command(options.num_processes), trial.output, folder / "logs" / "undisturbed.log") as launch:
+    with launched(
+        trial.command(options.num_processes), trial.output, folder / "logs" / f"{trial.output.name}.log"
+    ) as launch:
         launch.wait(LIMIT_S, lambda launch: launch.newest_update >= 1)
         first_s = launch.seconds
         launch.wait(LIMIT_S, lambda launch: launch.newest_update >= options.updates)

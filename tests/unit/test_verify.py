@@ -282,10 +282,10 @@ def test_nothing_of_a_launch_is_left(tmp_path):
     with suppress(KeyboardInterrupt):
         with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "logs" / "log") as launch:
             assert launch.wait(60, lambda launch: launch.newest_update == 3) == "until"
-            members = list(launch._members())
+            both = launch.wait(60, lambda launch: len(list(launch.members())) == 2)
             raise KeyboardInterrupt
-    assert len(members) == 2
-    assert not list(launch._members())
+    assert both == "until"
+    assert not list(launch.members())
     assert launch.process.returncode == -9
 
 

@@ -115,21 +115,23 @@ class Launch:
 
     def kill(self) -> None:
         """SIGKILL for every process of the launch. Returns when all are gone, and the locks that they have left."""
+        quiet, until = 0, time.monotonic() + 60
         with _undisturbed():
-            for _ in range(1000):
-                members = list(self._members())
+            while quiet < 2:  # a process that is just being started shows no mark yet
+                members = list(self.members())
                 for member in members:
                     with suppress(OSError):
                         os.kill(member, signal.SIGKILL)
                 if self.process is not None:
                     self.process.wait()
-                if not members:
-                    self.locks += drop_abandoned_locks(self.began_at)
-                    return
+                quiet = 0 if members else quiet + 1
+                if time.monotonic() > until:
+                    raise RuntimeError(f"processes {members} cannot be killed")
                 time.sleep(0.01)
-        raise RuntimeError(f"processes {members} cannot be killed")
+            self.locks += drop_abandoned_locks(self.began_at)
 
-    def _members(self) -> Iterator[int]:
+    def members(self) -> Iterator[int]:
+        """The processes of the launch that are alive."""
         import psutil
 
         for process in psutil.process_iter():
