@@ -174,9 +174,8 @@ def time_launch(trial: Trial, folder: Path, options) -> tuple[float, float]:
     Raises:
         RuntimeError: it has failed.
     """
-    with launched(
-        trial.command(options.num_processes), trial.output, folder / "logs" / f"{trial.output.name}.log"
-    ) as launch:
+    command, log = trial.command(options.num_processes), folder / "logs" / f"{trial.output.name}.log"
+    with launched(command, trial.output, log) as launch:
         launch.wait(LIMIT_S, lambda launch: launch.newest_update >= 1)
         first_s = launch.seconds
         launch.wait(LIMIT_S, lambda launch: launch.newest_update >= options.updates)
