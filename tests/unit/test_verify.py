@@ -289,6 +289,17 @@ def test_nothing_of_a_launch_is_left(tmp_path):
     assert launch.process.returncode == -9
 
 
+def test_a_build_that_is_cut_off_leaves_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    code = f"import os, time; held = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
+    with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
+        assert launch.wait(60, lambda launch: lock.exists()) == "until"
+    assert launch.locks == [lock]
+    assert not lock.exists()
+
+
 def test_how_a_launch_failed(tmp_path):
     def ended(code: str) -> str | None:
         with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:

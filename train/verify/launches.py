@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from train.strategy.builds import drop_abandoned_locks
 
 TRAIN = Path(__file__).resolve().parents[1]
@@ -115,34 +117,40 @@ class Launch:
 
     def kill(self) -> None:
         """SIGKILL for every process of the launch. Returns when all are gone, and the locks that they have left."""
-        quiet, until = 0, time.monotonic() + 60
+        quiet, dying, until = 0, set(), time.monotonic() + 60
         with _undisturbed():
             while quiet < 2:  # a process that is just being started shows no mark yet
-                members = list(self.members())
+                members = set(self.members())
                 for member in members:
                     with suppress(OSError):
-                        os.kill(member, signal.SIGKILL)
+                        os.kill(member.pid, signal.SIGKILL)
                 if self.process is not None:
                     self.process.wait()
-                quiet = 0 if members else quiet + 1
+                dying = {process for process in dying | members if _is_alive(process)}
+                quiet = 0 if members or dying else quiet + 1
                 if time.monotonic() > until:
-                    raise RuntimeError(f"processes {members} cannot be killed")
+                    raise RuntimeError(f"processes {dying} cannot be killed")
                 time.sleep(0.01)
             self.locks += drop_abandoned_locks(self.began_at)
 
-    def members(self) -> Iterator[int]:
-        """The processes of the launch that are alive."""
-        import psutil
-
+    def members(self) -> Iterator[psutil.Process]:
+        """The processes of the launch that are alive. (One that is about to end has no mark any more.)"""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    yield process.pid
+                if process.environ().get(MARK) == self.mark and _is_alive(process):
+                    yield process
 
     @property
     def text(self) -> str:
         """Its output so far."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it still holds anything: files, say. A zombie holds nothing."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager
