@@ -2,7 +2,7 @@
 
     python benchmarks/save_stall.py
 
-Each row is a real launch of train/clm.py: a Llama of random weights (LAYERS x WIDTH), fp32, 2 CPU processes (one for
+Each row is a real launch of train/clm.py: a small GPT-2 of random weights (SHAPE), fp32, 2 CPU processes (one for
 `single`), UPDATES updates with a checkpoint every EVERY. `stood still` is the mean over the checkpoints but the first,
 in which the buffers are made (column `first`); `written in` is the mean time from the begin of a save to its end;
 `updates meanwhile` is the median time of the updates that ran while one was written over that of the others. Writes
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 TOKENIZER = ROOT.parent / "shared" / "data" / "tokenizers" / "gpt2"
 STRATEGIES = {"single": 1, "ddp": 2, "zero2": 2, "zero3": 2}
 UPDATES, EVERY = 30, 6
-SHAPE = "hidden_size=512,num_hidden_layers=8,num_attention_heads=8,num_key_value_heads=8,intermediate_size=1536"
+SHAPE = "n_embd=512,n_layer=8,n_head=8"
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def measured(strategy: str, processes: int, meanwhile: bool) -> str:
     with tempfile.TemporaryDirectory(dir=ROOT / "outputs") as folder:
         output = Path(folder) / "run"
         lines = launch(
-            output, "--model_type", "llama", "--config_overrides", SHAPE, "--tokenizer_name", TOKENIZER,
+            output, "--config_name", "gpt2", "--config_overrides", SHAPE, "--tokenizer_name", TOKENIZER,
             "--train_file", "{stdlib}/*.py", "--block_size", "128", "--per_device_train_batch_size",
             str(4 // processes), "--max_train_steps", str(UPDATES), "--validation_split_percentage", "0",
             "--precision", "fp32", "--save_steps", str(EVERY), "--save_total_limit", "2", "--save_async",

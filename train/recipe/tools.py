@@ -31,6 +31,45 @@ class MergeOptions(Recipe):
 
 
 @dataclass
+class VerifyOptions(Recipe):
+    """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
+
+    task: str | None = option(
+        None, "What is trained; by default what the recipe's folder is called.", choices=("clm", "cls", "seq2seq")
+    )
+    strategies: list[str] = option(  # noqa: RUF009
+        ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3."
+    )
+    num_processes: int = option(2, "Processes of each strategy.", positive=True)
+    reference: str = option("single", "Strategy of the one process that all others are compared with.")
+    updates: int = option(12, "Length of the runs.", minimum=2)
+    kills: int = option(3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0)
+    kill_seed: int = option(0, "Seeds the moments of the kills.", minimum=0)
+    resumed_processes: int = option(
+        1, "Processes of every third launch of a run that is killed; the others have num_processes.", positive=True
+    )
+    tolerance: float | None = option(
+        None, "Largest relative difference; by default 1e-5 in fp32, and 5e-2 in half precision.", positive=True
+    )
+    launch_minutes: float = option(60.0, "A launch that has not ended by then has failed.", positive=True)
+    output: str | None = option(None, "Folder of the runs; by default outputs/verify-RECIPE.")
+    keep: bool = option(False, "Keep the runs also where all is well; those that are not well are kept anyway.")
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies, each once."""
+        return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.names:
+            found.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
+        if self.kills >= self.updates:
+            found.append(f"kills = {self.kills} and updates = {self.updates}: there must be more updates than kills")
+        return found
+
+
+@dataclass
 class WriterOptions(Recipe):
     """Who writes, and what about"""
 

@@ -12,6 +12,7 @@ from typing import Any
 from train.recipe.errors import UserError
 from train.recipe.options import Recipe
 from train.strategy.batches import Batches, resolve_batches
+from train.strategy.builds import drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, resolve_config, stated_precision
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
 
@@ -71,6 +72,10 @@ class Strategy:
         grouped = self.launch.world_size > 1 or self.deepspeed is not None
         backend = {"backend": "gloo"} if on_cpu and grouped else {}
         if self.deepspeed is not None:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                self.notes += [
+                    f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()
+                ]
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
             kwargs["gradient_accumulation_steps"] = self.batches.accumulation
         accelerator = Accelerator(

@@ -1,0 +1,361 @@
+"""The parts of `zerofit verify` that launch nothing: what it compares, shortens and refuses, and when it kills."""
+
+import math
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from helpers import ROOT, refusal
+
+from train.recipe import ClmRecipe, parse_recipe
+from train.strategy.builds import abandoned_locks, drop_abandoned_locks
+from train.verify.compare import compare_metrics, compare_samples, relative_difference
+from train.verify.killing import Killed, alternating, spread_moments, within_the_rest
+from train.verify.launches import Launch, Trial, failure, launched, mistake
+from train.verify.proof import Outcome
+from train.verify.shorten import shorten
+from train.verify.verify import check_output, find_strategies, main, read_options
+
+LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
+LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
+RECIPE = ROOT / "recipes" / "clm" / "stdlib-gpt2.yaml"
+
+
+def changed(lines: list[dict], update: int, **figures) -> list[dict]:
+    return [{**line, **figures} if line["update"] == update else line for line in lines]
+
+
+def without(lines: list[dict], update: int) -> list[dict]:
+    return [line for line in lines if line["update"] != update]
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def test_equal_records_are_equal():
+    difference = compare_metrics([{"update": 0, "eval_loss": 3.0}, *LINES], LINES, 5)
+    assert difference.within(0.0)
+    assert difference.largest == {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0}
+    assert compare_samples(LEDGER, [dict(line) for line in LEDGER]).is_same
+
+
+@pytest.mark.parametrize("figure", ["loss", "grad_norm", "learning_rate"])
+def test_the_largest_difference_is_found(figure):
+    value = LINES[3][figure]
+    difference = compare_metrics(changed(LINES, 4, **{figure: value * (1 + 1e-4)}), LINES, 5)
+    assert difference.largest[figure] == pytest.approx(1e-4, rel=1e-6)
+    assert sum(difference.largest.values()) == difference.largest[figure]
+    assert difference.within(2e-4)
+    assert not difference.within(1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+@pytest.mark.parametrize("both", [True, False])
+def test_what_is_no_number_agrees_with_nothing(value, both):
+    ours = changed(LINES, 3, loss=value)
+    difference = compare_metrics(ours, ours if both else LINES, 5)
+    assert math.isnan(difference.largest["loss"])
+    assert not difference.within(1e9)
+    assert math.isnan(relative_difference(1.0, value))
+
+
+def test_updates_that_are_missing_or_too_many():
+    for lines, said in (
+        (without(LINES, 3), "update 3 is missing"),
+        (LINES[:2], "updates 3, 4, 5 are missing"),
+        ([*LINES, LINES[1]], "update 2 is there more than once"),
+        ([*LINES, {**LINES[1], "update": 6}], "update 6 is beyond 5"),
+    ):
+        difference = compare_metrics(lines, LINES, 5)
+        assert difference.problems == (said,)
+        assert not difference.within(1.0)
+    assert "of the reference 3 is missing" in compare_metrics(LINES, without(LINES, 3), 5).problems[0]
+    nothing = compare_metrics([], [], 5)
+    assert not nothing.within(1.0)
+    assert math.isnan(nothing.largest["loss"])
+
+
+def test_samples_repeated_and_skipped():
+    skipped = compare_samples(without(LEDGER, 3), LEDGER)
+    assert (skipped.repeated, skipped.skipped, skipped.elsewhere) == (0, 4, 1)
+    twice = compare_samples([*LEDGER, LEDGER[1]], LEDGER)
+    assert (twice.repeated, twice.skipped, twice.elsewhere) == (4, 0, 1)
+    other = compare_samples(changed(LEDGER, 2, samples=[8, 9, 10, 12]), LEDGER)
+    assert (other.repeated, other.skipped, other.elsewhere) == (1, 1, 1)
+    two = changed(changed(LEDGER, 1, samples=LEDGER[1]["samples"]), 2, samples=LEDGER[0]["samples"])
+    swapped = compare_samples(two, LEDGER)
+    assert (swapped.repeated, swapped.skipped, swapped.elsewhere) == (0, 0, 2)
+    for ledger in (skipped, twice, other, swapped):
+        assert not ledger.is_same
+    assert not compare_samples([], LEDGER).is_same
+    with pytest.raises(ValueError, match="no samples"):
+        compare_samples([], [])
+
+
+def test_a_sample_may_come_again_in_another_epoch():
+    epochs = [*LEDGER, {"update": 6, "samples": LEDGER[0]["samples"]}]
+    assert compare_samples(epochs, epochs).is_same
+    assert compare_samples(without(epochs, 6), epochs).skipped == 4
+
+
+def test_an_outcome_says_what_is_wrong():
+    def outcome(lines=LINES, ledger=LEDGER, **more) -> Outcome:
+        return Outcome("zero2", [2], difference=compare_metrics(lines, LINES, 5),
+                       ledger=compare_samples(ledger, LEDGER), **more)  # fmt: skip
+
+    assert outcome().is_well(1e-5)
+    assert outcome(killed=Killed(kills=1)).is_well(1e-5)
+    assert not outcome().problems(1e-5)
+    for wrong, said in (
+        (outcome(changed(LINES, 2, loss=7.0)), "differs by more than 1e-05 in loss"),
+        (outcome(changed(LINES, 2, loss=math.nan)), "in some update loss is no number"),
+        (outcome(without(LINES, 2)), "update 2 is missing"),
+        (outcome(ledger=without(LEDGER, 2)), "1 updates are not made of the samples"),
+        (outcome(killed=Killed()), "no kill came in time"),
+        (Outcome("zero2", [2], "left with exit code 1"), "exit code 1"),
+    ):
+        assert not wrong.is_well(1e-5)
+        assert said in " ".join(wrong.problems(1e-5))
+
+
+# ------------------------------------------------------------------------------------------------- options and recipe
+
+
+def options_of(*flags: str):
+    return read_options(["--config", str(RECIPE), *flags])
+
+
+def test_a_recipe_is_shortened():
+    options, cls = options_of("--updates", "9", "--num_processes", "2", "--precision", "bf16", "--kills", "2")
+    assert cls is ClmRecipe
+    options.gradient_accumulation_steps = None
+    short = shorten(options, cls)
+    assert short.values["max_train_steps"] == 9
+    assert short.values["global_batch_size"] == 16
+    assert short.values["num_warmup_steps"] == 3
+    assert short.values["precision"] == "bf16"
+    assert short.save_steps == 1
+    assert "num_warmup_steps 3 in place of 20" in short.changes
+    assert not {"output_dir", "sample_prompt", "updates", "kills"} & short.values.keys()
+
+
+def test_the_shortened_recipe_is_one(tmp_path):
+    """Every one in the tree goes through the real parser again; dropout is off, and the rest as it was."""
+    recipes = sorted(ROOT.glob("recipes/*/*.yaml"))
+    assert len(recipes) >= 10
+    known = [path for path in recipes if "config_name" in (text := path.read_text()) or "model_type" in text]
+    done = 0
+    for path in known:
+        options, cls = read_options(["--config", str(path)])
+        if options.model_name_or_path:
+            continue  # of the hub
+        short = shorten(options, cls)
+        file = tmp_path / path.name
+        file.write_text(short.to_yaml())
+        again = parse_recipe(cls, ["--config", str(file)])
+        assert again.max_train_steps == 12
+        assert again.learning_rate == options.learning_rate
+        assert again.record_samples
+        done += 1
+    assert done >= 3
+
+
+def test_the_noise_is_turned_off(tmp_path):
+    options, cls = options_of("--config_overrides", "n_layer=2,attn_pdrop=0.3", "--lora", "--lora_dropout", "0.2")
+    short = shorten(options, cls)
+    from train.model.configuration import load_configuration
+
+    (tmp_path / "short.yaml").write_text(short.to_yaml())
+    again = parse_recipe(cls, ["--config", str(tmp_path / "short.yaml")])
+    config = load_configuration(again)
+    assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop, config.n_layer) == (0, 0, 0, 2)
+    assert again.lora_dropout == 0
+    assert any("attn_pdrop" in change and "lora_dropout" in change for change in short.changes)
+
+
+def test_half_precision_of_a_recipe_is_not_proven_with(tmp_path):
+    folder = tmp_path / "clm"
+    folder.mkdir()
+    (folder / "half.yaml").write_text(yaml.safe_dump({**yaml.safe_load(RECIPE.read_text()), "precision": "bf16"}))
+    short = shorten(*read_options(["--config", str(folder / "half.yaml")]))
+    assert short.values["precision"] == "fp32"
+    assert any("fp32 in place of bf16" in change for change in short.changes)
+
+
+def test_a_global_batch_is_that_of_the_processes():
+    options, cls = read_options([
+        "--task", "clm", "--config_name", "gpt2", "--train_tokenizer_vocab_size", "300", "--train_file", "x.txt",
+        "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--num_processes", "4",
+        "--kills", "0",
+    ])  # fmt: skip
+    short = shorten(options, cls)
+    assert short.values["global_batch_size"] == 24
+    assert "gradient_accumulation_steps" not in short.values
+    assert "is no multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
+        shorten, *options_of("--num_processes", "3")
+    )
+    assert "is no multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
+        shorten, *options_of("--resumed_processes", "3")
+    )
+
+
+def test_mistakes_in_options(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "mine.yaml").write_text("config_name: gpt2\n")
+    for flags, said in (
+        ((), "set --task to one of clm, cls, seq2seq"),
+        (("--config", str(tmp_path / "mine.yaml")), "set --task to one of"),
+        (("--config", str(RECIPE), "--strategis", "ddp"), "Did you mean strategies?"),
+        (("--config", str(RECIPE), "--learning_rat", "1"), "Did you mean learning_rate?"),
+        (("--config", str(RECIPE), "--strategies", "zero9"), "strategy 'zero9': there is no file"),
+        (("--config", str(RECIPE), "--strategies", ","), "no strategy"),
+        (("--config", str(RECIPE), "--kills", "12"), "there must be more updates than kills"),
+        (("--config", str(RECIPE), "--updates", "1"), "it must be 2 or more"),
+        (("--config", str(RECIPE), "--tolerance", "0"), "it must be above 0"),
+    ):
+        assert said in refusal(main, list(flags))
+    monkeypatch.chdir(tmp_path)
+    assert "Start it where the folder accelerate_configs/ is" in refusal(find_strategies, ["zero2"])
+    (tmp_path / "own.yaml").write_text("distributed_type: NO\n")
+    assert find_strategies(["own.yaml"]) == {"own.yaml": Path("own.yaml")}
+
+
+def test_what_is_not_a_proof_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("of years")
+    assert "holds something else than an earlier proof" in refusal(check_output, tmp_path)
+    assert "is a file" in refusal(check_output, tmp_path / "thesis.txt")
+    (tmp_path / "recipe.yaml").write_text("")
+    check_output(tmp_path)
+    check_output(tmp_path / "new")
+
+
+# ----------------------------------------------------------------------------------------------------- kills, launches
+
+
+class FakeLaunch:
+    def __init__(self):
+        self.newest_update, self.seconds, self.is_saving = 0, 0.0, False
+
+
+def test_moments_are_spread_over_the_run():
+    moments = spread_moments(4, 13, 1.0, Random(1))
+    launch, came = FakeLaunch(), []
+    for moment in moments:
+        launch.newest_update = 0
+        assert not moment(launch)
+        while not moment(launch):
+            launch.seconds += 0.25
+            launch.is_saving = not launch.is_saving
+            launch.newest_update = int(launch.seconds)
+            assert launch.seconds < 100
+        came.append(launch.newest_update)
+        launch.seconds = 0.0
+    assert came == sorted(came)
+    assert all(1 + 3 * index <= update <= 5 + 3 * index for index, update in enumerate(came))
+    again = spread_moments(4, 13, 1.0, Random(1))
+    assert len(again) == len(moments)
+
+
+def test_a_moment_in_the_rest_of_a_run():
+    moment, launch = within_the_rest(0.5, 10, 2.0), FakeLaunch()
+    launch.seconds = 100.0
+    assert not moment(launch)
+    launch.newest_update = 7  # of a resumed run: four updates, eight seconds
+    assert not moment(launch)
+    launch.seconds = 103.9
+    assert not moment(launch)
+    launch.seconds = 104.1
+    assert moment(launch)
+
+
+def test_processes_alternate():
+    assert [number for number, _ in zip(alternating(4, 1), range(7))] == [4, 4, 1, 4, 4, 1, 4]
+
+
+SLEEPER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); " \
+          "print('update  3/9', flush=True); time.sleep(600)"  # fmt: skip
+
+
+def test_nothing_of_a_launch_is_left(tmp_path):
+    """A grandchild in a session of its own too, and also where the block is left by an exception."""
+    with suppress(KeyboardInterrupt):
+        with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "logs" / "log") as launch:
+            assert launch.wait(60, lambda launch: launch.newest_update == 3) == "until"
+            both = launch.wait(60, lambda launch: len(list(launch.members())) == 2)
+            raise KeyboardInterrupt
+    assert both == "until"
+    assert not list(launch.members())
+    assert launch.process.returncode == -9
+
+
+def test_the_lock_of_a_build_that_is_cut_off_is_counted_and_left_to_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    code = f"import os, time; held = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
+    with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
+        assert launch.wait(60, lambda launch: lock.exists()) == "until"
+    assert launch.locks == [lock]
+    assert drop_abandoned_locks() == [lock]
+    assert not lock.exists()
+
+
+def test_how_a_launch_failed(tmp_path):
+    def ended(code: str) -> str | None:
+        with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
+            return failure(launch, launch.wait(60))
+
+    assert ended("print('well')") is None
+    assert "left with exit code 3" in ended("print('why'); raise SystemExit(3)")
+    assert "  | why" in ended("print('why'); raise SystemExit(3)")
+    assert "has printed a traceback" in ended("print('Traceback (most recent call last):')")
+    with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
+        assert "has not ended in" in failure(launch, launch.wait(0.0))
+
+
+def test_a_refused_run_is_told_from_one_that_broke(tmp_path):
+    launch = Launch([], tmp_path, tmp_path / "log")
+    launcher = (
+        'Traceback (most recent call last):\n  File "x/accelerate/commands/launch.py", line 1\nCalledProcessError'
+    )
+    launch.log.write_text(f"reading\nerror: 2 problems\n  1. one\n  2. two\n{launcher}")
+    assert mistake(launch) == "2 problems\n  1. one\n  2. two"
+    launch.log.write_text(f"Traceback (most recent call last):\nValueError: no\n{launcher}")
+    assert mistake(launch) is None
+
+
+def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
+    partial = tmp_path / "checkpoints" / "update_00000004.partial"
+    partial.mkdir(parents=True)
+    launch = Launch([], tmp_path, tmp_path / "log")
+    assert not launch.is_saving
+    (tmp_path / "checkpoints" / "update_00000006.partial").mkdir()
+    assert launch.is_saving
+
+
+def test_the_command_of_a_trial(tmp_path):
+    command = Trial("cls", Path("a.yaml"), Path("r.yaml"), tmp_path, ("--save_steps", "2")).command(3)
+    assert command[command.index("--num_processes") + 1] == "3"
+    assert Path(next(word for word in command if word.endswith("cls.py"))).is_file()
+    assert command[-2:] == ["--save_steps", "2"]
+
+
+def test_locks_that_nobody_holds(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("held", "left"):
+        (tmp_path / name).mkdir()
+    held = os.open(tmp_path / "held" / "lock", os.O_CREAT | os.O_EXCL)
+    (tmp_path / "left" / "lock").touch()
+    try:
+        assert abandoned_locks() == [tmp_path / "left" / "lock"]
+        assert not abandoned_locks(since=time.time() + 60)
+        assert len(drop_abandoned_locks()) == 1
+        assert [path.parent.name for path in tmp_path.glob("*/lock")] == ["held"]
+    finally:
+        os.close(held)
+    assert len(abandoned_locks()) == 1

@@ -1,0 +1,221 @@
+"""Real launches of training runs, each of which can be ended at any moment with everything that it has started."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from train.strategy.builds import abandoned_locks
+
+TRAIN = Path(__file__).resolve().parents[1]
+MARK = "ZEROFIT_LAUNCH"  # every process of a launch inherits it; ranks have sessions, and so groups, of their own
+TRACEBACK = "Traceback (most recent call last)"
+UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training run that can be launched again and again, with any number of processes.
+
+    Args:
+        config_file: the strategy's accelerate YAML.
+        recipe: the recipe's file.
+        output: the run's folder.
+        flags: further flags of the recipe.
+    """
+
+    task: str
+    config_file: Path
+    recipe: Path
+    output: Path
+    flags: tuple[str, ...] = ()
+
+    def command(self, num_processes: int) -> list[str]:
+        """The command line of a launch."""
+        launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        layout = ["--config_file", str(self.config_file), "--num_processes", str(num_processes)]
+        script = [str(TRAIN / f"{self.task}.py"), "--config", str(self.recipe), "--output_dir", str(self.output)]
+        return [*launcher, *layout, "--main_process_port", "0", *script, *self.flags]
+
+
+class Launch:
+    """One launch. Use `launched`, which ends it whatever happens.
+
+    Args:
+        command: its command line.
+        output: the run's folder.
+        log: the file that takes its output.
+    """
+
+    def __init__(self, command: list[str], output: Path, log: Path):
+        self.command, self.output, self.log = command, output, log
+        self.mark, self.process, self.began = uuid.uuid4().hex, None, time.monotonic()
+        self.newest_update = 0  # the last that this launch has printed
+        self.began_at, self.locks = time.time(), []  # locks of builds: what it has left of them as it was killed
+        self._read, self._before = 0, self._partials()
+
+    def start(self) -> None:
+        """Start it, away from this terminal's Ctrl-C."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, MARK: self.mark},
+            )  # fmt: skip
+        self.began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self.began
+
+    def wait(self, limit_s: float, until: Callable[["Launch"], bool] | None = None) -> str:
+        """Wait for its end, or `until` something is the case. Returns ended, until, or late where neither came."""
+        while self.process.poll() is None:
+            if self.seconds > limit_s:
+                return "late"
+            if until is not None:
+                self._look()
+                if until(self):
+                    return "until"
+            time.sleep(0.05 if until is None else 0.002)
+        return "ended"
+
+    def _look(self) -> None:
+        """Read what it has printed since the last time."""
+        if self.log.stat().st_size <= self._read + 1:
+            return
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            text = log.read()
+        whole = text.rpartition(b"\n")[0]
+        found = UPDATE.findall(whole)
+        self._read += len(whole)  # the line break stays, so that a line is seen to begin
+        self.newest_update = int(found[-1]) if found else self.newest_update
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is half written, by this launch."""
+        return bool(self._partials() - self._before)
+
+    def _partials(self) -> set[tuple[str, int]]:
+        found = set()
+        for path in (self.output / "checkpoints").glob("update_*.partial"):
+            with suppress(OSError):
+                found.add((path.name, path.stat().st_mtime_ns))
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL for every process of the launch. Returns when all are gone."""
+        quiet, dying, until = 0, set(), time.monotonic() + 60
+        with _undisturbed():
+            while quiet < 2:  # a process that is just being started shows no mark yet
+                members = set(self.members())
+                for member in members:
+                    with suppress(OSError):
+                        os.kill(member.pid, signal.SIGKILL)
+                if self.process is not None:
+                    self.process.wait()
+                dying = {process for process in dying | members if _is_alive(process)}
+                quiet = 0 if members or dying else quiet + 1
+                if time.monotonic() > until:
+                    raise RuntimeError(f"processes {dying} cannot be killed")
+                time.sleep(0.01)
+            self.locks += abandoned_locks(self.began_at)
+
+    def members(self) -> Iterator[psutil.Process]:
+        """The processes of the launch that are alive. (One that is about to end has no mark any more.)"""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and _is_alive(process):
+                    yield process
+
+    @property
+    def text(self) -> str:
+        """Its output so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it still holds anything: files, say. A zombie holds nothing."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextmanager
+def launched(command: list[str], output: Path, log: Path) -> Iterator[Launch]:
+    """A launch that is started now, and gone with all its processes when the block is left, in whatever way."""
+    launch = Launch(command, output, log)
+    try:
+        launch.start()
+        yield launch
+    finally:
+        launch.kill()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that would end this process come after the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave this block as an exception does, so that no launch outlives it."""
+
+    def leave(number: int, frame) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def failure(launch: Launch, how: str) -> str | None:
+    """What went wrong in a launch that was waited for, with its last lines; None if nothing did.
+
+    Args:
+        how: what `wait` said.
+    """
+    code, text = launch.process.poll(), launch.text
+    if how == "late":
+        said = f"has not ended in {launch.seconds / 60:.1f} minutes"
+    elif code:
+        said = f"left with exit code {code}"
+    elif TRACEBACK in text:
+        said = "ended well, but has printed a traceback"
+    else:
+        return None
+    last = "\n".join(f"  | {line}" for line in _without_the_launchers(text).splitlines()[-12:])
+    return f"{said}. Its output is {launch.log}, and ends with\n{last}"
+
+
+def mistake(launch: Launch) -> str | None:
+    """The message of a run that was refused: a mistake in its recipe. None if there is none in its output."""
+    text = _without_the_launchers(launch.text)
+    found = re.search(r"^error: ", text, re.MULTILINE)
+    return text[found.end() :].strip() if found else None
+
+
+def _without_the_launchers(text: str) -> str:
+    """The output without the traceback that accelerate itself ends with whenever a rank has failed."""
+    start = text.rfind(TRACEBACK)
+    return text[:start] if "accelerate/commands/launch.py" in text[start:] and start > 0 else text
