@@ -59,7 +59,13 @@ def test_a_run_goes_on_with_other_ways_of_watching_it(tmp_path):
     folder.refuse_a_different_run(now, 8, recorded_run(now, folder))
     other = recipe("--learning_rate", "1e-3")
     assert "learning_rate was 5e-05, now 0.001" in refusal(folder.refuse_a_different_run, other, 8, folder.recorded())
-    assert recorded_run(recipe("--overwrite_output_dir"), folder) is None
+
+
+def test_overwriting_replaces_another_run_and_lets_the_same_one_go_on(tmp_path):
+    """It stands in the job scripts of many, who would lose the run at every restart."""
+    folder = leave_a_run(tmp_path, recipe(), 8, 2)
+    assert recorded_run(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder) is None
+    assert recorded_run(recipe("--overwrite_output_dir"), folder)["num_processes"] == 2
 
 
 def named_checkpoint(folder, run: dict):

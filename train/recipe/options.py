@@ -232,7 +232,9 @@ class RunOptions(Recipe):
     """The run and its record"""
 
     output_dir: str | None = option(None, "The run's folder; by default outputs/ and the recipe's name.")
-    overwrite_output_dir: bool = option(False, "Allow output_dir to hold a different run, and replace that.")
+    overwrite_output_dir: bool = option(
+        False, "Allow output_dir to hold a different run, and replace that; this very run goes on all the same."
+    )
     logging_steps: int = option(10, "Updates between two lines of the log where there is no terminal.", positive=True)
     eval_steps: int | None = option(
         None, "Updates between evaluations; by default at the end of each epoch.", positive=True

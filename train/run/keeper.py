@@ -143,6 +143,8 @@ class Keeper:
                 with file, (folder / Path(file.name).name).open("wb") as written:
                     shutil.copyfileobj(file, written)
 
+        for lines in (self.folder.metrics, self.folder.samples, self.folder.faults):
+            lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
         launch = self.session.strategy.launch
         run = identity(self.recipe, self.session.strategy.batches.global_batch)
         run |= {"num_processes": launch.world_size, "strategy": launch.name}
@@ -161,7 +163,7 @@ class Keeper:
         return self._copied_tokenizer
 
     def fault(self, fault) -> None:
-        """Write down an update that must not reach the weights; before the run stops, keep what is good until then."""
+        """Write down an update that must not reach the weights."""
         samples = self.job.train_set
 
         def head_of(index: int) -> str:
@@ -171,11 +173,11 @@ class Keeper:
         if self.is_main:
             self.folder.faults.add(line)
         self.fault_found = fault
-        if self.recipe.on_fault == "stop":
-            self.keep(LEAVING, False, {})
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint, and say what became of it."""
+    def finish(self, stopped: int) -> None:
+        """Wait for the last checkpoint, and say what became of it. After a fault, first keep what is good."""
+        if stopped == FAULT:
+            self.keep(LEAVING, False, {})
         self.saver.settle()
         self.session.say(*self.saver.news)
 

@@ -1,6 +1,7 @@
 """A file of one JSON object a line that a killed run leaves whole, and a resumed run goes on with."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ class Lines:
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """See that the lines so far are on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
         """The lines so far; one that a killed run left half is not among them."""

@@ -34,7 +34,11 @@ def recorded_run(recipe: RunOptions, folder: RunFolder) -> dict[str, Any] | None
         except (OSError, ValueError, KeyError):
             raise UserError(f"resume = {recipe.resume!r}: its state/progress.json cannot be read") from None
     recorded = folder.recorded()
-    return None if recipe.overwrite_output_dir else recorded
+    if recorded is None or not recipe.overwrite_output_dir:
+        return recorded
+    left_open = {name for name, value in recipe.to_dict().items() if value is None}  # a strategy may yet fill them in
+    differing = differences(recipe, recorded.get("global_batch_size"), recorded)
+    return None if any(text.split()[0] not in left_open for text in differing) else recorded
 
 
 def keep_global_batch(recipe: BatchOptions, recorded: dict[str, Any], world_size: int) -> str | None:

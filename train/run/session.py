@@ -15,7 +15,7 @@ from typing import Any
 
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
 from train.recipe.options import TrainingRecipe
-from train.run.folder import RunFolder, describe_environment
+from train.run.folder import RunFolder, describe_environment, differences
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
 from train.run.stopping import FAULT, Stop, exit_code
@@ -38,7 +38,6 @@ class Session:
         self.task, self.recipe, self.timeline = task, recipe, timeline
         self.witness = Witness(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
         self.witness.start()
-        explain_failures_with(self._explain)
         before_leaving(self.witness.leave)
         from train.run.resuming import differences_from, keep_global_batch, recorded_run
 
@@ -62,12 +61,16 @@ class Session:
         self.trackers = wanted_trackers(recipe)
         size = self.strategy.batches.global_batch
         if recorded is not None and recipe.resume in ("auto", "never"):
-            self.folder.refuse_a_different_run(recipe, size, recorded)
+            if recipe.overwrite_output_dir:
+                self.goes_on = self.goes_on and not differences(recipe, size, recorded)
+            else:
+                self.folder.refuse_a_different_run(recipe, size, recorded)
         elif recorded is not None:
             self.strategy.notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, size, recorded)]
         self.main = self.strategy.launch.rank == 0
         self.engine, self.row_tokens, self.program_bytes = None, None, 0
         self.stopped = 0
+        explain_failures_with(self._explain)
         self.witness.phase("data", patience=math.inf)
         timeline.mark("checks")
 
@@ -227,7 +230,7 @@ class Session:
             if results["stopped"] != FAULT or not keeper.rewind():
                 break
         self._phase("save", results["updates"])
-        keeper.finish()
+        keeper.finish(results["stopped"])
         if engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
         self.stopped = results["stopped"]
