@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from train.recipe import ClmRecipe, parse_recipe
 
+LONG = pytest.mark.long
 SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--block_size", "64",
            "--config_overrides", "n_layer=2,n_head=2,n_embd=32,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
            "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--learning_rate", "1e-3"]  # fmt: skip
@@ -50,7 +51,7 @@ def test_the_real_llama_has_its_known_loss(stories, shared, cache, tmp_path, rea
     assert lines[-1]["eval_loss"] == pytest.approx(lines[0]["eval_loss"], rel=1e-6), "at a learning rate of 0"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=LONG), pytest.param("zero2", marks=LONG), "zero3"])
 def test_the_real_llama_continues_below_that(stories, shared, cache, tmp_path, strategy):
     story_file = shared / "text" / "tinystories_a.txt"
     lines = launch(
@@ -140,7 +141,7 @@ def test_trackers_were_fed(scratch):
     assert list(output.rglob("*.wandb")), "wandb, offline"
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2", marks=LONG)])
 def test_random_weights_are_the_same_under_every_strategy(scratch, text, cache, tmp_path, strategy):
     """Also under ZeRO-3, where weights drawn share by share would differ (a trap of zero.Init)."""
     lines = launch(

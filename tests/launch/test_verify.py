@@ -19,18 +19,18 @@ def test_a_recipe_is_verified(tmp_path, cache):
     recipe.parent.mkdir()
     recipe.write_text(yaml.safe_dump({**RECIPE, "cache_dir": cache}))
     output = tmp_path / "proof"
-    command = [sys.executable, "-m", "train.cli", "verify", "--config", recipe, "--strategies", "zero2", "--updates",
+    command = [sys.executable, "-m", "train.cli", "verify", "--config", recipe, "--strategies", "ddp", "--updates",
                "6", "--kills", "1", "--output", output]  # fmt: skip
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=400,
                           env=environment())  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shown = done.stdout
     assert "num_warmup_steps 2 in place of 100" in shown
-    assert "zero2, 2 processes: killed after update" in shown
-    agreement, resumed = (line.split() for line in shown.splitlines() if line.startswith("  zero2 "))
+    assert "ddp, 2 processes: killed after update" in shown
+    agreement, resumed = (line.split() for line in shown.splitlines() if line.startswith("  ddp "))
     assert (agreement[1], agreement[-3:]) == ("2", ["the", "same", "agrees"])
     assert 0 < float(agreement[2]) < 1e-5, "other sums round otherwise: an exact zero would be no comparison"
     assert (resumed[1], resumed[2], resumed[-4:]) == ("2,2", "1", ["0", "0", "the", "same"])
-    assert "verified: zero2 agrees with one process, and 1 kill has left no trace (6 updates, " in shown
+    assert "verified: ddp agrees with one process, and 1 kill has left no trace (6 updates, " in shown
     assert {path.name for path in output.iterdir()} == {"recipe.yaml", "report.txt", "logs"}
     assert (output / "report.txt").read_text() in shown
