@@ -65,7 +65,7 @@ def fill(folder: Path, weights) -> None:
 
 
 def saver_of(engine: Alone, folder: Path, **options) -> Saver:
-    return Saver(Checkpoints(folder / "checkpoints"), engine, list(engine.module.parameters()), **options)
+    return Saver(Checkpoints(folder / "checkpoints"), engine, **options)
 
 
 def save(saver: Saver, engine: Alone, update: int, fill=fill) -> None:

@@ -36,8 +36,7 @@ class Keeper:
         self.checkpoints = Checkpoints(
             session.folder.path / "checkpoints", recipe.save_total_limit, recipe.save_keep_every
         )
-        exported = [p for p in engine.module.parameters() if p.requires_grad or not session.adapter]
-        self.saver = Saver(self.checkpoints, engine, exported, recipe.save_async)
+        self.saver = Saver(self.checkpoints, engine, not session.adapter, recipe.save_async)
         self.data = fingerprint(job.train_set, job.grouping)
         self.done = Progress()
         self.fault_found = None

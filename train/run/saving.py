@@ -1,9 +1,9 @@
 """Saving and resuming, on all ranks together.
 
 A save has two halves. While training stands still, each rank copies what it owns to the host's memory. Then a thread
-of each rank writes its copy while training goes on; the main process's thread adds model/, waits for the files of the
-others, and seals the checkpoint. Ranks meet in `settle` only: before the next save, where one has failed, and at the
-end.
+of each rank writes its copy while training goes on; the main process's thread waits for the files of the others, makes
+model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model alone
+is. Ranks meet in `settle` only: before the next save, where one has failed, and at the end.
 """
 
 import os
@@ -38,13 +38,15 @@ class Saver:
     """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together.
 
     Args:
-        exported: the parameters whose values model/ holds.
+        whole: model/ holds the whole model, and not only what is trained.
         asynchronous: write while training goes on; None: where the host's memory has room for the copies.
     """
 
-    def __init__(self, checkpoints: Checkpoints, engine, exported: list, asynchronous: bool | None = None):
+    def __init__(self, checkpoints: Checkpoints, engine, whole: bool = True, asynchronous: bool | None = None):
         self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
-        self._exported = exported
+        parameters, trained = list(engine.module.parameters()), list(engine.state.parameters.values())
+        self._exported, self._whole = parameters if whole else trained, whole
+        self._state_has_all = len(self._exported) == len(trained)
         self._asynchronous: bool | None = None
         self._save: _Save | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -72,7 +74,8 @@ class Saver:
             why: ASKED, CLOCK, ... of train/run/checkpoints.py.
             fill: writes what is for others (model/, predictions) into a folder, given the copy of the weights; called
                 on the main process, in a thread.
-            weights: gathers the weights that are exported, on the main process; called on all ranks.
+            weights: gathers what is exported, on the main process; called on all ranks, and only where the state does
+                not hold it.
             progress: what the run goes on from, beside the optimizer's state; None: only the model is kept.
         """
         began = time.perf_counter()
@@ -83,22 +86,31 @@ class Saver:
         pieces = engine.state.own() if progress is not None else []
         tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
         tensors = {name: self._on_the_host(name, tensor.float(), copied) for name, tensor in tensors.items()}
-        state = weights()
-        if state is not None and copied:
-            live = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
-            state = {name: self._on_the_host(f"model/{name}", tensor, tensor.untyped_storage().data_ptr() in live)
-                     for name, tensor in state.items()}  # fmt: skip
+        from_state = progress is not None and self._state_has_all
+        exported = self._buffers_of_the_model() if from_state else weights()
+        if exported is not None and copied:
+            held = [*engine.module.parameters(), *engine.module.buffers()]
+            live = {tensor.untyped_storage().data_ptr() for tensor in held}
+            exported = {name: self._on_the_host(f"model/{name}", tensor, tensor.untyped_storage().data_ptr() in live)
+                        for name, tensor in exported.items()}  # fmt: skip
         if progress is not None:
             steps, scale = engine.state.steps, engine.loss_scale()
             progress = {**progress, "steps": steps, "loss_scale": scale, "world_size": engine.world_size}
         self._save = _Save(self.checkpoints, update, why, engine.accelerator.process_index, engine.world_size, is_best)
-        self._save.start(pieces, tensors, progress, fill if engine.is_main else None, state)
+        dtypes = {name: parameter.dtype for name, parameter in engine.state.parameters.items()} if from_state else {}
+        self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
         if not copied:
             self.settle()
         elif self._save is not None:
             self._save.stood_still = time.perf_counter() - began
         if not copied and self.records:
             self.records[-1]["stood_still"] = time.perf_counter() - began
+
+    def _buffers_of_the_model(self) -> dict[str, torch.Tensor]:
+        """What belongs to the exported model and is no parameter."""
+        buffers = dict(self.engine.module.named_buffers()) if self._whole else {}
+        kept = self.engine.module.state_dict().keys() if buffers else ()
+        return {name: buffer for name, buffer in buffers.items() if name in kept}
 
     def _on_the_host(self, name: str, tensor: torch.Tensor, copied: bool) -> torch.Tensor:
         """A tensor on the CPU; a copy in a buffer that the next save uses again, where training goes on meanwhile."""
@@ -121,7 +133,7 @@ class Saver:
         return self._asynchronous
 
     def _bytes_to_copy(self) -> int:
-        """The most that a rank copies: its share of the state, and the main process the exported weights as well."""
+        """The most that a rank copies: its share of the state, and the main process puts the model together."""
         trained = sum(piece.stop - piece.start for piece in self.engine.state.own())
         return 4 * len(KINDS) * trained + (self._bytes_of_weights() if self.engine.is_main else 0)
 
@@ -248,9 +260,8 @@ class _Save:
         self._until = float("inf")  # when the main process no longer waits for the files of others
         self._thread: threading.Thread | None = None
 
-    def start(self, pieces, tensors, progress: dict | None, fill: Fill | None, weights) -> None:
-        arguments = (pieces, tensors, progress, fill, weights)
-        self._thread = threading.Thread(target=self._work, args=arguments, name="checkpoint", daemon=True)
+    def start(self, *work) -> None:
+        self._thread = threading.Thread(target=self._work, args=work, name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -269,23 +280,32 @@ class _Save:
     def record(self) -> dict[str, Any]:
         return {"update": self.update, "bytes": self._bytes, "stood_still": self.stood_still, "seconds": self._seconds}
 
-    def _work(self, pieces, tensors, progress, fill, weights) -> None:
+    def _work(self, pieces, tensors, progress: dict | None, fill: Fill | None, exported, dtypes) -> None:
+        """Write this rank's share; on the main process (where there is a `fill`) the rest, too.
+
+        Args:
+            exported: what of the exported model is not in the state.
+            dtypes: of the exported parameters that are.
+        """
         try:
             partial = self.checkpoints.partial(self.update)
             if progress is not None:
                 (partial / STATE).mkdir(parents=True, exist_ok=True)
                 write_share(partial / STATE, self.rank, pieces, tensors)
-            if fill is not None:
-                partial.mkdir(parents=True, exist_ok=True)
-                fill(partial, weights)
-                if progress is not None:
-                    write_progress(partial / STATE, progress)
             self.share_is_written.set()
-            if fill is not None and self._all_are_there(progress is not None):
-                self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-                shares = entries_of_shares(partial / STATE).items() if progress is not None else ()
-                checked = {f"{STATE}/{name}": entry for name, entry in shares}
-                self.checkpoints.finish(self.update, self.why, self.is_best, checked)
+            if fill is None or (progress is not None and not self._all_are_there()):
+                return
+            partial.mkdir(parents=True, exist_ok=True)
+            if dtypes:
+                files = StateFiles(partial / STATE)
+                exported = {**exported, **{name: files.weight(name).to(dtype) for name, dtype in dtypes.items()}}
+            fill(partial, exported)
+            checked = {}
+            if progress is not None:
+                write_progress(partial / STATE, progress)
+                checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shares(partial / STATE).items()}
+            self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+            self.checkpoints.finish(self.update, self.why, self.is_best, checked)
         except Exception as error:  # whatever it is, it must not end the training
             self.failure = first_line(error)
             if not is_of_the_disk(error):
@@ -294,10 +314,10 @@ class _Save:
             self._seconds = time.perf_counter() - self._began
             self.share_is_written.set()
 
-    def _all_are_there(self, with_state: bool) -> bool:
+    def _all_are_there(self) -> bool:
         """Wait for the files of the other ranks. Returns False if one of them has failed."""
         folder = self.checkpoints.partial(self.update) / STATE
-        while with_state and (missing := missing_shares(folder, self.world_size)):
+        while missing := missing_shares(folder, self.world_size):
             if time.perf_counter() > self._until:
                 if self._until:
                     ranks = ", ".join(map(str, missing))

@@ -8,6 +8,7 @@ Nothing here is ever unpickled.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ class StateFiles:
         both = (name for name in there if name in here)
         return found + [f"{name} is {here[name]} in it, and {there[name]} here" for name in both
                         if here[name] != there[name]]  # fmt: skip
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter's whole value, fp32."""
+        shape = self.shapes[name]
+        return self.read("weight", name, 0, math.prod(shape)).view(shape)
 
     def read(self, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
         """(stop - start,) fp32: elements [start, stop) of a flattened parameter's value or moment."""
