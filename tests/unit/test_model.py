@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import TINY, tiny_model
+from helpers import TINY, refusal, tiny_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -115,6 +116,14 @@ def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(shared):
         recipe = ClmRecipe(config_name=config, tokenizer_name=str(shared / "tokenizers" / name))
         tokenizer = load_tokenizer(recipe, load_configuration(recipe))
         assert tokenizer("hello world")["input_ids"] == ids
+
+
+def test_vocabulary_files_of_another_kind_are_refused(shared):
+    """GPT-2's, read as a Llama's, make nothing of a sentence, and a corpus would become a handful of tokens."""
+    recipe = ClmRecipe(tokenizer_name=str(shared / "tokenizers" / "gpt2"))
+    message = refusal(load_tokenizer, recipe, AutoConfig.for_model("llama"))
+    assert "they make 0 tokens of 'The quick brown fox" in message
+    assert len(load_tokenizer(recipe, AutoConfig.for_model("gpt2"))("The quick brown fox")["input_ids"]) == 4
 
 
 def test_a_folder_that_says_what_it_is_is_believed(stories, tmp_path):

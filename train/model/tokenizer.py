@@ -51,8 +51,23 @@ def load_tokenizer(recipe: ModelOptions, config):
     if kind:
         # Meta's own code and published folders begin every text with the beginning-of-text token.
         bos = {"add_bos_token": True} if config.model_type == "llama" else {}
-        return from_hub_or_folder(option, name, kind.from_pretrained, **bos)
+        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **bos)
+        _refuse_one_that_reads_nothing(tokenizer, option, name, kind.__name__)
+        return tokenizer
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
+
+
+def _refuse_one_that_reads_nothing(tokenizer, option: str, name: str, kind: str) -> None:
+    """Raises UserError where vocabulary files were read as those of another kind of tokenizer: GPT-2's as a Llama's,
+    say, which makes one unknown token of a whole sentence."""
+    sentence = "The quick brown fox jumps over the lazy dog."
+    tokens = tokenizer(sentence, add_special_tokens=False)["input_ids"]
+    if len(tokens) < len(sentence.split()):
+        raise UserError(
+            f"{option} = {name!r} has bare vocabulary files, and read as the model's own kind ({kind}) they make "
+            f"{len(tokens)} tokens of {sentence!r}: they are of another kind. Name a folder with a tokenizer.json, or "
+            "a model of that kind"
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False):
