@@ -39,6 +39,7 @@ class Keeper:
         self.saver = Saver(self.checkpoints, engine, not session.adapter, recipe.save_async)
         self.data = fingerprint(job.train_set, job.grouping)
         self.done = Progress()
+        self.resumed_at = 0  # updates made before
         self.fault_found = None
         self._last: int | None = None  # the update whose state was saved last
         self._copied_tokenizer = None
@@ -76,6 +77,7 @@ class Keeper:
             )
             return
         run = self._load(folder)["run"]
+        self.resumed_at = self.done.updates
         size = sum(file.stat().st_size for file in (folder / STATE).iterdir())
         self.session.say(
             f"resumed   {folder}, after update {self.done.updates:,}, written under {run['strategy']}, number of "

@@ -332,10 +332,14 @@ class Session:
         flops_per_s = tokens_per_s * self.meter.flops_per_token
         mfu = f", MFU {flops_per_s / self.meter.peak:.1%}" if self.meter.peak else ""
         padding = f", {results['padding']:.1%} of all positions padding" if results["padding"] else ""
-        lines = [
-            f"trained     {results['updates']:,} updates in {duration(results['seconds'])}, "
-            f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}{padding}"
-        ]
+        made = results["updates"] - self.keeper.resumed_at
+        of_them = f" ({made:,} of them now)" if made != results["updates"] else ""
+        speed = f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}{padding}"
+        lines = [f"trained     {results['updates']:,} updates{of_them} in {duration(results['seconds'])}, {speed}"]
+        if not made:
+            lines = [
+                f"trained     {results['updates']:,} updates, all of them before: there was nothing left to train"
+            ]
         saves = self.keeper.saver.records
         if saves:
             size, stood = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
