@@ -1,6 +1,7 @@
 """What no CPU can show. Skipped without a CUDA device; run with `make test-gpu`."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -114,3 +115,22 @@ def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, stories, strate
         cache, strategy=strategy, processes=1,
     )  # fmt: skip
     assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"] - 0.5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "zero3_offload"])
+def test_a_run_goes_on_with_its_loss_scale(tmp_path, cache, strategy, precision):
+    """From the checkpoint after update 10 on, the losses are those of the run that was not interrupted."""
+    output = tmp_path / "run"
+    run = [*SCRATCH, "--cache_dir", cache, "--precision", precision, "--save_steps", "10"]
+    whole = updates(launch(output, *run, strategy=strategy, processes=1))
+    for newer in ("update_00000020", "latest", "best"):
+        path = output / "checkpoints" / newer
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    again = updates(launch(output, *run, strategy=strategy, processes=1))
+    assert [line["update"] for line in again] == list(range(1, 21))
+    for before, after in zip(whole, again):
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-3)
