@@ -59,6 +59,16 @@ def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
     assert there(checkpoints) == [1, 4, 5, 6]
 
 
+def test_those_that_hold_the_model_only_are_kept_as_asked(tmp_path):
+    for limit, kept in ((None, [1, 2, 3]), (2, [2, 3])):
+        checkpoints = Checkpoints(tmp_path / f"checkpoints-{limit}", limit)
+        for update in (1, 2, 3):
+            (checkpoints.partial(update) / "model").mkdir(parents=True)
+            (checkpoints.partial(update) / "model" / "weights").write_text(f"weights {update}")
+            checkpoints.finish(update, ASKED, False, {})
+        assert there(checkpoints) == kept
+
+
 def damages(data: bytes) -> dict[str, bytes | None]:
     flipped = bytearray(data)
     flipped[len(data) // 2] ^= 1

@@ -8,9 +8,10 @@ import yaml
 from helpers import refusal
 
 from train.recipe import ClmRecipe, parse_recipe
+from train.recipe.errors import NothingToDo
 from train.run.checkpoints import ASKED, Checkpoints
 from train.run.folder import RunFolder, identity
-from train.run.resuming import check_data, differences_from, fingerprint, keep_global_batch, recorded_run
+from train.run.resuming import Origin, check_data, differences_from, fingerprint
 from train.strategy.batches import resolve_batches
 
 
@@ -29,17 +30,17 @@ def leave_a_run(folder, options: ClmRecipe, global_batch: int, processes: int) -
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes, accumulation):
     options = recipe("--gradient_accumulation_steps", "3")
-    recorded = recorded_run(options, leave_a_run(tmp_path, options, 24, 2))
-    note = keep_global_batch(options, recorded, processes)
+    origin = Origin(options, leave_a_run(tmp_path, options, 24, 2), processes)
     sizes = resolve_batches(options, processes)
     assert (sizes.global_batch, sizes.accumulation) == (24, accumulation)
-    assert (note is None) == (processes == 2)
-    assert note is None or "the global batch stays 24, and the accumulation follows" in note
+    said = "".join(origin.settle(sizes.global_batch))
+    assert ("the global batch stays 24, and the accumulation follows" in said) == (processes != 2)
+    assert origin.wanted == ["auto"]
 
 
 def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
     options = recipe("--gradient_accumulation_steps", "3")
-    keep_global_batch(options, recorded_run(options, leave_a_run(tmp_path, options, 24, 2)), 4)
+    Origin(options, leave_a_run(tmp_path, options, 24, 2), 4)
     message = refusal(resolve_batches, options, 4)
     assert "global_batch_size = 24 (the run that goes on, of 2 processes)" in message
     assert "per_device_train_batch_size could be 1, 2, 3, 6, or the number of processes could be 1, 2, 3, 6" in message
@@ -47,25 +48,60 @@ def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
 
 def test_what_the_user_says_of_the_global_batch_is_heeded(tmp_path):
     options = recipe("--global_batch_size", "16")
-    recorded = recorded_run(options, leave_a_run(tmp_path, options, 24, 2))
-    assert keep_global_batch(options, recorded, 1) is None
-    message = refusal(RunFolder(tmp_path).refuse_a_different_run, options, 16, recorded)
-    assert "global_batch_size was 24, now 16" in message
+    origin = Origin(options, leave_a_run(tmp_path, options, 24, 2), 1)
+    assert "global_batch_size was 24, now 16" in refusal(origin.settle, 16)
 
 
-def test_a_run_goes_on_with_other_ways_of_watching_it(tmp_path):
+def test_a_run_goes_on_with_other_ways_of_watching_it_and_no_other_options(tmp_path):
     before, now = recipe("--save_steps", "3"), recipe("--save_minutes", "5", "--on_fault", "skip", "--max_hours", "2")
     folder = leave_a_run(tmp_path, before, 8, 2)
-    folder.refuse_a_different_run(now, 8, recorded_run(now, folder))
-    other = recipe("--learning_rate", "1e-3")
-    assert "learning_rate was 5e-05, now 0.001" in refusal(folder.refuse_a_different_run, other, 8, folder.recorded())
+    origin = Origin(now, folder, 2)
+    assert origin.settle(8) == []
+    assert origin.wanted == ["auto"]
+    for flags in (["--learning_rate", "1e-3"], ["--learning_rate", "1e-3", "--resume", "never"]):
+        message = refusal(Origin(recipe(*flags), folder, 2).settle, 8)
+        assert "holds a different run: learning_rate was 5e-05, now 0.001" in message
+    never = Origin(recipe("--resume", "never"), folder, 2)
+    assert never.settle(8) == []
+    assert never.wanted == []
 
 
 def test_overwriting_replaces_another_run_and_lets_the_same_one_go_on(tmp_path):
     """It stands in the job scripts of many, who would lose the run at every restart."""
     folder = leave_a_run(tmp_path, recipe(), 8, 2)
-    assert recorded_run(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder) is None
-    assert recorded_run(recipe("--overwrite_output_dir"), folder)["num_processes"] == 2
+    other = Origin(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder, 1)
+    assert other.settle(4) == []
+    assert other.wanted == []
+    same = Origin(recipe("--overwrite_output_dir"), folder, 2)
+    same.settle(8)
+    assert same.wanted == ["auto"]
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    folder = leave_a_run(tmp_path, recipe(), 8, 2)
+    (tmp_path / "model").mkdir()
+    folder.write_environment({"exit_code": 85})
+    Origin(recipe(), folder, 2).settle(8)
+    folder.write_environment({"exit_code": 0})
+    with pytest.raises(NothingToDo, match="--resume never makes it again"):
+        Origin(recipe(), folder, 2).settle(8)
+    for flag in ("--overwrite_output_dir", "--resume=never"):
+        again = Origin(recipe(flag), folder, 2)
+        again.settle(8)
+        assert again.wanted == []
+    folder.write_environment({"exit_code": 85, "x": 1})
+    folder.forget_the_end()
+    assert json.loads((tmp_path / "environment.json").read_text()) == {"x": 1}
+
+
+def test_only_one_run_is_at_work_in_a_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    folder.lock()
+    assert "another run is at work there (process " in refusal(RunFolder(tmp_path).lock)
+    del folder
+    RunFolder(tmp_path).lock()
+    RunFolder(tmp_path / "not yet there").lock()
 
 
 def named_checkpoint(folder, run: dict):
@@ -80,23 +116,41 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
     before = recipe()
     checkpoint = named_checkpoint(tmp_path, {**identity(before, 8), "num_processes": 2})
     now = recipe("--resume", str(checkpoint), "--learning_rate", "1e-3", "--num_train_epochs", "9")
-    recorded = recorded_run(now, RunFolder(tmp_path / "other"))
-    assert sorted(differences_from(now, 8, recorded)) == [
-        "learning_rate was 5e-05, now 0.001", "num_train_epochs was 3.0, now 9.0"
+    origin = Origin(now, RunFolder(tmp_path / "other"), 2)
+    assert sorted(origin.settle(8)) == [
+        "goes on otherwise: learning_rate was 5e-05, now 0.001", "goes on otherwise: num_train_epochs was 3.0, now 9.0"
     ]  # fmt: skip
+    assert origin.wanted == [str(checkpoint)]
+    recorded = {**identity(before, 8), "num_processes": 2}
     for flags, global_batch, text in ((["--seed", "1"], 8, "seed was 42, now 1"), ([], 16, "was 8, now 16")):
         message = refusal(differences_from, recipe("--resume", str(checkpoint), *flags), global_batch, recorded)
         assert text in message
         assert "place in the data" in message
 
 
+def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
+    """Another run is refused or replaced; this one, begun there and killed, goes on from its own newest first."""
+    (tmp_path / "here").mkdir()
+    checkpoint = named_checkpoint(tmp_path / "there", {**identity(recipe(), 8), "num_processes": 2})
+    folder = leave_a_run(tmp_path / "here", recipe(), 8, 2)
+    named = ["--resume", str(checkpoint)]
+    assert "holds a different run" in refusal(Origin(recipe(*named, "--learning_rate", "1e-3"), folder, 2).settle, 8)
+    replaced = Origin(recipe(*named, "--learning_rate", "1e-3", "--overwrite_output_dir"), folder, 2)
+    replaced.settle(8)
+    assert replaced.wanted == [str(checkpoint)]
+    again = Origin(recipe(*named), folder, 2)
+    again.settle(8)
+    assert again.wanted == ["auto", str(checkpoint)]
+
+
 @pytest.mark.parametrize(
-    ("path", "text"), [("nowhere", "there is no such folder"), (".", "it has no state/ folder"),
+    ("path", "text"), [("nowhere", "there is no such folder"),
+                       (".", "it has no state/ folder; its checkpoints are checkpoints/update_00000003"),
                        ("checkpoints", "its checkpoints are update_00000003")]
 )  # fmt: skip
 def test_what_is_no_checkpoint_is_refused_at_once(tmp_path, path, text):
     named_checkpoint(tmp_path, {})
-    assert text in refusal(recorded_run, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path))
+    assert text in refusal(Origin, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path), 1)
 
 
 class Samples(list):
@@ -109,8 +163,8 @@ def test_data_that_has_changed_is_refused(tmp_path):
     before = fingerprint(Samples(data), "none")
     check_data(before, json.loads(json.dumps(before)), tmp_path)
     more = fingerprint(Samples([*data, [7]]), "none")
-    assert "had 500 samples, and has 501 now" in refusal(check_data, more, before, tmp_path)
+    assert "has 501 samples, and had 500" in refusal(check_data, more, before, tmp_path)
     moved = fingerprint(Samples(data[::-1]), "none")
-    assert "had other samples" in refusal(check_data, moved, before, tmp_path)
+    assert "has other samples than it had" in refusal(check_data, moved, before, tmp_path)
     grouped = fingerprint(Samples(data), "window")
-    assert "was grouped by 'none'" in refusal(check_data, grouped, before, tmp_path)
+    assert "was by 'none'" in refusal(check_data, grouped, before, tmp_path)

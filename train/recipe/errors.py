@@ -28,6 +28,10 @@ class UserError(Exception):
         return "\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines])
 
 
+class NothingToDo(Exception):
+    """What was asked for is there already. The message says so; the exit code is 0."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that looks most like `name`, if any does."""
     import difflib
@@ -75,6 +79,10 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
                 _wait_for_the_launcher(seconds=20)
                 print(f"[rank {rank}] {error.report()}", file=sys.stderr, flush=True)
             return EXIT_USER_ERROR
+        except NothingToDo as message:
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(message, flush=True)
+            return 0
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
             return EXIT_BROKEN_PIPE
@@ -85,7 +93,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             return code
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
-                message = "interrupted before the first update: nothing was trained"
+                message = "interrupted while the run was starting: its folder is as it was"
                 print(f"\n{message}", file=sys.stderr, flush=True)
             return EXIT_INTERRUPTED
 

@@ -90,13 +90,17 @@ class Checkpoints:
         if not self.latest.is_symlink() and (newest := next(self.resumable(), None)):
             self._point(self.latest, newest)
 
+    def point_to_the_best(self, update: int) -> None:
+        """Let `best` point to the checkpoint of this update."""
+        self._point(self.best, self.folder(update))
+
     def _drop(self) -> None:
-        there = list(self.resumable())
-        asked = [folder for folder in there if _why(folder) == ASKED]
-        keep = {*asked[: self.limit], *there[: self.limit or AT_LEAST]}
+        folders = sorted(self.path.glob("update_????????"), reverse=True)
+        asked = [folder for folder in folders if _why(folder) == ASKED]
+        keep = {*asked[: self.limit], *list(self.resumable())[: self.limit or AT_LEAST]}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
         kept = {folder.name for folder in keep}
-        for folder in self.path.glob("update_????????"):
+        for folder in folders:
             milestone = self.every and int(folder.name.removeprefix("update_")) % self.every == 0
             if folder.name not in kept and not milestone:
                 shutil.rmtree(folder)

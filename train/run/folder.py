@@ -1,7 +1,9 @@
 """The run's folder: what a run was, and what came of it. Only the main process writes."""
 
+import contextlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -51,6 +53,7 @@ class RunFolder:
         self.metrics = Lines(self.path / "metrics.jsonl")
         self.samples = Lines(self.path / "samples.jsonl")
         self.faults = Lines(self.path / "faults.jsonl")
+        self._lock = None
 
     @property
     def model(self) -> Path:
@@ -67,15 +70,56 @@ class RunFolder:
         laid_out = (yaml.safe_load(strategy.read_text()) or {}) if strategy.is_file() else {}
         return {**options, "num_processes": laid_out.get("num_processes")}
 
-    def refuse_a_different_run(self, recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> None:
-        """Raises UserError where the folder holds another run than this one."""
-        shown = differences(recipe, global_batch, recorded)
-        if shown:
-            more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-            raise UserError(
-                f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(shown[:5])}{more}. "
-                "Choose another --output_dir, or replace that run with --overwrite_output_dir"
-            )
+    def refuse_a_different_run(self, differing: list[str]) -> None:
+        """Raises UserError: the folder holds another run than this one."""
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise UserError(
+            f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(differing[:5])}{more}. "
+            "Choose another --output_dir, or replace that run with --overwrite_output_dir"
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run that is in the folder has come to its end."""
+        return self.model.is_dir() and self._environment().get("exit_code") == 0
+
+    def forget_the_end(self) -> None:
+        """Another launch of the run begins: how the one before ended says nothing any more."""
+        environment = self._environment()
+        if environment.pop("exit_code", None):
+            with contextlib.suppress(OSError):
+                self.write_environment(environment)
+
+    def _environment(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / "environment.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def lock(self) -> None:
+        """Keep other launches out of the folder, as long as this process lives.
+
+        Raises:
+            UserError: one is at work there.
+        """
+        if self._lock is not None or not self.path.is_dir():
+            return
+        with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
+            import fcntl
+
+            file = (self.path / ".lock").open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(
+                    f"output_dir = {str(self.path)!r}: another run is at work there ({file.read().strip()}). Wait for "
+                    "its end, or end it"
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {platform.node()}\n")
+            file.flush()
+            self._lock = file
 
     def _has_updates(self) -> bool:
         return any(line["update"] > 0 for line in self.metrics.read())
@@ -87,18 +131,37 @@ class RunFolder:
         strategy: dict[str, Any],
         environment: dict[str, Any],
         updates: int = 0,
+        goes_on_from: Path | None = None,
     ) -> None:
-        """Write what the run is, and begin its metrics anew, or go on after so many updates."""
+        """Write what the run is, and begin its record anew, or go on with it after so many updates.
+
+        Args:
+            goes_on_from: the folder of the run that goes on: this one, or another whose record is copied.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            self._clear(goes_on_from)
+            self._write_all(recipe, global_batch, strategy, environment, updates)
         except OSError as error:
-            raise UserError(f"output_dir = {str(self.path)!r} cannot be made: {error.strerror}") from None
+            raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
+
+    def _clear(self, goes_on_from: Path | None) -> None:
         shutil.rmtree(self.model, ignore_errors=True)
         (self.path / "loss.png").unlink(missing_ok=True)
-        if not updates:  # what the run that stood here has left
-            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
-            for left in (self.samples.path, self.faults.path, *self.path.glob("predictions*.jsonl")):
-                left.unlink(missing_ok=True)
+        if goes_on_from is not None and goes_on_from.resolve() == self.path.resolve():
+            return
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)  # what the run that stood here has left
+        for left in (self.metrics.path, self.samples.path, self.faults.path, *self.path.glob("predictions*.jsonl")):
+            left.unlink(missing_ok=True)
+        for lines in (self.metrics, self.samples) if goes_on_from is not None else ():
+            if (goes_on_from / lines.path.name).is_file():
+                shutil.copyfile(goes_on_from / lines.path.name, lines.path)
+
+    def _write_all(self, recipe, global_batch: int, strategy: dict, environment: dict, updates: int) -> None:
         options = {**recipe.to_dict(), **identity(recipe, global_batch)}
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
@@ -106,14 +169,6 @@ class RunFolder:
         self.metrics.start(updates)
         if recipe.record_samples:
             self.samples.start(updates)
-
-    def take_over(self, other: Path) -> None:
-        """Begin with the record of another folder's run, which goes on here."""
-        for lines in (self.metrics, self.samples):
-            source = Lines(other / lines.path.name)
-            if other.resolve() != self.path.resolve() and source.path.is_file():
-                self.path.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source.path, lines.path)
 
     def write_environment(self, environment: dict[str, Any]) -> None:
         self._write("environment.json", json.dumps(environment, indent=2) + "\n")
@@ -131,7 +186,9 @@ class RunFolder:
             return [json.loads(line) for line in lines]
 
     def _write(self, name: str, text: str) -> None:
-        (self.path / name).write_text(text, encoding="utf-8")
+        partial = self.path / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.path / name)
 
 
 def differences(recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
@@ -149,8 +206,6 @@ def identity(recipe: Recipe, global_batch: int) -> dict[str, Any]:
 
 def describe_environment(command: list[str], device) -> dict[str, Any]:
     """Versions, commit, hardware and command of this run."""
-    import platform
-
     import psutil
     import torch
 
@@ -193,6 +248,4 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        import platform
-
         return platform.processor()

@@ -2,13 +2,15 @@
 
 import copy
 import dataclasses
+import math
 import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.run.checkpoints import ASKED, BEST, LEAVING, START, STATE, Checkpoints
-from train.run.folder import identity
+from train.recipe.errors import UserError
+from train.run.checkpoints import ASKED, BEST, LEAVING, START, STATE, Checkpoints, flaw
+from train.run.folder import differences, identity
 from train.run.progress import Progress
 from train.run.resuming import check_data, fingerprint
 from train.run.saving import Saver
@@ -39,7 +41,7 @@ class Keeper:
         self.saver = Saver(self.checkpoints, engine, not session.adapter, recipe.save_async)
         self.data = fingerprint(job.train_set, job.grouping)
         self.done = Progress()
-        self.resumed_at = 0  # updates made before
+        self.resumed_at, self.goes_on_from = 0, None  # updates made before, and in which run's folder
         self.fault_found = None
         self._last: int | None = None  # the update whose state was saved last
         self._copied_tokenizer = None
@@ -65,28 +67,64 @@ class Keeper:
     # ------------------------------------------------------------------------------------------------------- going on
 
     def resume(self) -> None:
-        """Take up the run that is in the folder, or the checkpoint that is named, where there is one."""
-        if not self.session.goes_on:
-            return
+        """Take up the run that is in the folder, or the checkpoint that is named, where there is one.
+
+        Raises:
+            UserError: none of the folder's checkpoints can be used, or it is of another run.
+        """
         began = time.perf_counter()
-        folder, warnings = self.saver.choose(self.recipe.resume)
-        self.session.say(*warnings)
-        if folder is None:
-            self.session.say(
-                "note      this very run is in the folder already, without a checkpoint to go on from: it starts over"
-            )
+        for wanted in self.session.origin.wanted:
+            folder, warnings = self.saver.choose(wanted)
+            self.session.say(*warnings)
+            if folder is not None:
+                break
+            if warnings:
+                raise UserError(
+                    f"no checkpoint in {self.checkpoints.path} can be used, for the reasons above. Bring one back, or "
+                    "start over with --resume never, which takes away what is left of them"
+                )
+        else:
+            if self.session.origin.wanted:
+                self.session.say("note      this run is in the folder already, with no checkpoint: it starts over")
             return
-        run = self._load(folder)["run"]
-        self.resumed_at = self.done.updates
+        found = self._load(folder)
+        if wanted == "auto":
+            differing = differences(self.recipe, self.session.strategy.batches.global_batch, found["run"])
+            if differing:
+                self.folder.refuse_a_different_run(differing)
+        run, self.resumed_at, self.goes_on_from = found["run"], self.done.updates, folder.parents[1]
         size = sum(file.stat().st_size for file in (folder / STATE).iterdir())
         self.session.say(
             f"resumed   {folder}, after update {self.done.updates:,}, written under {run['strategy']}, number of "
             f"processes {run['num_processes']}: {size / 1e6:,.1f} MB read in {time.perf_counter() - began:.1f} s"
         )
-        if self.is_main:
-            self.folder.take_over(folder.parents[1])
-            if self.folder.path.resolve() == folder.parents[1]:
-                self.checkpoints.drop_after(self.done.updates)
+
+    def bring_the_best(self) -> None:
+        """See that the best checkpoint so far is in the folder; where it is gone, the search begins anew."""
+        there = True
+        if self.is_main and self.goes_on_from is not None:
+            self.checkpoints.drop_after(self.done.updates)
+            there = self.best.update is None or self._best_is_here() or self._best_is_copied()
+        if not self.session.engine.from_main(there):
+            self.session.say(f"note      the best checkpoint so far, of update {self.best.update}, is gone: the next "
+                             "evaluation is the best")  # fmt: skip
+            self.best.update, self.best.value, self.best.figures = None, math.nan, {}
+
+    def _best_is_here(self) -> bool:
+        if not self.keeps_best:
+            return True
+        return self.checkpoints.best.resolve() == self.checkpoints.folder(self.best.update).resolve() and (
+            self.checkpoints.best.is_dir()
+        )
+
+    def _best_is_copied(self) -> bool:
+        other = Checkpoints(self.goes_on_from / "checkpoints")
+        source = other.folder(self.best.update)
+        if other.path.resolve() == self.checkpoints.path.resolve() or flaw(source):
+            return False
+        shutil.copytree(source, self.checkpoints.folder(self.best.update))
+        self.checkpoints.point_to_the_best(self.best.update)
+        return True
 
     def start(self) -> None:
         """Say when checkpoints are written; where a fault leads back to one, write the first now."""
@@ -209,11 +247,22 @@ class Keeper:
         by = f"stopped     by {REASONS[stopped]} after update {updates:,} of {of:,}"
         if stopped == FAULT:
             found = self.fault_found
-            return [
+            lines = [
                 f"{by}: update {found.update}: {found.reason}",
                 f"            its samples are in {self.folder.faults.path}; the weights are as they were before it",
-                "            The same command comes to it again. To go on without these samples add --on_fault skip "
-                "(or rewind); else lower --learning_rate, or mend the data",
+            ]
+            if self.recipe.on_fault == "stop":
+                return [
+                    *lines,
+                    "            The same command comes to it again. To go on without these samples add "
+                    "--on_fault skip (or rewind)",
+                    "            Should the loss have gone wrong before it: start over with a lower "
+                    "--learning_rate in another --output_dir",
+                ]
+            return [
+                *lines,
+                f"            --on_fault {self.recipe.on_fault} is no remedy any more: there were too many. "
+                "Start over with a lower --learning_rate in another --output_dir, or mend the data",
             ]
         newest = next(self.checkpoints.resumable(), None)
         remedy = f"goes on from {newest}" if newest else "starts over"

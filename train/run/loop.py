@@ -148,7 +148,7 @@ def fit(
         done.updates = update
         done.tokens, done.positions = done.tokens + line["tokens"], done.positions + outcome.positions
         hooks.write(line)
-        bar.update(line)
+        bar.update(line, shown="fault" not in line)
         is_last = update == plan.num_updates
         why = _why_saved(recipe, plan, update, outcome, is_last)
         if why or is_best:

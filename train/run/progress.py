@@ -56,8 +56,13 @@ class Bar:
 
             self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True, bar_format=_BAR)
 
-    def update(self, line: dict[str, Any]) -> None:
+    def update(self, line: dict[str, Any], shown: bool = True) -> None:
+        """One update more; its figures are shown, unless they are those of an update that was left out."""
         if not self.main:
+            return
+        if not shown:
+            if self.bar is not None:
+                self.bar.update()
             return
         number = line["update"]
         figures = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_s']:,.0f} tokens/s"

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from train.data.pack import SampleSet
-from train.recipe.errors import UserError
-from train.recipe.options import BatchOptions, RunOptions
+from train.recipe.errors import NothingToDo, UserError
+from train.recipe.options import BatchOptions
 from train.run.checkpoints import STATE
 from train.run.folder import RunFolder, differences
 from train.run.saving import named_checkpoint_problem
@@ -16,29 +16,78 @@ from train.run.state_files import read_progress
 SAMPLES_LOOKED_AT = 64
 
 
-def recorded_run(recipe: RunOptions, folder: RunFolder) -> dict[str, Any] | None:
-    """The options (and `num_processes`) of the run that this one may go on with; None if there is none.
+class Origin:
+    """What a run may go on from, as its folder and the option `resume` have it. First `settle` it.
+
+    Args:
+        recipe: its global batch is adopted from the run that goes on, where the number of processes has changed.
+        folder: the output folder.
 
     Raises:
         UserError: `resume` names a folder that is no checkpoint.
     """
-    if recipe.resume not in ("auto", "never"):
-        named = Path(recipe.resume).expanduser()
-        problem = named_checkpoint_problem(named)
+
+    def __init__(self, recipe, folder: RunFolder, world_size: int):
+        self.recipe, self.folder = recipe, folder
+        self.own = folder.recorded()  # the options of the run that is in the folder
+        self.named: Path | None = None
+        self.wanted: list[str] = []  # what is tried, one after another: auto, or a checkpoint's folder
+        self.note: str | None = None
+        named_run = None
+        if recipe.resume not in ("auto", "never"):
+            self.named = Path(recipe.resume).expanduser()
+            named_run = self._run_of(self.named)
+        self._named_run = named_run
+        goes_on = self.own if self.own is not None and not self._is_evidently_another() else named_run
+        if goes_on is not None and recipe.resume != "never":
+            self.note = keep_global_batch(recipe, goes_on, world_size)
+
+    def settle(self, global_batch: int) -> list[str]:
+        """Decide, once the strategy has filled in what the recipe left open. Returns what is to be said of it.
+
+        Raises:
+            UserError: the folder holds another run, or the checkpoint's place in the data would be another.
+            NothingToDo: the folder holds this very run, and it is finished.
+        """
+        recipe, own = self.recipe, self.own
+        differing = differences(recipe, global_batch, own) if own is not None else []
+        if differing and not recipe.overwrite_output_dir:
+            self.folder.refuse_a_different_run(differing)
+        is_own = own is not None and not differing
+        notes = [self.note] if self.note else []
+        inside = self.named is not None and self.named.resolve().parents[1] == self.folder.path.resolve()
+        if recipe.resume == "never":
+            return notes
+        if is_own and not inside:
+            if self.folder.is_finished and not recipe.overwrite_output_dir:
+                raise NothingToDo(
+                    f"this very run is finished, its model is {self.folder.model}. --resume never makes it again; to "
+                    "train it further, choose another --output_dir and --resume one of its checkpoints, or "
+                    f"--model_name_or_path {self.folder.model}"
+                )
+            self.wanted = [] if self.folder.is_finished else ["auto"]
+        if self.named is not None:
+            notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, global_batch, self._named_run)]
+            self.wanted.append(str(self.named))
+        return notes
+
+    def _is_evidently_another(self) -> bool:
+        """Whether the folder's run is another one, whatever a strategy may yet fill in."""
+        left_open = {name for name, value in self.recipe.to_dict().items() if value is None}
+        differing = differences(self.recipe, self.own.get("global_batch_size"), self.own)
+        return any(text.split()[0] not in left_open for text in differing)
+
+    def _run_of(self, checkpoint: Path) -> dict[str, Any]:
+        problem = named_checkpoint_problem(checkpoint)
         if problem:
             raise UserError(
-                f"resume = {recipe.resume!r}: {problem}. Name a folder checkpoints/update_NNNNNNNN, or auto"
+                f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
+                "such as RUN/checkpoints/latest"
             )
         try:
-            return read_progress(named / STATE)["run"]
+            return read_progress(checkpoint / STATE)["run"]
         except (OSError, ValueError, KeyError):
-            raise UserError(f"resume = {recipe.resume!r}: its state/progress.json cannot be read") from None
-    recorded = folder.recorded()
-    if recorded is None or not recipe.overwrite_output_dir:
-        return recorded
-    left_open = {name for name, value in recipe.to_dict().items() if value is None}  # a strategy may yet fill them in
-    differing = differences(recipe, recorded.get("global_batch_size"), recorded)
-    return None if any(text.split()[0] not in left_open for text in differing) else recorded
+            raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
 
 
 def keep_global_batch(recipe: BatchOptions, recorded: dict[str, Any], world_size: int) -> str | None:
@@ -85,9 +134,9 @@ def check_data(now: dict[str, Any], found: dict[str, Any], folder: Path) -> None
         return
     changed = next(name for name in now if now[name] != found.get(name))
     what = {
-        "samples": f"had {found['samples']:,} samples, and has {now['samples']:,} now,",
-        "checksum": "had other samples",
-        "grouping": f"was grouped by {found['grouping']!r}, and is now by {now['grouping']!r},",
+        "samples": f"has {now['samples']:,} samples, and had {found['samples']:,}",
+        "checksum": "has other samples than it had",
+        "grouping": f"is grouped by {now['grouping']!r}, and was by {found['grouping']!r}",
     }
     raise UserError(
         f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "

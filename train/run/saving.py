@@ -172,10 +172,9 @@ class Saver:
         if failure is None:
             self.records.append(save.record())
         else:
-            self.news.append(
-                f"warning   update {save.update}: the checkpoint could not be written ({failure}); earlier ones are "
-                "as they were, and training goes on"
-            )
+            earlier = "earlier ones are as they were" if any(self.checkpoints.resumable()) else "there is no other"
+            said = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
+            self.news.append(said)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -238,7 +237,7 @@ def named_checkpoint_problem(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     if not (folder / STATE).is_dir():
-        inside = sorted(path.name for path in folder.glob("update_????????"))
+        inside = sorted(str(path.relative_to(folder)) for path in folder.rglob("update_????????"))
         remedy = f"; its checkpoints are {', '.join(inside)}" if inside else ""
         return f"it is no checkpoint to resume from, it has no {STATE}/ folder{remedy}"
     return None

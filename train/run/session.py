@@ -15,7 +15,7 @@ from typing import Any
 
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
 from train.recipe.options import TrainingRecipe
-from train.run.folder import RunFolder, describe_environment, differences
+from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
 from train.run.stopping import FAULT, Stop, exit_code
@@ -39,16 +39,17 @@ class Session:
         self.witness = Witness(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
         self.witness.start()
         before_leaving(self.witness.leave)
-        from train.run.resuming import differences_from, keep_global_batch, recorded_run
+        from train.run.resuming import Origin
 
         source = recipe.source("config")
         self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
-        recorded = recorded_run(recipe, self.folder)
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.goes_on = recorded is not None and recipe.resume != "never"
-        batch_note = keep_global_batch(recipe, recorded, world_size) if self.goes_on else None
+        self.origin = Origin(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
         self.strategy: Strategy = read_strategy(recipe)
-        self.strategy.notes += [batch_note] if batch_note else []
+        self.strategy.notes += self.origin.settle(self.strategy.batches.global_batch)
+        self.main = self.strategy.launch.rank == 0
+        if self.main:
+            self.folder.lock()
+            self.folder.forget_the_end()
         self.adapter = None
         minutes = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else recipe.save_minutes
         self.stop = Stop(recipe.max_hours, minutes, timeline.started, self.witness.told)
@@ -59,15 +60,6 @@ class Session:
         from train.run.trackers import wanted_trackers
 
         self.trackers = wanted_trackers(recipe)
-        size = self.strategy.batches.global_batch
-        if recorded is not None and recipe.resume in ("auto", "never"):
-            if recipe.overwrite_output_dir:
-                self.goes_on = self.goes_on and not differences(recipe, size, recorded)
-            else:
-                self.folder.refuse_a_different_run(recipe, size, recorded)
-        elif recorded is not None:
-            self.strategy.notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, size, recorded)]
-        self.main = self.strategy.launch.rank == 0
         self.engine, self.row_tokens, self.program_bytes = None, None, 0
         self.stopped = 0
         explain_failures_with(self._explain)
@@ -214,7 +206,9 @@ class Session:
             self.environment = describe_environment(self.strategy.launch.command, engine.device)
             effective = engine.effective_strategy()
             size = self.strategy.batches.global_batch
-            self.folder.start(recipe, size, effective, self.environment, keeper.done.updates)
+            updates, goes_on_from = keeper.done.updates, keeper.goes_on_from
+            self.folder.start(recipe, size, effective, self.environment, updates, goes_on_from)
+        keeper.bring_the_best()
         note = start_trackers(self.accelerator, self.trackers, recipe, self.folder.path, self.task, keeper.done)
         if note:
             self.say(f"note      {note}")
