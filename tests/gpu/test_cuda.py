@@ -130,6 +130,7 @@ def test_a_run_goes_on_with_its_loss_scale(tmp_path, cache, strategy, precision)
             path.unlink()
         elif path.exists():
             shutil.rmtree(path)
+    shutil.rmtree(output / "model")
     again = updates(launch(output, *run, strategy=strategy, processes=1))
     assert [line["update"] for line in again] == list(range(1, 21))
     for before, after in zip(whole, again):

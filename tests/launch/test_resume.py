@@ -40,6 +40,7 @@ def test_a_run_goes_on_under_any_strategy_with_any_number_of_processes(tmp_path)
     for start, strategy, processes in legs:
         for update in range(start + 2, 13, 2):
             shutil.rmtree(output / "checkpoints" / f"update_{update:08}")
+        shutil.rmtree(output / "model")  # as if it had been killed before
         done = launched(output, *run, strategy=strategy, processes=processes)
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"after update {start}, written under" in done.stdout
