@@ -100,14 +100,17 @@ class RunFolder:
         """Keep other launches out of the folder, as long as this process lives.
 
         Raises:
-            UserError: one is at work there.
+            UserError: one is at work there, or the folder cannot be written.
         """
         if self._lock is not None or not self.path.is_dir():
             return
+        try:
+            file = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
         with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
             import fcntl
 
-            file = (self.path / ".lock").open("a+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -119,7 +122,7 @@ class RunFolder:
             file.truncate(0)
             file.write(f"process {os.getpid()} of {platform.node()}\n")
             file.flush()
-            self._lock = file
+        self._lock = file
 
     def _has_updates(self) -> bool:
         return any(line["update"] > 0 for line in self.metrics.read())
