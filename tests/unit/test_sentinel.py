@@ -8,8 +8,8 @@ import pytest
 from train.run.sentinel import OVERFLOWS, Sentinel
 
 
-def trained(losses, norms=None, threshold: float = 10.0, scaled: bool = False) -> tuple[Sentinel, list]:
-    sentinel = Sentinel(threshold, scaled)
+def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[Sentinel, list]:
+    sentinel = Sentinel(threshold, clipped, scaled=False)
     norms = np.ones(len(losses)) if norms is None else norms
     return sentinel, [sentinel.fault({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
 
@@ -24,7 +24,7 @@ def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, value):
     figures = {"loss": 1.0, "grad_norm": 1.0, name: value}
-    assert name in Sentinel(0.0, False).fault(figures)
+    assert name in Sentinel(0.0, True, False).fault(figures)
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.05, 0.2])
@@ -67,6 +67,14 @@ def test_a_spike_of_the_gradient_alone_is_one_and_the_message_has_its_figures():
     )
 
 
+def test_where_gradients_are_clipped_a_large_norm_alone_is_no_spike():
+    """A BlenderBot from scratch, at a high learning rate, had a norm of 400 times its median, and learned on."""
+    sentinel, _ = trained(curve(400, 0.03), clipped=True)
+    assert sentinel.fault({"loss": 2.5, "grad_norm": 1000.0}) is None
+    assert "grad_norm is inf" in sentinel.fault({"loss": 2.5, "grad_norm": math.inf})
+    assert "robust z-score" in sentinel.fault({"loss": 25.0, "grad_norm": 1000.0})
+
+
 def test_a_falling_loss_is_never_a_spike():
     sentinel, _ = trained(curve(400, 0.03))
     assert sentinel.fault({"loss": 1e-6, "grad_norm": 1e-6}) is None
@@ -79,11 +87,11 @@ def test_the_threshold_turns_spikes_off_and_not_the_rest():
 
 
 def test_an_overflow_of_the_loss_scaler_is_no_fault_until_it_never_ends():
-    sentinel = Sentinel(10.0, scaled=True)
+    sentinel = Sentinel(10.0, clipped=False, scaled=True)
     for _ in range(OVERFLOWS - 1):
         assert sentinel.fault({"loss": 2.0, "grad_norm": math.inf}) is None
     assert "whatever the loss scale" in sentinel.fault({"loss": 2.0, "grad_norm": math.inf})
-    sentinel = Sentinel(10.0, scaled=True)
+    sentinel = Sentinel(10.0, clipped=False, scaled=True)
     for _ in range(3 * OVERFLOWS):
         assert sentinel.fault({"loss": 2.0, "grad_norm": math.nan}) is None
         assert sentinel.fault({"loss": 2.0, "grad_norm": 1.0}) is None
@@ -94,7 +102,7 @@ def test_a_resumed_sentinel_judges_as_one_that_was_not():
     losses = curve(300, 0.03)
     whole, _ = trained(losses)
     first, _ = trained(losses[:200])
-    second = Sentinel(10.0, False, {name: list(past) for name, past in first.history.items()})
+    second = Sentinel(10.0, False, False, {name: list(past) for name, past in first.history.items()})
     for loss in losses[200:]:
         second.fault({"loss": loss, "grad_norm": 1.0})
     assert second.history == whole.history

@@ -7,6 +7,9 @@ deviation (1.4826 MAD, the standard deviation if the noise were normal; never be
 (x - m) / s exceeds the threshold *and* the value is more than twice the largest of the window. The second condition
 leaves alone what is rare and yet ordinary: the one hard example of a run that has learned the others by heart.
 
+Where gradients are clipped, a large norm alone moves the weights no further than any other does, and is what clipping
+is for: there only the loss can spike.
+
 Source of the score: Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers.
 """
 
@@ -15,7 +18,7 @@ import statistics
 from dataclasses import dataclass, field
 
 WINDOW = 256
-ENOUGH = 32  # good updates before anything can be called a spike
+ENOUGH = 64  # good updates before anything can be called a spike
 FLOOR = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 % is nothing
 IN_A_ROW = 10  # faults one after another, after which leaving them out is no remedy
 OVERFLOWS = 50
@@ -27,11 +30,13 @@ class Sentinel:
 
     Args:
         threshold: of the robust z-score of spikes; 0: only NaN and infinity are faults.
+        clipped: gradients are clipped.
         scaled: the loss is scaled (fp16), and an infinite gradient is the scaler's business.
         history: logarithms of the good updates' figures, oldest first.
     """
 
     threshold: float
+    clipped: bool
     scaled: bool
     history: dict[str, list[float]] = field(default_factory=dict)
     overflows: int = 0
@@ -46,7 +51,8 @@ class Sentinel:
                     return f"{name} is {value:g} in {OVERFLOWS} updates one after another, whatever the loss scale"
                 return None if overflow else f"{name} is {value:g}"
         self.overflows = 0
-        spikes = filter(None, (self._spike(name, value) for name, value in figures.items()))
+        judged = {name: value for name, value in figures.items() if name == "loss" or not self.clipped}
+        spikes = filter(None, (self._spike(name, value) for name, value in judged.items()))
         if self.threshold and (spike := next(spikes, None)):
             return spike
         for name, value in figures.items():

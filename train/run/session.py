@@ -219,7 +219,7 @@ class Session:
         frozen, began = engine.frozen_checksum(), time.perf_counter()
         while True:
             done, scaled = keeper.done, self.strategy.precision == "fp16"
-            sentinel = Sentinel(recipe.spike_threshold, scaled, done.history)
+            sentinel = Sentinel(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled, done.history)
             results = fit(job, engine, self.length, meter, self.best, hooks, done, sentinel, self.stop)
             if results["stopped"] != FAULT or not keeper.rewind():
                 break
