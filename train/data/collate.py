@@ -32,6 +32,11 @@ class Batch:
     indices: list[int]
     labels: torch.Tensor | None = None  # (B,) of examples, where the loss is not the model's own
 
+    @property
+    def samples(self) -> list[int]:
+        """Which samples these are, without the places that hold none."""
+        return [index for index in self.indices if index != FILLER]
+
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 

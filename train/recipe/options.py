@@ -296,7 +296,9 @@ class RunOptions(Recipe):
         choices=("stop", "skip", "rewind"),
     )
     spike_threshold: float = option(
-        10.0, "What is a spike: the robust z-score of the figure's logarithm exceeds this. 0: nothing is.", minimum=0
+        10.0,
+        "What is a spike of the loss (and of a gradient norm that is not clipped): its robust z-score. 0: none.",
+        minimum=0,
     )
     watchdog_minutes: float = option(
         30.0, "End the run when a process has shown no sign of life for this long. 0: never.", minimum=0

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.data.collate import Batch
-from train.data.order import FILLER
 
 HEAD = 160  # characters of a sample that are shown
 
@@ -29,8 +28,7 @@ class Fault:
         """
         rank = engine.accelerator.process_index
         share = [
-            {"rank": rank, "loss": loss, "samples": [index for index in batch.indices if index != FILLER]}
-            for batch, loss in zip(self.batches, self.losses)
+            {"rank": rank, "loss": loss, "samples": batch.samples} for batch, loss in zip(self.batches, self.losses)
         ]
         shares = engine.gather_objects(share)
         if shares is None:

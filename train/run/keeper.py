@@ -174,7 +174,7 @@ class Keeper:
         if not (why or is_best) or (why == LEAVING and updates == self._last):
             return
         # Opened now: the next evaluation puts others in their place.
-        predictions = [path.open("rb") for path in self.folder.path.glob("predictions*.jsonl")] if figures else []
+        predictions = [path.open("rb") for path in self._predictions()] if figures else []
 
         def fill(folder: Path, weights) -> None:
             self.session.write_model(weights, {"after": figures}, folder / "model", self._tokenizer_of_the_thread())
@@ -194,6 +194,9 @@ class Keeper:
         self.session.stop.has_saved()
         if with_state:
             self._last = updates
+
+    def _predictions(self) -> list[Path]:
+        return list(self.folder.path.glob("predictions*.jsonl")) if self.is_main else []
 
     def _tokenizer_of_the_thread(self):
         """A tokenizer of its own: two threads must not use the same one."""

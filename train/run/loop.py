@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from train.data.collate import Batch
-from train.data.order import FILLER, LengthGroups, MicroBatches, SampleOrder, loader
+from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
 from train.run.best import Best
 from train.run.checkpoints import ASKED, CLOCK, LEAVING
 from train.run.faults import Fault
@@ -120,8 +120,8 @@ def fit(
             line |= outcome.figures
         else:
             if hooks.record is not None:
-                indices = [index for batch in batches for index in batch.indices if index != FILLER]
-                hooks.record(update, engine.gather_objects(indices))
+                samples = [index for batch in batches for index in batch.samples]
+                hooks.record(update, engine.gather_objects(samples))
             outcome = one_update(job, engine, batches, update, memory, sentinel, stop, hooks)
             line |= outcome.figures
             seconds = time.perf_counter() - begun

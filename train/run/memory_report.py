@@ -142,7 +142,7 @@ def _held(engine, where: str, on_cpu: bool, offloads: dict[str, bool], program_b
     sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
     gradients = of_model * sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
     weights, optimizer = has_weights * sizes["parameters"], has_optimizer * sizes["optimizer"]
-    peak = MemoryMeter(engine.device).peak_bytes() - program_bytes if of_model else _resident()
+    peak = MemoryMeter(engine.device).peak_bytes() - program_bytes if of_model else resident_bytes()
     held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
     return held, Held(gradients=of_model * gradients_due, optimizer=has_optimizer * optimizer_due)
 
@@ -160,7 +160,8 @@ def _due(engine) -> tuple[int, int]:
     return gradients, 3 * 4 * count // (engine.world_size if stage else 1)
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
     return (field(read("/proc/self/status"), "VmRSS:", 1024)) or 0
 
 

@@ -95,16 +95,15 @@ class Saver:
                         for name, tensor in exported.items()}  # fmt: skip
         if progress is not None:
             steps, scale = engine.state.steps, engine.loss_scale()
-            progress = {**progress, "steps": steps, "loss_scale": scale, "world_size": engine.world_size}
-        self._save = _Save(self.checkpoints, update, why, engine.accelerator.process_index, engine.world_size, is_best)
+            progress = {**progress, "steps": steps, "loss_scale": scale}
+        rank, world_size = engine.accelerator.process_index, engine.world_size
+        self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
         dtypes = {name: parameter.dtype for name, parameter in engine.state.parameters.items()} if from_state else {}
         self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
-        if not copied:
-            self.settle()
-        elif self._save is not None:
+        if copied:
             self._save.stood_still = time.perf_counter() - began
-        if not copied and self.records:
-            self.records[-1]["stood_still"] = time.perf_counter() - began
+        else:
+            self.settle()
 
     def _buffers_of_the_model(self) -> dict[str, torch.Tensor]:
         """What belongs to the exported model and is no parameter."""
@@ -126,10 +125,12 @@ class Saver:
 
     def _is_asynchronous(self) -> bool:
         """Whether saves are copied first; all ranks decide alike, at the first one."""
+        if self._wanted is not None:
+            return self._wanted
         if self._asynchronous is None:
             room = 0.8 * psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
-            self._asynchronous = self._wanted if self._wanted is not None else all(rank[0] for rank in fits)
+            self._asynchronous = all(rank[0] for rank in fits)
         return self._asynchronous
 
     def _bytes_to_copy(self) -> int:
@@ -246,14 +247,23 @@ def named_checkpoint_problem(folder: Path) -> str | None:
 class _Save:
     """One save under way on one rank."""
 
-    def __init__(self, checkpoints: Checkpoints, update: int, why: str, rank: int, world_size: int, is_best: bool):
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        update: int,
+        why: str,
+        rank: int,
+        world_size: int,
+        is_best: bool,
+        began: float,
+    ):
         self.checkpoints, self.update, self.why, self.is_best = checkpoints, update, why, is_best
         self.rank, self.world_size = rank, world_size
         self.share_is_written = threading.Event()
         self.failure: str | None = None
-        self.stood_still = 0.0
+        self.stood_still: float | None = None  # seconds; None: until the save is concluded
         self.told = False
-        self._began = time.perf_counter()
+        self._began = began
         self._seconds = 0.0
         self._bytes = 0
         self._until = float("inf")  # when the main process no longer waits for the files of others
@@ -277,7 +287,8 @@ class _Save:
         return failure
 
     def record(self) -> dict[str, Any]:
-        return {"update": self.update, "bytes": self._bytes, "stood_still": self.stood_still, "seconds": self._seconds}
+        stood_still = time.perf_counter() - self._began if self.stood_still is None else self.stood_still
+        return {"update": self.update, "bytes": self._bytes, "stood_still": stood_still, "seconds": self._seconds}
 
     def _work(self, pieces, tensors, progress: dict | None, fill: Fill | None, exported, dtypes) -> None:
         """Write this rank's share; on the main process (where there is a `fill`) the rest, too.

@@ -118,6 +118,8 @@ class Session:
             log_with=self.trackers or None,
             project_dir=str(self.folder.path),
         )
+        from train.run.memory_report import resident_bytes
+
         self.program_bytes = resident_bytes()
         self.timeline.mark("process group")
         return self.accelerator
@@ -357,13 +359,6 @@ class Session:
 def functions_of(error: BaseException) -> list[str]:
     """The names of the functions through which an error came."""
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    import psutil
-
-    return psutil.Process().memory_info().rss
 
 
 def model_card(

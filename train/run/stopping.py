@@ -16,9 +16,7 @@ EXIT_TO_BE_RESUMED = 85
 EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end
 # What goes round is the number.
 REASONS = {1: "SIGTERM", 2: "SIGUSR1", 3: "Ctrl-C", 4: "max_hours", 5: "a fault", 6: "a checkpoint that failed"}
-ONE_SIGNAL = (
-    3.0  # seconds in which a signal may come twice: from the scheduler, and from the launcher that passes it on
-)
+ONE_SIGNAL = 1.0  # seconds in which a signal may come twice: a scheduler sends it, and the launcher passes it on
 SIGNALS = {signal.SIGTERM: 1, signal.SIGUSR1: 2, signal.SIGINT: 3}
 OUT_OF_TIME, FAULT, SAVE_FAILED = 4, 5, 6
 
