@@ -31,10 +31,10 @@ import torch
 import yaml
 
 from train.run.folder import describe_environment
+from train.run.launches import Trial, ending_in_order, failure, launched
 from train.run.lines import Lines
 from train.verify.compare import compare_metrics, compare_samples
 from train.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
-from train.verify.launches import Trial, ending_in_order, failure, launched
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-6

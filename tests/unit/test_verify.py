@@ -13,13 +13,16 @@ import yaml
 from helpers import ROOT, refusal
 
 from train.recipe import ClmRecipe, parse_recipe
+from train.recipe.joined import read_with_recipe
+from train.recipe.tools import VerifyOptions
+from train.run.launches import Launch, Trial, failure, launched, mistake
 from train.strategy.builds import abandoned_locks, drop_abandoned_locks
+from train.strategy.pairs import find_strategies
 from train.verify.compare import compare_metrics, compare_samples, relative_difference
 from train.verify.killing import Killed, alternating, spread_moments, within_the_rest
-from train.verify.launches import Launch, Trial, failure, launched, mistake
 from train.verify.proof import Outcome
 from train.verify.shorten import shorten
-from train.verify.verify import check_output, find_strategies, main, read_options
+from train.verify.verify import check_output, main
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -127,7 +130,7 @@ def test_an_outcome_says_what_is_wrong():
 
 
 def options_of(*flags: str):
-    return read_options(["--config", str(RECIPE), *flags])
+    return read_with_recipe(VerifyOptions, ["--config", str(RECIPE), *flags], "zerofit verify")
 
 
 def test_a_recipe_is_shortened():
@@ -151,7 +154,7 @@ def test_the_shortened_recipe_is_one(tmp_path):
     known = [path for path in recipes if "config_name" in (text := path.read_text()) or "model_type" in text]
     done = 0
     for path in known:
-        options, cls = read_options(["--config", str(path)])
+        options, cls = read_with_recipe(VerifyOptions, ["--config", str(path)], "zerofit verify")
         if options.model_name_or_path:
             continue  # of the hub
         short = shorten(options, cls)
@@ -182,17 +185,17 @@ def test_half_precision_of_a_recipe_is_not_proven_with(tmp_path):
     folder = tmp_path / "clm"
     folder.mkdir()
     (folder / "half.yaml").write_text(yaml.safe_dump({**yaml.safe_load(RECIPE.read_text()), "precision": "bf16"}))
-    short = shorten(*read_options(["--config", str(folder / "half.yaml")]))
+    short = shorten(*read_with_recipe(VerifyOptions, ["--config", str(folder / "half.yaml")], "zerofit verify"))
     assert short.values["precision"] == "fp32"
     assert any("fp32 in place of bf16" in change for change in short.changes)
 
 
 def test_a_global_batch_is_that_of_the_processes():
-    options, cls = read_options([
+    options, cls = read_with_recipe(VerifyOptions, [
         "--task", "clm", "--config_name", "gpt2", "--train_tokenizer_vocab_size", "300", "--train_file", "x.txt",
         "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--num_processes", "4",
         "--kills", "0",
-    ])  # fmt: skip
+    ], "zerofit verify")  # fmt: skip
     short = shorten(options, cls)
     assert short.values["global_batch_size"] == 24
     assert "gradient_accumulation_steps" not in short.values

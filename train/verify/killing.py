@@ -6,7 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from random import Random
 
-from train.verify.launches import TRACEBACK, Launch, Trial, failure, launched
+from train.run.launches import TRACEBACK, Launch, Trial, failure, launched
 
 Moment = Callable[[Launch], bool]  # asked every few milliseconds whether it has come
 

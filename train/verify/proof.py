@@ -10,11 +10,11 @@ from random import Random
 from statistics import median
 
 from train.recipe import UserError
+from train.run.launches import Trial, failure, launched, mistake
 from train.run.lines import Lines
 from train.run.progress import duration, say, table
 from train.verify.compare import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 from train.verify.killing import Killed, alternating, num_processes_text, run_and_kill, spread_moments
-from train.verify.launches import Trial, failure, launched, mistake
 
 REFERENCE = "reference"
 

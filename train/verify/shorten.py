@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from train.recipe.joined import given_values
 from train.recipe.options import BatchOptions, TrainingRecipe
 from train.strategy.batches import resolve_batches
 
@@ -48,7 +49,7 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
         UserError: the global batch does not divide by the processes; the model's configuration cannot be had.
     """
     names = [field.name for field in dataclasses.fields(cls)]
-    values = {name: getattr(recipe, name) for name in names if recipe.source(name) and name not in LEFT_OUT}
+    values = given_values(recipe, cls, LEFT_OUT)
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
     if recipe.kills:

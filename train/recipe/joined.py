@@ -1,0 +1,55 @@
+"""Options of a tool that works on a recipe: one command line sets both."""
+
+import dataclasses
+from pathlib import Path
+from typing import TypeVar
+
+from train.recipe.errors import UserError
+from train.recipe.options import Recipe, TrainingRecipe
+from train.recipe.parse import parse_recipe
+from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+
+T = TypeVar("T", bound=Recipe)
+TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+
+
+def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TrainingRecipe]]:
+    """(options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type).
+
+    Raises:
+        UserError: nobody says which task it is; anything that parse_recipe finds.
+    """
+    argv = list(argv or [])
+    task = _given(argv, "task") or _task_of(_given(argv, "config"))
+    if task not in TASKS:
+        if {"-h", "--help"} & set(argv):
+            parse_recipe(tool, argv, prog=prog, tool=True)  # with a task, its options are shown
+        raise UserError(
+            "which task is it? It is known of recipes in folders called clm, cls or seq2seq; of others, and without "
+            f"--config, set --task to one of {', '.join(TASKS)}"
+        )
+    cls = TASKS[task]
+    joined = dataclasses.make_dataclass(tool.__name__, [], bases=(tool, cls))
+    options = parse_recipe(joined, argv, prog=prog, tool=True)
+    options.task = task
+    return options, cls
+
+
+def given_values(options, cls: type[TrainingRecipe], left_out: set[str]) -> dict[str, object]:
+    """What somebody has set of the recipe, {option: value}, but for those `left_out`."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: getattr(options, name) for name in names if options.source(name) and name not in left_out}
+
+
+def _given(argv: list[str], name: str) -> str | None:
+    for word, following in zip(argv, [*argv[1:], ""]):
+        if word == f"--{name}":
+            return following
+        if word.startswith(f"--{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _task_of(config: str | None) -> str | None:
+    names = [part.name for part in Path(config).resolve().parents] if config else []
+    return next((name for name in names[:1] if name in TASKS), None)
