@@ -11,7 +11,7 @@ Read `main` from top to bottom: what is loaded, how text becomes batches, what t
 
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
-from train.run.session import Session
+from train.run.session import open_session
 from train.run.timeline import Timeline
 
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClmRecipe, argv, prog="train/clm.py")
-    session = Session("clm", recipe, timeline)
+    session = open_session("clm", recipe, timeline)
 
     from transformers import AutoModelForCausalLM
 
@@ -65,10 +65,18 @@ def main(argv: list[str] | None = None) -> int:
     collate = CausalCollator(padding_token(data.tokenizer), flatten, multiple_for(engine.device))
 
     def evaluate(engine):
-        batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
+        size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
+        batches = eval_batches(engine, data.validation, collate, size, most)
         return held_out_loss(engine, batches, model_loss)
 
-    job = Job(recipe, data.train, collate, model_loss, evaluate if data.validation else None)
+    job = Job(
+        recipe=recipe,
+        train_set=data.train,
+        collate=collate,
+        loss_sum=model_loss,
+        evaluate=evaluate if data.validation else None,
+        longest={"input_ids": data.block_size},
+    )
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 
     session.announce(

@@ -12,7 +12,7 @@ Read `main` from top to bottom: what is loaded, how records become batches, what
 
 from train.recipe import ClsRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
-from train.run.session import Session
+from train.run.session import open_session
 from train.run.timeline import Timeline
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
-    session = Session("cls", recipe, timeline)
+    session = open_session("cls", recipe, timeline)
 
     from transformers import AutoModelForSequenceClassification
 
@@ -90,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         figures=figures_of(data.labels, data.held_out, recipe.task_name),
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
+        longest={"input_ids": data.max_length},
     )
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 

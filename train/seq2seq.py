@@ -11,7 +11,7 @@ Read `main` from top to bottom: what is loaded, how conversations become batches
 
 from train.recipe import Seq2SeqRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
-from train.run.session import Session
+from train.run.session import open_session
 from train.run.timeline import Timeline
 
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(Seq2SeqRecipe, argv, prog="train/seq2seq.py")
-    session = Session("seq2seq", recipe, timeline)
+    session = open_session("seq2seq", recipe, timeline)
 
     from transformers import AutoModelForSeq2SeqLM
 
@@ -86,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         evaluate=evaluate if data.validation else None,
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
+        longest=dict(zip(("input_ids", "labels"), data.widths)),
     )
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
 

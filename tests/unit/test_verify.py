@@ -15,6 +15,7 @@ from helpers import ROOT, refusal
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.joined import read_with_recipe
 from train.recipe.tools import VerifyOptions
+from train.run.folder import check_folder_of
 from train.run.launches import Launch, Trial, failure, launched, mistake
 from train.strategy.builds import abandoned_locks, drop_abandoned_locks
 from train.strategy.pairs import find_strategies
@@ -22,7 +23,7 @@ from train.verify.compare import compare_metrics, compare_samples, relative_diff
 from train.verify.killing import Killed, alternating, spread_moments, within_the_rest
 from train.verify.proof import Outcome
 from train.verify.shorten import shorten
-from train.verify.verify import check_output, main
+from train.verify.verify import main
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -230,11 +231,11 @@ def test_mistakes_in_options(tmp_path, monkeypatch, capsys):
 
 def test_what_is_not_a_proof_is_not_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("of years")
-    assert "holds something else than an earlier proof" in refusal(check_output, tmp_path)
-    assert "is a file" in refusal(check_output, tmp_path / "thesis.txt")
+    assert "holds something else than an earlier proof" in refusal(check_folder_of, tmp_path, "recipe.yaml", "proof")
+    assert "is a file" in refusal(check_folder_of, tmp_path / "thesis.txt", "recipe.yaml", "proof")
     (tmp_path / "recipe.yaml").write_text("")
-    check_output(tmp_path)
-    check_output(tmp_path / "new")
+    check_folder_of(tmp_path, "recipe.yaml", "proof")
+    check_folder_of(tmp_path / "new", "recipe.yaml", "proof")
 
 
 # ----------------------------------------------------------------------------------------------------- kills, launches

@@ -306,6 +306,9 @@ class RunOptions(Recipe):
     record_samples: bool = option(
         False, "Write samples.jsonl: which samples of the training set each update was made of."
     )
+    trial: str | None = option(
+        None, "Measure batch sizes in place of training: the orders that `zerofit compare` has written for this run."
+    )
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")

@@ -139,6 +139,11 @@ class TextOptions(Recipe):
         "packed whole.",
         choices=("documents", "concatenate", "none"),
     )
+    max_eval_batches: int | None = option(
+        None,
+        "Evaluate on the first so many batches of each process; by default on all that is held out.",
+        positive=True,
+    )
     append_eos: bool | None = option(
         None, "End each document with the end-of-text token; by default yes, except with --packing concatenate."
     )

@@ -1,5 +1,6 @@
 """The options of the `zerofit` command's tools, each a recipe of its own."""
 
+import re
 from dataclasses import dataclass
 
 from train.recipe.fields import option
@@ -31,8 +32,8 @@ class MergeOptions(Recipe):
 
 
 @dataclass
-class VerifyOptions(Recipe):
-    """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
+class LaunchOptions(Recipe):
+    """What is launched"""
 
     task: str | None = option(
         None, "What is trained; by default what the recipe's folder is called.", choices=("clm", "cls", "seq2seq")
@@ -41,6 +42,23 @@ class VerifyOptions(Recipe):
         ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3."
     )
     num_processes: int = option(2, "Processes of each strategy.", positive=True)
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies, each once."""
+        return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.names:
+            found.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
+        return found
+
+
+@dataclass
+class VerifyOptions(LaunchOptions):
+    """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
+
     reference: str = option("single", "Strategy of the one process that all others are compared with.")
     updates: int = option(12, "Length of the runs.", minimum=2)
     kills: int = option(3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0)
@@ -55,18 +73,74 @@ class VerifyOptions(Recipe):
     output: str | None = option(None, "Folder of the runs; by default outputs/verify-RECIPE.")
     keep: bool = option(False, "Keep the runs also where all is well; those that are not well are kept anyway.")
 
-    @property
-    def names(self) -> list[str]:
-        """The strategies, each once."""
-        return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
-
     def problems(self) -> list[str]:
         found = super().problems()
-        if not self.names:
-            found.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
         if self.kills >= self.updates:
             found.append(f"kills = {self.kills} and updates = {self.updates}: there must be more updates than kills")
         return found
+
+
+@dataclass
+class CompareOptions(LaunchOptions):
+    """The largest batch of each strategy; options of the training recipe change that"""
+
+    memory_limit: str | None = option(
+        None, "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share)."
+    )
+    host_memory_limit: str | None = option(None, "Host memory of all processes together; by default what there is.")
+    batch_sizes: list[str] = option(  # noqa: RUF009
+        ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40."
+    )
+    granularity: int = option(1, "The largest batch is found as a multiple of this.", positive=True)
+    max_batch_size: int = option(4096, "No larger batch is tried.", positive=True)
+    steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
+    trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
+    output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """The sizes that were named, in order; None: auto."""
+        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
+        return None if texts == ["auto"] else sorted({int(text) for text in texts})
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        for name in ("memory_limit", "host_memory_limit"):
+            try:
+                parse_bytes(getattr(self, name) or "1GiB")
+            except ValueError:
+                found.append(f"{name} = {getattr(self, name)!r}: expected a size such as 24GiB, 800MiB or 24GB")
+        try:
+            wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
+        except ValueError:
+            wrong = True
+        given = " ".join(self.batch_sizes)
+        if wrong:
+            found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
+        elif self.sizes and self.source("granularity"):
+            found.append(f"granularity = {self.granularity} has no effect with batch_sizes = {given}")
+        elif not self.sizes and self.granularity > self.max_batch_size:
+            found.append(
+                f"granularity = {self.granularity} and max_batch_size = {self.max_batch_size}: there is nothing to try"
+            )
+        return found
+
+
+def parse_bytes(text: str) -> int:
+    """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be left
+    out, and then G is GiB.
+
+    Raises:
+        ValueError: it is no positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
+    if not match or (match[3] and not match[2]):
+        raise ValueError(text)
+    base = 1000 if match[4] and not match[3] else 1024
+    size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise ValueError(text)
+    return size
 
 
 @dataclass

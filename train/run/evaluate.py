@@ -14,14 +14,21 @@ from train.data.order import FILLER, FixedOrder, MicroBatches, loader
 from train.data.pack import SampleSet
 
 
-def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int) -> Iterator[Batch]:
+def eval_batches(
+    engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int, most: int | None = None
+) -> Iterator[Batch]:
     """This rank's share of the held-out samples, on its device; the model is in evaluation mode meanwhile.
 
     All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
+
+    Args:
+        most: batches of each rank; samples beyond these, in the order of the data, are left out. None: all are read.
     """
-    order = FixedOrder(len(samples), samples.sort_key)
+    count = len(samples) if most is None else min(len(samples), most * batch_size * engine.world_size)
+    key = None if samples.sort_key is None else samples.sort_key[:count]
+    order = FixedOrder(count, key)
     rank = engine.accelerator.process_index
-    micro_batches = MicroBatches(order, len(samples), 0, batch_size, 1, engine.world_size, rank, samples.sort_key)
+    micro_batches = MicroBatches(order, count, 0, batch_size, 1, engine.world_size, rank, key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=engine.device.type == "cuda"):
         engine.alive()

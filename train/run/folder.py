@@ -40,7 +40,7 @@ NOT_THE_RUN = {
     "global_batch_size", "gradient_checkpointing", "torch_compile", "loss", "metric_for_best_model", "save_best",
     "load_best_model_at_end", "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit",
     "resume", "max_hours", "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async",
-    "on_save_failure", "on_fault", "spike_threshold", "watchdog_minutes",
+    "on_save_failure", "on_fault", "spike_threshold", "watchdog_minutes", "trial",
 }  # fmt: skip
 
 
@@ -192,6 +192,14 @@ class RunFolder:
         partial = self.path / f"{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.path / name)
+
+
+def check_folder_of(output: Path, file: str, what: str) -> None:
+    """Raises UserError if a tool's folder holds anything but an earlier `what`, which is told by its `file`."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / file).is_file():
+        raise UserError(f"output = {str(output)!r} holds something else than an earlier {what}. Name another folder")
 
 
 def differences(recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:

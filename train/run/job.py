@@ -1,7 +1,7 @@
 """The small interface through which the loop knows a task."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class Job:
         figures: the names of the held-out figures, without their `eval_`; the first says which evaluation is the best.
         unit: what the loss is a mean over, for the plot.
         grouping: who shares a batch (`length_grouping` of the recipe).
+        longest: how many tokens a row may have, by column: of `input_ids`, and of `labels` where they have a length of
+            their own.
     """
 
     recipe: TrainingRecipe
@@ -32,3 +34,4 @@ class Job:
     figures: tuple[str, ...] = ("loss", "perplexity")
     unit: str = "token"
     grouping: str = "none"
+    longest: dict[str, int] = field(default_factory=dict)

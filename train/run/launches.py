@@ -55,11 +55,21 @@ class Launch:
         command: its command line.
         output: the run's folder.
         log: the file that takes its output.
+        mark: that its processes have; by default a new one. With that of an earlier launch, `kill` ends what is left.
+        environment: variables that its processes have beside those of this one.
     """
 
-    def __init__(self, command: list[str], output: Path, log: Path):
+    def __init__(
+        self,
+        command: list[str],
+        output: Path,
+        log: Path,
+        mark: str | None = None,
+        environment: dict[str, str] | None = None,
+    ):
         self.command, self.output, self.log = command, output, log
-        self.mark, self.process, self.began = uuid.uuid4().hex, None, time.monotonic()
+        self.mark, self.process, self.began = mark or uuid.uuid4().hex, None, time.monotonic()
+        self.environment = environment or {}
         self.newest_update = 0  # the last that this launch has printed
         self.began_at, self.locks = time.time(), []  # locks of builds: what it has left of them as it was killed
         self._read, self._before = 0, self._partials()
@@ -70,7 +80,7 @@ class Launch:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, MARK: self.mark},
+                env={**os.environ, **self.environment, MARK: self.mark},
             )  # fmt: skip
         self.began = time.monotonic()
 
@@ -154,9 +164,13 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def launched(command: list[str], output: Path, log: Path) -> Iterator[Launch]:
-    """A launch that is started now, and gone with all its processes when the block is left, in whatever way."""
-    launch = Launch(command, output, log)
+def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[Launch]:
+    """A launch that is started now, and gone with all its processes when the block is left, in whatever way.
+
+    Args:
+        kwargs: further arguments of Launch.
+    """
+    launch = Launch(command, output, log, **kwargs)
     try:
         launch.start()
         yield launch

@@ -26,6 +26,19 @@ from train.strategy.strategy import Strategy, read_strategy
 EXIT_OTHER_DIED = 1  # whoever died first has the cause
 
 
+def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Session":
+    """The session of a run, or of a trial where the recipe says that it is one.
+
+    Raises:
+        UserError: anything that can be found wrong before data is read.
+    """
+    if recipe.trial:
+        from train.limits.trial import TrialSession
+
+        return TrialSession(task, recipe, timeline)
+    return Session(task, recipe, timeline)
+
+
 class Session:
     """One run of one task. Its methods are called in the order in which they stand here."""
 

@@ -30,6 +30,7 @@ class Strategy:
     source: str  # who stated the DeepSpeed configuration
     notes: list[str] = field(default_factory=list)
     plugin: Any = None
+    shares_devices: bool = False  # more processes than devices are welcome
 
     @property
     def shards_parameters(self) -> bool:
@@ -70,7 +71,8 @@ class Strategy:
         if on_cpu and self.precision == "fp16":
             raise UserError("precision = fp16 needs a GPU: its loss scaling has no CPU kernels. Use bf16 or fp32")
         grouped = self.launch.world_size > 1 or self.deepspeed is not None
-        backend = {"backend": "gloo"} if on_cpu and grouped else {}
+        shared = not on_cpu and self._share_devices(torch.accelerator.device_count())
+        backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}
         if self.deepspeed is not None:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 self.notes += [
@@ -91,6 +93,24 @@ class Strategy:
                 f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
             )
         return accelerator
+
+    def _share_devices(self, num_devices: int) -> bool:
+        """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
+
+        Raises:
+            UserError: they would have to, and nobody has allowed it.
+        """
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if processes <= num_devices:
+            return False
+        if not self.shares_devices:
+            raise UserError(
+                f"num_processes: {processes} on this machine, which has {num_devices} "
+                f"device{'s' if num_devices > 1 else ''}. Use --num_processes {num_devices}"
+            )
+        # Both accelerate and DeepSpeed take LOCAL_RANK for the number of the device.
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_devices)
+        return True
 
     def _deepspeed_plugin(self):
         from accelerate import DeepSpeedPlugin

@@ -10,9 +10,9 @@ another number of processes, and must end as the one that nobody disturbed. All 
 
 from pathlib import Path
 
-from train.recipe import UserError
 from train.recipe.joined import read_with_recipe
 from train.recipe.tools import VerifyOptions
+from train.run.folder import check_folder_of
 from train.run.launches import ending_in_order
 from train.run.progress import say
 from train.strategy.pairs import find_strategies
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     configs = find_strategies([options.reference, *options.names])
     source = options.source("config")
     output = Path(options.output or Path("outputs") / f"verify-{Path(source).stem if source else options.task}")
-    check_output(output)
+    check_folder_of(output, RECIPE, "proof")
     short = shorten(options, cls)
     precision = precision_of(options)
     options.tolerance = options.tolerance or TOLERANCES[precision]
@@ -45,11 +45,3 @@ def main(argv: list[str] | None = None) -> int:
     if proof.is_well and not options.keep:
         proof.clear()
     return 0 if proof.is_well else 1
-
-
-def check_output(output: Path) -> None:
-    """Raises UserError if the folder holds anything but an earlier proof, which is replaced."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / RECIPE).is_file():
-        raise UserError(f"output = {str(output)!r} holds something else than an earlier proof. Name another folder")

@@ -1,0 +1,444 @@
+"""The parts of `zerofit compare` that launch nothing: the search, the journal, the limits, the options, the report."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+from helpers import ROOT, refusal
+
+from train.data.collate import CausalCollator, ExampleCollator, PairCollator
+from train.limits.contenders import check_overrides, make_recipe, read_contenders
+from train.limits.journal import Journal, key_of
+from train.limits.launching import TrialLaunch
+from train.limits.machine import Limits, Machine, settle_limits
+from train.limits.orders import Answers, Orders, add_line
+from train.limits.report import Report, markdown_table
+from train.limits.results import Row, common_size, conclusion
+from train.limits.search import Fact, Known, next_size, next_step, predict
+from train.limits.trial import end_with
+from train.limits.worst import WorstCase
+from train.recipe.joined import read_with_recipe
+from train.recipe.parse import parse_recipe
+from train.recipe.tools import CompareOptions, parse_bytes
+from train.run.job import Job
+from train.run.launches import MARK
+
+SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
+GIB, MIB = 2**30, 2**20
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None):
+    """(the largest size found, launches, the facts) of a process that takes base + each * size, and `growth` more for
+    every size that it has met before."""
+    random, sizes, facts, launches = Random(seed), sizes or list(range(1, 4097)), [], 0
+    while (step := next_step(Known(sizes, facts), limit)) is not None:
+        launches += 1
+        known, grown, size = Known(sizes, facts), 0.0, step.first
+        points, fits, fails = list(known.points), known.fits, known.fails
+        while size is not None:
+            peak = base + each * size + grown + random.uniform(0, noise)
+            facts.append(Fact(size, peak <= limit, grown == 0.0 if growth else size == step.first, int(peak)))
+            if peak > limit:
+                break
+            points.append((size, int(peak)))
+            fits, grown = max(fits, size), grown + growth
+            fails = fails if fails and fails > fits else None
+            size = None if step.alone else next_size(sizes, fits, fails, points, limit)
+        assert launches < 60
+    return Known(sizes, facts).fits, launches, facts
+
+
+@pytest.mark.parametrize("limit", [1009, 1012, 1100, 1500, 3000, 10000, 30000])
+def test_the_exact_largest_size_is_found_in_few_launches(limit):
+    true = int((limit - 1000) / 8.3)
+    found, launches, facts = simulate(limit, 1000, 8.3)
+    assert found == true
+    assert launches <= 4
+    assert {(fact.size, fact.fits) for fact in facts if fact.fresh} >= {(true, True), (true + 1, False)}
+
+
+@pytest.mark.parametrize("growth", [3, 10, 30])
+@pytest.mark.parametrize("limit", [1100, 1500, 3000])
+def test_what_a_process_did_before_does_not_move_the_limit(limit, growth):
+    found, launches, facts = simulate(limit, 1000, 8.3, growth=growth)
+    assert found == int((limit - 1000) / 8.3)
+    assert launches <= 12
+    confirmed = {(fact.size, fact.fits) for fact in facts if fact.fresh}
+    assert confirmed >= {(found, True), (found + 1, False)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_moves_it_by_its_own_size_only(seed):
+    found, launches, _ = simulate(3000, 1000, 8.3, noise=10, seed=seed)
+    assert abs(found - 240) <= 2
+    assert launches <= 20
+
+
+def test_sizes_with_a_step_and_named_sizes():
+    found, _, facts = simulate(1500, 1000, 8.3, sizes=list(range(8, 4097, 8)))
+    assert found == 56
+    assert all(fact.size % 8 == 0 for fact in facts)
+    found, launches, facts = simulate(1500, 1000, 8.3, sizes=[8, 16, 40, 200])
+    assert found == 40
+    assert launches <= 3
+    found, launches, _ = simulate(5000, 1000, 8.3, sizes=[8, 16, 40])
+    assert (found, launches) == (40, 2)  # all fit: the largest once more
+
+
+def test_nothing_fits():
+    found, launches, facts = simulate(900, 1000, 8.3)
+    assert (found, launches, len(facts)) == (0, 1, 1)
+
+
+def test_a_fresh_process_overrules_another_one():
+    facts = [Fact(1, True, True, 10), Fact(8, False, False), Fact(8, True, True, 50)]
+    known = Known(list(range(1, 100)), facts)
+    assert (known.fits, known.fails) == (8, None)
+    known = Known(known.sizes, [*facts, Fact(8, False, False), Fact(9, False, True)])
+    assert (known.fits, known.fails) == (8, 9)
+    assert next_step(known, None) is None
+
+
+def test_prediction():
+    assert predict([(1, 100), (3, 120)], 200) == 11
+    assert predict([(1, 100)], 200) is None
+    assert predict([(1, 100), (3, 100)], 200) is None
+    assert predict([(1, 100), (3, 120)], None) is None
+    assert next_size([1, 2, 3, 4], 4, None, [], None) is None
+    assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6, visit=[11]) == 11
+    assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6) == 16
+
+
+# ------------------------------------------------------------------------------------------------- orders and journal
+
+
+def orders(**changes) -> Orders:
+    me = psutil.Process()
+    return Orders(**{"sizes": [1, 2], "first": 1, "alone": False, "steps": 2, "pid": me.pid,
+                     "started": me.create_time(), "points": [(1, 5)], **changes})  # fmt: skip
+
+
+def test_orders_and_answers_pass_through_files(tmp_path):
+    file = orders().write(tmp_path / "trial")
+    assert Orders.read(file) == orders()
+    answers = Answers(tmp_path / "answers.jsonl")
+    assert answers.news() == []
+    add_line(answers.file, {"event": "trying", "size": 3})
+    with answers.file.open("a") as half:
+        half.write('{"event": "fi')
+    assert answers.news() == [{"event": "trying", "size": 3}]
+    with answers.file.open("a") as half:
+        half.write('ts"}\n')
+    assert answers.news() == [{"event": "fits"}]
+    assert answers.news() == []
+
+
+def test_a_rank_ends_with_the_process_that_gave_its_orders():
+    """Also when that was killed, and could tell nobody."""
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = psutil.Process(parent.pid).create_time()
+    code = f"from train.limits.trial import end_with; end_with({parent.pid}, {started}); import time; time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    assert child.poll() is None
+    parent.kill()
+    parent.wait()
+    assert child.wait(timeout=30) == os.EX_UNAVAILABLE
+    assert callable(end_with)
+
+
+def test_a_journal_goes_on_after_a_torn_line(tmp_path):
+    file = tmp_path / "journal.jsonl"
+    journal = Journal(file)
+    journal.add("size", key="k", launch=1, size=4, outcome="fits", fresh=True)
+    with file.open("a") as torn:
+        torn.write('{"kind": "size", "key"')
+    again = Journal(file)
+    again.add("size", key="other", launch=2, size=8, outcome="out_of_memory", fresh=False)
+    assert [fact.size for fact in Journal(file).facts("k")] == [4]
+    assert Journal(file).facts("other") == [Fact(8, False, False)]
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+def test_what_an_interrupted_comparison_left_is_ended(tmp_path):
+    mark = "0123456789abcdef"
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, MARK: mark})
+    until = time.monotonic() + 20
+    while MARK not in psutil.Process(left.pid).environ() and time.monotonic() < until:
+        pass
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.add("launch", launch=1, key="k", mark=mark)
+    assert Journal(journal.file).end_what_was_left() == 1
+    assert left.wait(timeout=20) != 0
+    assert Journal(journal.file).end_what_was_left() == 0
+
+
+def test_keys_tell_trials_apart():
+    assert key_of(a=1, b=[2]) == key_of(b=[2], a=1) != key_of(a=1, b=[3])
+
+
+# --------------------------------------------------------------------------------------------------------- worst case
+
+
+class Samples:
+    lengths = sort_key = None
+
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+def worst(longest, collate, *samples):
+    return WorstCase(Job(None, Samples(*samples), collate, None, None, longest=longest))
+
+
+def test_rows_of_text_are_stretched_and_wholly_trained_on():
+    chat = {"input_ids": np.arange(5), "labels": np.array([-100, -100, 2, 3, -100]), "num_tokens": np.array(4)}
+    batch = worst({"input_ids": 12}, CausalCollator(0), chat).batch(3, 0)
+    assert batch.inputs["input_ids"].shape == (3, 12)
+    assert batch.num_targets == 3 * 11
+    assert batch.num_tokens == batch.num_positions == 36
+    assert batch.inputs["input_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_examples_keep_their_labels():
+    rows = [{"input_ids": np.arange(n), "token_type_ids": np.zeros(n, int), "label": np.int64(n)} for n in (2, 9)]
+    batch = worst({"input_ids": 8}, ExampleCollator({"input_ids": 0, "token_type_ids": 0}), *rows).batch(3, 1)
+    assert batch.inputs["input_ids"].shape == batch.inputs["token_type_ids"].shape == (3, 8)
+    assert batch.labels.tolist() == [9, 2, 9]
+    assert batch.num_tokens == batch.num_positions
+
+
+def test_sources_and_targets_have_lengths_of_their_own():
+    pair = {"input_ids": np.arange(3), "labels": np.arange(3)}
+    batch = worst({"input_ids": 7, "labels": 5}, PairCollator(0), pair).batch(2, 0)
+    assert batch.inputs["input_ids"].shape == (2, 7)
+    assert batch.inputs["labels"].shape == (2, 5)
+    assert batch.num_targets == 10
+
+
+# -------------------------------------------------------------------------------------------------- options and limits
+
+
+def options(*flags, config=SMALL):
+    return read_with_recipe(CompareOptions, ["--config", str(config), *flags], "zerofit compare")
+
+
+def test_sizes_of_memory():
+    assert parse_bytes("24GiB") == parse_bytes("24G") == 24 * GIB
+    assert parse_bytes("1.5 MiB") == 3 * MIB // 2
+    assert parse_bytes("24GB") == 24 * 10**9
+    for wrong in ("", "GiB", "-1GiB", "24 apples", "0GiB", "iB"):
+        with pytest.raises(ValueError):
+            parse_bytes(wrong)
+
+
+def test_mistakes_are_named():
+    assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
+    assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
+    assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "0,8")
+    assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
+    assert "nothing to try" in refusal(options, "--granularity", "9", "--max_batch_size", "8")
+    assert options("--batch_sizes", "40,8", "16")[0].sizes == [8, 16, 40]
+    assert options()[0].sizes is None
+
+
+def test_strategies_and_what_they_override(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    plain, lora = read_contenders(["zero2", "zero2:lora=true:lora-r=4"])
+    assert plain.flags == []
+    assert lora.flags == ["--lora", "true", "--lora_r", "4"]
+    assert lora.config == plain.config
+    said = refusal(read_contenders, ["zero9", "ddp"])
+    assert "Did you mean zero" in said
+    assert "zero3_offload" in said
+    assert "sets nothing" in refusal(read_contenders, ["zero2:lora"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(make_recipe(*options()).to_yaml())
+    check_overrides([plain, lora], recipe, options()[1])
+    said = refusal(check_overrides, read_contenders(["zero2:lorra=true"]), recipe, options()[1])
+    assert "zero2:lorra=true: " in said
+    assert "Did you mean lora" in said
+    said = refusal(check_overrides, read_contenders(["ddp:per_device_train_batch_size=4"]), recipe, options()[1])
+    assert "settled by the comparison" in said
+
+
+def test_the_recipe_of_trials_is_a_recipe_for_every_one_in_the_tree(tmp_path):
+    recipes = sorted((ROOT / "recipes").glob("*/*.yaml"))
+    assert len(recipes) >= 12
+    for path in recipes:
+        given, cls = options(config=path)
+        made = make_recipe(given, cls)
+        file = tmp_path / path.name
+        file.write_text(made.to_yaml())
+        again = parse_recipe(cls, ["--config", str(file)])
+        assert again.global_batch_size is None
+        assert again.save_strategy == "no"
+        assert bool(given.global_batch_size and not given.gradient_accumulation_steps) == bool(made.notes)
+
+
+def machine(devices=(), memory=24 * GIB, available=20 * GIB) -> Machine:
+    environment = {"hardware": {"cpu": "a CPU", "cores": 2}, "packages": {"torch": "2.13"}, "python": "3.11",
+                   "zerofit_commit": "0123456789abcdef", "zerofit_changed": False}  # fmt: skip
+    return Machine("cuda" if devices else "cpu", list(devices), memory, available, environment)
+
+
+GPU = {"name": "GPU", "total": 80 * GIB, "free": 79 * GIB}
+
+
+def test_limits_are_what_the_machine_has():
+    assert settle_limits(machine(), 2, GIB, None) == Limits(GIB, None, [])
+    assert settle_limits(machine(), 2, None, None).device == int(0.9 * 20 * GIB / 2)
+    assert settle_limits(machine(), 2, 4 * GIB, 2 * GIB).device == GIB  # a CPU has no other memory
+    assert settle_limits(machine([GPU]), 1, None, None) == Limits(None, None, [])
+    shared = settle_limits(machine([GPU]), 2, 24 * GIB, 64 * GIB // 4)
+    assert (shared.device, shared.host) == (24 * GIB, 8 * GIB)
+    assert "gloo" in shared.notes[0]
+    assert settle_limits(machine([GPU]), 2, None, None).device == 36 * GIB
+    busy = settle_limits(machine([{**GPU, "free": 30 * GIB}]), 1, None, None)
+    assert "50.00 GiB are in use by others" in busy.notes[0]
+
+
+def test_more_than_the_machine_has_is_refused():
+    said = refusal(settle_limits, machine(), 64, GIB, None)
+    assert "together 64.00 GiB, and this machine has 24.00 GiB" in said
+    assert "at most 24 processes" in said
+    assert "Use at most" in refusal(settle_limits, machine(), 500, None, None)
+    said = refusal(settle_limits, machine([GPU]), 4, 24 * GIB, None)
+    assert "4 x 24.00 GiB on one that has 80.00 GiB" in said
+    assert "at most 3 processes" in said
+    assert "this machine has 24.00 GiB" in refusal(settle_limits, machine(), 2, None, 25 * GIB)
+    assert "before it has a model" in refusal(settle_limits, machine([GPU]), 8, None, GIB)
+
+
+# ------------------------------------------------------------------------------------------------------- how it ended
+
+
+ENDINGS = [
+    ("", 0, "failed", ""),
+    ("error: task_name = 'x': no such task\n", 1, "refused", ""),
+    ("\nrank 0 (pid 7) ended without a word in forward\n  cause    the kernel's out-of-memory killer ended it\n", 1,
+     "out_of_memory", "host"),
+    ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1, "out_of_memory", "device"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),
+    ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", ""),
+    ("ValueError: shapes\n", 1, "failed", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "code", "how", "where"), ENDINGS)
+def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where, tmp_path):
+    launch = object.__new__(TrialLaunch)
+    launch.orders = orders()
+    ended = SimpleNamespace(
+        text=text, process=SimpleNamespace(returncode=code, poll=lambda: code), log=tmp_path / "log", seconds=1.0
+    )
+    ending = launch._explained(ended)
+    assert (ending.how, ending.where) == (how, where)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def trial(size, peak=None, rate=1.0, fresh=True, launch=1):
+    if peak is None:
+        return {"size": size, "outcome": "out_of_memory", "where": "device", "phase": "backward", "fresh": fresh,
+                "launch": launch}  # fmt: skip
+    ranks = [dict.fromkeys(("allocated", "reserved", "total", "host"), peak * MIB - rank) for rank in (1, 0)]
+    return {"size": size, "outcome": "fits", "fresh": fresh, "ranks": ranks, "with_evaluation": ranks,
+            "held": [{"parameters": 9 * MIB, "optimizer": 18 * MIB}] * 2, "samples_per_s": rate,
+            "tokens_per_s": 100 * rate, "loss": 2.5, "launch": launch, "seconds": [1.0]}  # fmt: skip
+
+
+ABOUT = {"longest": {"input_ids": 128}, "longest_sample": 90, "mean_sample": 50, "num_samples": 1000,
+         "accumulation": 1, "precision": "fp32", "parameters": 10**6, "trained": 10**6}  # fmt: skip
+
+
+def rows():
+    sizes = list(range(1, 100))
+    ddp = Row("ddp", sizes, [trial(4, 500, 8.0), trial(8, 600, 10.0), trial(9), trial(8, 590, 11.0, False)], ABOUT)
+    zero2 = Row(
+        "zero2", sizes, [trial(8, 400, 9.0), trial(40, 900, 9.5), trial(32, 800, 12.0, False), trial(41)], ABOUT
+    )
+    xl = Row("zero3|x", sizes, [trial(1)], ABOUT)
+    return [ddp, zero2, xl]
+
+
+def test_rows_say_what_the_trials_say():
+    ddp, zero2, none = rows()
+    assert (ddp.largest, zero2.largest, none.largest) == (8, 40, 0)
+    assert all(row.is_confirmed for row in rows())
+    assert ddp.at(8)["samples_per_s"] == 10.0  # of the fresh process
+    assert zero2.best["size"] == 32
+    assert zero2.epoch_s == pytest.approx(1000 / 12)
+    assert common_size(rows()) == 8
+    assert ddp.bytes_per_sample == 25 * MIB
+    assert none.limit_text == "none (out of memory in backward)"
+    assert Row("a", [4, 8], [trial(4, 1), trial(8, 2)]).limit_text == "8 or more"
+    assert not Row("a", [4, 8], [trial(4, 1), trial(8, fresh=False)]).is_confirmed
+
+
+def test_the_conclusion_follows_from_the_numbers():
+    ddp, zero2, none = rows()
+    assert conclusion([ddp, zero2, none]) == (
+        "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp. The fastest is zero2 at 32 a process: "
+        "12 samples/s, 1.2 times ddp at its best."
+    )
+    assert conclusion([none]).startswith("None of zero3|x holds")
+    assert conclusion([none, ddp]).startswith("Only ddp fits: up to 8 a process (zero3|x: nothing)")
+    assert "; zero3|x holds none" in conclusion([none, ddp, zero2])
+    assert conclusion([ddp]).startswith("ddp holds 8 a process. The fastest is ddp at 8")
+
+
+def test_the_report_has_all_of_it(tmp_path):
+    comparison = SimpleNamespace(
+        rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
+        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
+    )  # fmt: skip
+    report = Report(comparison, "zerofit compare --config <x>", ["left out"])
+    report.write(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", "").replace("https://matplotlib.org", "")  # fmt: skip
+    assert "&lt;x&gt;" in page
+    assert "none (out of memory in backward)" in page
+    text = (tmp_path / "report.md").read_text()
+    for words in (
+        "5.00",
+        "zero3\\|x",
+        "0123456789ab",
+        "a note",
+        "left out",
+        "1,000.0 MiB",
+        "a CPU",
+        "40 runs, 41 out of",
+    ):
+        assert words.lower() in text.lower(), words
+    with (tmp_path / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 9
+    assert [line["outcome"] for line in lines].count("out_of_memory") == 3
+    assert lines[1]["peak_with_evaluation_bytes"] == str(600 * MIB)
+    assert "zero2" in report.for_terminal()
+
+
+def test_tables_are_markdown():
+    assert markdown_table([("a", "b"), ("x|y", "1")]).splitlines() == ["| a | b |", "| :-- | --: |", "| x\\|y | 1 |"]
+    assert Path(SMALL).is_file()

@@ -1,0 +1,58 @@
+r"""`zerofit compare`: the largest batch that each strategy holds, its memory and its speed, by running it.
+
+    zerofit compare --config recipes/cls/deberta-xl-mrpc.yaml --strategies ddp,zero2 --num_processes 2 \
+        --memory_limit 24GiB
+    zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
+
+Every trial is a real launch of the task with the recipe, on the longest rows that the recipe allows. The journal in
+the output folder keeps what was found: the same command goes on where it was interrupted, and repeats nothing.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+from train.limits.comparison import Comparison
+from train.limits.contenders import check_overrides, make_recipe, read_contenders
+from train.limits.machine import look, settle_limits
+from train.limits.report import Report
+from train.recipe.joined import read_with_recipe
+from train.recipe.tools import CompareOptions, parse_bytes
+from train.run.folder import RunFolder, check_folder_of
+from train.run.launches import ending_in_order
+from train.run.progress import say
+
+RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
+    contenders = read_contenders(options.names)
+    source = options.source("config")
+    output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
+    check_folder_of(output, JOURNAL, "comparison")
+    made = make_recipe(options, cls)
+    machine = look()
+    wanted = [getattr(options, name) for name in ("memory_limit", "host_memory_limit")]
+    limits = settle_limits(machine, options.num_processes, *(text and parse_bytes(text) for text in wanted))
+    output.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(output)
+    folder.lock()
+    (output / RECIPE).write_text(made.to_yaml(), encoding="utf-8")
+    (output / JOURNAL).touch()
+    check_overrides(contenders, output / RECIPE, cls)
+    say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in contenders)}",
+        f"machine   {machine.describe()}", f"folder    {output}",
+        *(f"note      {note}" for note in (*made.notes, *limits.notes)))  # fmt: skip
+    comparison = Comparison(options, contenders, machine, limits, output / RECIPE, output)
+    with ending_in_order():
+        try:
+            comparison.run()
+        except KeyboardInterrupt:
+            say("", f"interrupted. What was found is in {output / JOURNAL}: the same command goes on from there")
+            raise
+    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", made.notes)
+    report.write(output)
+    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, report.md, results.csv")
+    return 1 if comparison.problems else 0

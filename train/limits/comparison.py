@@ -1,0 +1,182 @@
+"""The comparison itself: launch after launch, until every contender's largest batch is known and confirmed."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from train.limits.contenders import Contender
+from train.limits.journal import Journal, code_hash, key_of, peak_of
+from train.limits.launching import Ending, TrialLaunch
+from train.limits.machine import Limits, Machine
+from train.limits.orders import Orders
+from train.limits.results import Row, common_size, outcome_text
+from train.limits.search import Known, Step, next_step, predict
+from train.recipe.errors import UserError
+from train.run.launches import Trial
+from train.run.progress import duration, say
+
+MIB = 2**20
+
+
+class Comparison:
+    """All launches of one `zerofit compare`.
+
+    Args:
+        options: of compare.
+        recipe: the file of the recipe that all trials have.
+        output: the folder of journal, trials and report.
+    """
+
+    def __init__(
+        self, options, contenders: list[Contender], machine: Machine, limits: Limits, recipe: Path, output: Path
+    ):
+        self.options, self.contenders, self.machine, self.limits = options, contenders, machine, limits
+        self.recipe, self.output = recipe, output
+        self.journal = Journal(output / "journal.jsonl")
+        self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
+        self.keys = {contender.name: self._key(contender) for contender in contenders}
+        self.problems: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Launch whatever is not known yet.
+
+        Raises:
+            UserError: the limit is below what a process takes; nothing can be trained as the recipe says.
+        """
+        if self.journal.end_what_was_left():
+            say("goes on where it was interrupted")
+        for contender in self.contenders:
+            self._search(contender)
+        if len(self.problems) == len(self.contenders):
+            raise UserError(list(dict.fromkeys(self.problems.values())))
+        common = common_size(self.rows())
+        for contender, row in zip(self.contenders, self.rows()):
+            if common and row.largest and not row.at(common):
+                say(f"{contender.name}: the batch size that all hold, {common}")
+                self._launch(contender, Step(common, alone=True))
+
+    def rows(self) -> list[Row]:
+        """What is known of each contender."""
+        found = []
+        for contender in self.contenders:
+            key = self.keys[contender.name]
+            ready, ends = self.journal.of(key, "ready"), self.journal.of(key, "end")
+            trials = [line for line in self.journal.of(key, "size") if line["size"] in self.sizes]
+            found.append(Row(
+                contender.name, self.sizes, trials, ready[-1]["about"] if ready else {},
+                self.problems.get(contender.name, ""), len(self.journal.of(key, "launch")),
+                sum(line["seconds"] or 0.0 for line in ends),
+            ))  # fmt: skip
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------- search
+
+    def _search(self, contender: Contender) -> None:
+        unexplained = 0
+        while True:
+            known = self._known(contender)
+            step = next_step(known, self.limits.device)
+            if step is None:
+                break
+            self._say_step(contender, known, step)
+            ending = self._launch(contender, step)
+            unexplained = unexplained + 1 if ending.how == "killed" else 0
+            problem = self._problem(contender, step, ending, unexplained)
+            if problem:
+                self.problems[contender.name] = problem
+                say(f"{contender.name}: {problem}")
+                return
+        self._say_limit(contender)
+
+    def _known(self, contender: Contender) -> Known:
+        return Known(self.sizes, self.journal.facts(self.keys[contender.name]))
+
+    def _problem(self, contender: Contender, step: Step, ending: Ending, unexplained: int) -> str:
+        """Why there is no use in going on with a contender; empty if there is."""
+        if ending.how == "too_small":
+            least = int(ending.text)
+            raise UserError(
+                f"memory_limit: a process takes {least / MIB:,.0f} MiB before there is a model or a batch, and may "
+                f"have {self.limits.device / MIB:,.0f} MiB. Use more than {least / MIB:,.0f} MiB and the model's size"
+            )
+        if ending.how == "refused":
+            return ending.text
+        if ending.how == "failed":
+            return f"failed at batch size {step.first}. {ending.text}"
+        if unexplained > 1:  # twice in a row at the same place is no accident
+            launch = self.journal.of(self.keys[contender.name], "launch")[-1]
+            self.journal.add("size", launch=launch["launch"], key=launch["key"], size=step.first, fresh=True,
+                             outcome="out_of_memory", where="host", phase="")  # fmt: skip
+        return ""
+
+    def _launch(self, contender: Contender, step: Step) -> Ending:
+        known, options = self._known(contender), self.options
+        folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{contender.folder_name}-{step.first}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a comparison that was killed right here
+        me = psutil.Process()
+        orders = Orders(
+            sizes=self.sizes, first=step.first, alone=step.alone, steps=options.steps, pid=me.pid,
+            started=me.create_time(), fits=known.fits, fails=known.fails, visit=self._wanted(),
+            points=known.points, memory_limit=self.limits.device, host_memory_limit=self.limits.host,
+        )  # fmt: skip
+        flags = (*contender.flags, "--per_device_train_batch_size", str(step.first), "--trial",
+                 str(orders.write(folder)))  # fmt: skip
+        trial = Trial(options.task, contender.config, self.recipe, folder / "run", flags)
+        host_limit = self.limits.host and self.limits.host * options.num_processes
+        launch = TrialLaunch(
+            trial, options.num_processes, orders, contender, self.keys[contender.name], self.journal,
+            lambda line: self._hear(contender, line), 60 * options.trial_minutes, self.machine.settings, host_limit,
+        )  # fmt: skip
+        ending = launch.run()
+        if ending.how in ("out_of_memory", "timed_out", "killed"):
+            what = outcome_text({"outcome": ending.how, "where": ending.where, "phase": ending.phase})
+            what = ending.text if ending.how == "killed" else f"{what} ({ending.text})"
+            say(f"  {launch.trying:>6}  {what}")
+        return ending
+
+    def _wanted(self) -> list[int]:
+        """Sizes that no climb is to skip: those that were named, and where other contenders have their limits."""
+        return self.sizes if self.options.sizes else [row.largest for row in self.rows() if row.largest]
+
+    def _key(self, contender: Contender) -> str:
+        options = self.options
+        pair = {"yaml": yaml.safe_load(contender.config.read_text()) or {}}
+        json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
+        if json_file and Path(json_file).is_file():
+            pair["json"] = Path(json_file).read_text()
+        return key_of(
+            code=code_hash(), recipe=self.recipe.read_text(), task=options.task, pair=pair,
+            overrides=contender.overrides, num_processes=options.num_processes, device=self.limits.device,
+            host=self.limits.host, steps=options.steps, machine=self.machine.identity,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------------------------------------------------- saying
+
+    def _say_step(self, contender: Contender, known: Known, step: Step) -> None:
+        predicted = predict(known.points, self.limits.device)
+        what = f"from {step.first} up"
+        if known.is_bracketed:
+            what = f"{step.first} once more, in a fresh process"
+        elif known.fails:
+            what = f"from {step.first} up, between {known.fits} and {known.fails}"
+        expected = f" (the peaks so far predict {predicted})" if predicted and not known.is_bracketed else ""
+        say(f"{contender.name}: {what}{expected}")
+
+    def _hear(self, contender: Contender, line: dict[str, Any]) -> None:
+        if line["event"] == "ready":
+            about = {name: value for name, value in line.items() if name != "event"}
+            self.journal.add("ready", key=self.keys[contender.name], about=about)
+        if line["event"] == "fits":
+            peak = f"{peak_of(line) / MIB:,.0f}"
+            limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""
+            say(f"  {line['size']:>6}  fits: {peak}{limit} MiB, {line['samples_per_s']:,.3g} samples/s")
+
+    def _say_limit(self, contender: Contender) -> None:
+        row = next(row for row in self.rows() if row.name == contender.name)
+        fails = row.fails
+        beyond = f", and {fails['size']} does not" if fails else ", and nothing larger was asked for"
+        said = f"holds {row.largest}{beyond}" if row.largest else f"holds nothing: {fails['size']} is too much"
+        say(f"{contender.name}: {said} ({row.launches} launches, {duration(row.seconds)})")

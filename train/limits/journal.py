@@ -1,0 +1,85 @@
+"""The journal of a comparison: what was launched and what was found, a line each, from which it goes on."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from train.limits.orders import add_line
+from train.limits.search import Fact
+from train.run.launches import Launch
+
+OUTCOMES = ("fits", "out_of_memory", "timed_out")
+ROOM = Path(__file__).resolve().parents[1]
+NOT_MEASURED_WITH = {"limits/report.py", "limits/page.py", "limits/plots.py", "limits/results.py", "cli.py"}
+
+
+def code_hash() -> str:
+    """Of the code that a trial runs. A commit would not tell of changes that are not committed."""
+    digest = hashlib.sha256()
+    for path in sorted(ROOM.rglob("*.py")):
+        name = path.relative_to(ROOM).as_posix()
+        if name not in NOT_MEASURED_WITH and not name.startswith("verify/"):
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def key_of(**what: Any) -> str:
+    """A short name of what a trial was made with: the same for the same values and no others."""
+    text = json.dumps(what, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Journal:
+    """journal.jsonl. Lines of kind `launch` (it begins), `size` (what was found for one) and `end`."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.lines = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The whole lines; one that was cut off as its writer was killed is taken away."""
+        if not self.file.is_file():
+            return []
+        whole, line_break, rest = self.file.read_bytes().rpartition(b"\n")
+        if rest:
+            with self.file.open("rb+") as file:
+                file.truncate(len(whole) + len(line_break))
+        return [json.loads(line) for line in whole.splitlines() if line]
+
+    def add(self, kind: str, **line: Any) -> dict[str, Any]:
+        line = {"kind": kind, **line}
+        add_line(self.file, line)
+        self.lines.append(line)
+        return line
+
+    def of(self, key: str, kind: str) -> list[dict[str, Any]]:
+        """The lines of this kind that were made with the same."""
+        return [line for line in self.lines if line["kind"] == kind and line["key"] == key]
+
+    def facts(self, key: str) -> list[Fact]:
+        """What is known of sizes."""
+        return [
+            Fact(line["size"], line["outcome"] == "fits", line["fresh"], peak_of(line) if "ranks" in line else None)
+            for line in self.of(key, "size")
+        ]
+
+    @property
+    def launches(self) -> int:
+        """How many there were, of whatever."""
+        return sum(line["kind"] == "launch" for line in self.lines)
+
+    def end_what_was_left(self) -> int:
+        """Kill what is still alive of launches whose comparison was killed. Returns how many launches had no end."""
+        ended = {line["launch"] for line in self.lines if line["kind"] == "end"}
+        left = [line for line in self.lines if line["kind"] == "launch" and line["launch"] not in ended]
+        for line in left:
+            Launch([], self.file.parent, self.file, line["mark"]).kill()
+            self.add("end", launch=line["launch"], key=line["key"], how="interrupted", seconds=None)
+        return len(left)
+
+
+def peak_of(line: dict[str, Any], name: str = "reserved", with_evaluation: bool = True) -> int:
+    """The largest peak of any rank, in bytes."""
+    ranks = line["with_evaluation" if with_evaluation else "ranks"]
+    return max(rank[name] for rank in ranks)

@@ -1,0 +1,180 @@
+"""The machine that a comparison runs on, and whether it can hold what is asked of it.
+
+`python -m train.limits.machine` prints what it is: asked for in a process of its own, since whoever looks at a GPU
+through torch takes half a GiB of it for good.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.recipe.errors import UserError
+
+GIB = 2**30
+SHARE = 0.9  # of what is free
+PROGRAM_BYTES = 400 * 2**20  # of one rank before it has a model, on a host
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is. Sizes in bytes.
+
+    Args:
+        kind: of the devices: cuda, xpu, ...; cpu where there are none.
+        devices: name, total and free memory of each.
+        memory, available: of the host.
+        environment: versions, commit and hardware, for the foot of the report.
+    """
+
+    kind: str
+    devices: list[dict[str, Any]]
+    memory: int
+    available: int
+    environment: dict[str, Any]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it another machine."""
+        return {"devices": [[device["name"], device["total"]] for device in self.devices],
+                "cpu": self.environment["hardware"].get("cpu"), "cores": self.environment["hardware"].get("cores"),
+                "memory": self.memory, "packages": self.environment["packages"]}  # fmt: skip
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Variables of trials, so that a CPU's memory tells what is in use, as a GPU's does.
+
+        A GPU's allocator gives back what it hoards before it says that memory is out. The C library's gives back large
+        blocks only if they are mapped one by one. And oneDNN keeps code and weights for every shape that it has met,
+        which in a launch that tries many batch sizes are many.
+        """
+        if self.devices:
+            return {}
+        one_by_one = str(2**20)
+        return {"MALLOC_MMAP_THRESHOLD_": one_by_one, "MALLOC_TRIM_THRESHOLD_": one_by_one,
+                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # fmt: skip
+
+    def describe(self) -> str:
+        """One line."""
+        hardware = self.environment["hardware"]
+        names = {device["name"] for device in self.devices}
+        devices = [f"{sum(device['name'] == name for device in self.devices)} x {name}" for name in sorted(names)]
+        cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {self.memory / GIB:.1f} GiB"
+        return ", ".join([*devices, cpu])
+
+
+def look() -> Machine:
+    """What this machine is.
+
+    Raises:
+        RuntimeError: torch cannot be asked.
+    """
+    root = Path(__file__).resolve().parents[2]
+    asked = subprocess.run([sys.executable, "-m", "train.limits.machine"], capture_output=True, text=True, cwd=root)
+    if asked.returncode:
+        raise RuntimeError(f"the machine cannot be looked at:\n{asked.stderr}")
+    return Machine(**json.loads(asked.stdout.splitlines()[-1]))
+
+
+def _answer() -> None:
+    import psutil
+    import torch
+
+    from train.run.folder import describe_environment
+    from train.run.watch import cgroups, read, room
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    devices = []
+    for index in range(torch.accelerator.device_count() if device.type != "cpu" else 0):
+        free, total = torch.accelerator.get_memory_info(index)
+        name = getattr(getattr(torch, device.type), "get_device_name", lambda index: device.type)(index)
+        devices.append({"name": name, "total": total, "free": free})
+    host = psutil.virtual_memory()
+    rooms = [found for found in map(room, cgroups(read("/proc/self/cgroup"))) if found and found[0] < host.total]
+    limit, left = min(rooms, key=lambda found: found[1], default=(host.total, host.available))
+    print(json.dumps({
+        "kind": device.type, "devices": devices, "memory": limit, "available": min(left, host.available),
+        "environment": describe_environment([], device),
+    }))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What each rank may have, in bytes; None: what there is. `notes` say what was chosen."""
+
+    device: int | None
+    host: int | None
+    notes: list[str]
+
+
+def settle_limits(machine: Machine, num_processes: int, device: int | None, host: int | None) -> Limits:
+    """The limits of a rank.
+
+    Args:
+        device: of one rank, as asked for.
+        host: of all ranks together, as asked for.
+
+    Raises:
+        UserError: the machine does not have what all ranks together may have.
+    """
+    if host is not None and host > machine.memory:
+        raise UserError(f"host_memory_limit = {_gib(host)}: this machine has {_gib(machine.memory)}")
+    share = None if host is None else host // num_processes
+    if share is not None and share < PROGRAM_BYTES:
+        raise UserError(
+            f"host_memory_limit = {_gib(host)} for {num_processes} processes: a process takes about "
+            f"{_gib(PROGRAM_BYTES)} before it has a model. Ask for more, or for fewer processes"
+        )
+    settle = _on_devices if machine.devices else _on_a_cpu
+    limit, notes = settle(machine, num_processes, device)
+    if not machine.devices and share is not None and share < limit:
+        limit, notes = share, [f"memory_limit {_gib(share)}: a CPU has no other memory than host_memory_limit"]
+    return Limits(limit, share, notes)
+
+
+def _on_devices(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
+    ranks = -(-num_processes // len(machine.devices))
+    total = min(device["total"] for device in machine.devices)
+    notes = [f"{device['name']} {index}: {_gib(device['total'] - device['free'])} are in use by others"
+             for index, device in enumerate(machine.devices) if device["free"] < SHARE * device["total"]]  # fmt: skip
+    if wanted is not None and ranks * wanted > total:
+        raise UserError(
+            f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x "
+            f"memory_limit = {ranks} x {_gib(wanted)} on one that has {_gib(total)}. Use a memory_limit of at most "
+            f"{_gib(total // ranks)}, or at most {total // wanted * len(machine.devices)} processes"
+        )
+    if ranks > 1:
+        if wanted is None:
+            wanted = int(SHARE * total / ranks)
+            notes.append(f"memory_limit {_gib(wanted)}: {ranks} processes share a device of {_gib(total)}")
+        notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
+    return wanted, notes
+
+
+def _on_a_cpu(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
+    if wanted is not None and num_processes * wanted > machine.memory:
+        raise UserError(
+            f"num_processes = {num_processes} and memory_limit = {_gib(wanted)}: together "
+            f"{_gib(num_processes * wanted)}, and this machine has {_gib(machine.memory)}. Use a memory_limit of at "
+            f"most {_gib(machine.memory // num_processes)}, or at most {machine.memory // wanted} processes"
+        )
+    if wanted is not None:
+        return wanted, []
+    wanted = int(SHARE * machine.available / num_processes)
+    if wanted < PROGRAM_BYTES:
+        raise UserError(
+            f"num_processes = {num_processes}: {_gib(machine.available)} are free here, and a process takes about "
+            f"{_gib(PROGRAM_BYTES)} before it has a model. Use at most "
+            f"{int(SHARE * machine.available / PROGRAM_BYTES)} processes"
+        )
+    return wanted, [f"memory_limit {_gib(wanted)}: a fair share of what is free now. Name one, to find the same again"]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
+
+
+if __name__ == "__main__":
+    _answer()
