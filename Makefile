@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-unit test-launch test-gpu lint format bench clean
+.PHONY: help setup train compare test test-unit test-launch test-gpu lint format bench clean
 
 help:                ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,10 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh
 train: $(READY)      ## train a small GPT-2 from scratch on Python's own source code: a few minutes on two CPU cores
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	  train/clm.py --config recipes/clm/stdlib-gpt2.yaml $(ARGS)
+
+compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on this machine, 1 GiB a process: 6 to 8 minutes
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \
+	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 --memory_limit 1GiB --granularity 4 --steps 2 $(ARGS)
 
 test: $(READY)       ## all tests that need no GPU
 	$(BIN)/python -m pytest tests/unit tests/launch $(ARGS)

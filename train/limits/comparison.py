@@ -54,7 +54,7 @@ class Comparison:
             raise UserError(list(dict.fromkeys(self.problems.values())))
         common = common_size(self.rows())
         for contender, row in zip(self.contenders, self.rows()):
-            if common and row.largest and not row.at(common):
+            if common and row.largest and not (row.at(common) or {}).get("fresh"):
                 say(f"{contender.name}: the batch size that all hold, {common}")
                 self._launch(contender, Step(common, alone=True))
 

@@ -5,11 +5,11 @@ from html import escape
 from train.limits.plots import colour
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2rem 0 .4rem }
 .conclusion { font-size: 1.1rem; background: #eef4fa; border-left: 4px solid #0072B2; padding: .6rem 1rem }
 .table { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
+th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } th { border-bottom: 2px solid #888; font-weight: 600 }
 tr.none td { color: #a33 }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em }
@@ -19,7 +19,8 @@ details summary { cursor: pointer } code { word-break: break-word }
 footer { margin-top: 2rem; font-size: 13px; color: #555 }
 """
 CAPTIONS = {
-    "Memory": "Peak memory of the process that needs most. A cross: this batch does not fit.",
+    "Memory": "Peak memory of the process that needs most. A cross: this batch does not fit. Hollow: the process had "
+    "tried other sizes before, which leaves something behind.",
     "Throughput": "All processes together. A ring: the strategy's best batch.",
 }
 

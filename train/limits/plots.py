@@ -22,9 +22,12 @@ def memory_plot(rows: list[Row], limit: int | None) -> str:
     figure, axes = _figure("batch size of one process", f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index, row.name)
-        lines = row.fitting
+        lines = row.of_fresh
         if lines:
             axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **style)
+        others = [line for line in row.fitting if line not in lines]
+        axes.plot([line["size"] for line in others], [peak_of(line) / unit for line in others], linestyle="",
+                  fillstyle="none", **{**style, "label": None, "linewidth": 0})  # fmt: skip
         fails = row.fails
         if fails:
             top = (limit or max(shown, default=unit)) / unit
@@ -32,7 +35,8 @@ def memory_plot(rows: list[Row], limit: int | None) -> str:
                       label=None if lines else f"{row.name}: none")  # fmt: skip
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
-    axes.set_ylim(bottom=0)
+    low, high = min(shown, default=0) / unit, max(shown, default=unit) / unit
+    axes.set_ylim(max(0.0, low - 0.2 * (high - low)), high + 0.08 * (high - low or high))
     return _svg(figure, axes)
 
 

@@ -71,9 +71,15 @@ class Row:
         return self.about["num_samples"] / self.best["samples_per_s"] if self.best and self.about else None
 
     @property
+    def of_fresh(self) -> list[dict[str, Any]]:
+        """Those trials that were the first of their process, if there are two or more; else all that fit."""
+        fresh = [line for line in self.fitting if line["fresh"]]
+        return fresh if len(fresh) > 1 else self.fitting
+
+    @property
     def bytes_per_sample(self) -> float | None:
         """By how much the peak grows with each sample, from the smallest size to the largest."""
-        lines = self.fitting
+        lines = self.of_fresh
         if len(lines) < 2 or lines[0]["size"] == lines[-1]["size"]:
             return None
         grown = peak_of(lines[-1], with_evaluation=False) - peak_of(lines[0], with_evaluation=False)

@@ -1,0 +1,174 @@
+"""`zerofit compare`, for real: it is interrupted in every way and goes on, over all three tasks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from helpers import ROOT, SMALL_BLENDERBOT, environment
+
+from train.run.launches import MARK
+
+TINY = {
+    "config_name": "gpt2", "config_overrides": "n_layer=2,n_head=2,n_embd=32,n_positions=64", "block_size": 64,
+    "train_tokenizer_vocab_size": 300, "train_file": "README.md", "document_separator": "paragraph",
+    "learning_rate": 1e-3, "global_batch_size": 64, "per_device_eval_batch_size": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path, cache) -> Path:
+    file = tmp_path / "clm" / "tiny.yaml"
+    file.parent.mkdir()
+    file.write_text(yaml.safe_dump({**TINY, "cache_dir": cache}))
+    return file
+
+
+def start(recipe: Path | None, output: Path, *flags: str) -> subprocess.Popen:
+    config = ["--config", str(recipe)] if recipe else []
+    command = [sys.executable, "-m", "train.cli", "compare", *config, "--output", str(output), "--steps", "2", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=environment())  # fmt: skip
+
+
+def run(recipe: Path | None, output: Path, *flags: str) -> tuple[int, str]:
+    process = start(recipe, output, *flags)
+    said, _ = process.communicate(timeout=600)
+    return process.returncode, said
+
+
+def journal(output: Path, kind: str) -> list[dict]:
+    file = output / "journal.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [line for line in lines if line["kind"] == kind]
+
+
+def until(condition, seconds: float = 120):
+    """What the condition gives as soon as it is something."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not come about")
+
+
+def marked(marks: set[str]) -> list[psutil.Process]:
+    """The processes of launches with these marks."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) in marks and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def marks(output: Path) -> set[str]:
+    return {line["mark"] for line in journal(output, "launch")}
+
+
+def ranks(output: Path) -> list[psutil.Process]:
+    return [process for process in marked(marks(output)) if "--trial" in process.cmdline()
+            and "RANK" in process.environ() and "train.run.watch" not in " ".join(process.cmdline())]  # fmt: skip
+
+
+def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
+    """The comparison itself, a rank, and at last nothing: sizes that were found are not tried again, and no process is
+    left. The limit is one at which the larger size does not fit."""
+    output = tmp_path / "comparison"
+    flags = ("--strategies", "ddp", "--batch_sizes", "2,4096", "--memory_limit", "900MiB")
+
+    first = start(recipe, output, *flags)
+    until(lambda: journal(output, "size"))
+    first.kill()  # whatever it was doing
+    first.communicate()
+    until(lambda: not marked(marks(output)), seconds=30)
+    found = journal(output, "size")
+    assert found[0]["size"] == 2
+    assert found[0]["outcome"] == "fits"
+
+    second = start(recipe, output, *flags)
+    until(lambda: len(journal(output, "launch")) > len(journal(output, "end")) and ranks(output))
+    for rank in ranks(output)[:1]:
+        os.kill(rank.pid, signal.SIGKILL)
+    said, _ = second.communicate(timeout=600)
+    assert second.returncode == 0, said
+    assert "goes on where it was interrupted" in said
+    assert not marked(marks(output))
+    sizes = journal(output, "size")
+    assert sum(line["size"] == 2 and line["fresh"] and line["outcome"] == "fits" for line in sizes) == 1
+    assert [line["size"] for line in sizes if line["outcome"] == "out_of_memory" and line["fresh"]] == [4096]
+    assert "ddp: holds 2, and 4096 does not" in said
+    for file in ("report.html", "report.md", "results.csv"):
+        assert (output / file).is_file()
+
+    code, said = run(recipe, output, *flags)
+    assert code == 0
+    assert journal(output, "size") == sizes, "nothing is repeated"
+    assert "holds the same batch" not in said
+    assert "ddp holds 2 a process" in said
+
+
+def test_examples_with_an_adapter_beside_the_whole_model(tmp_path, cache):
+    mrpc = ROOT.parent / "shared" / "data" / "glue" / "MRPC"
+    output = tmp_path / "comparison"
+    code, said = run(
+        None, output, "--task", "cls", "--strategies", "zero2,zero2:lora=true", "--batch_sizes", "4",
+        "--memory_limit", "1GiB", "--model_type", "bert", "--config_overrides",
+        "num_hidden_layers=2,hidden_size=256,num_attention_heads=2,intermediate_size=512",
+        "--train_tokenizer_vocab_size", "2000", "--train_file", str(next(mrpc.glob("*train*"))), "--task_name", "mrpc",
+        "--max_length", "96", "--cache_dir", cache,
+    )  # fmt: skip
+    assert code == 0, said
+    whole, adapter = journal(output, "size")
+    assert whole["with_evaluation"] != whole["ranks"] or whole["ranks"]
+    assert adapter["held"][0]["optimizer"] < 0.2 * whole["held"][0]["optimizer"]
+    about = journal(output, "ready")[0]["about"]
+    assert about["longest"] == {"input_ids": 96}
+    assert about["mean_sample"] < 96
+    assert whole["tokens_per_s"] == pytest.approx(96 * whole["samples_per_s"])
+    assert "zero2:lora=true" in said.splitlines()[-3] or "hold" in said
+
+
+def test_pairs_are_generated_from_too(tmp_path, cache):
+    dialogue = ROOT.parent / "shared" / "data" / "dialogue" / "blended_skill_talk_val.json"
+    output = tmp_path / "comparison"
+    code, said = run(
+        None, output, "--task", "seq2seq", "--strategies", "zero3", "--batch_sizes", "2", "--memory_limit", "2GiB",
+        "--train_file", str(dialogue), "--max_train_samples", "300", "--max_source_length", "40",
+        "--max_target_length", "24", "--cache_dir", cache, "--tokenizer_name",
+        str(ROOT.parent / "shared" / "data" / "tokenizers" / "blenderbot-400M-distill"), *SMALL_BLENDERBOT[:4],
+        "--val_max_target_length", "16",
+    )  # fmt: skip
+    assert code == 0, said
+    (found,) = journal(output, "size")
+    assert found["outcome"] == "fits"
+    assert found["tokens_per_s"] == pytest.approx((40 + 24) * found["samples_per_s"])
+    assert max(rank["reserved"] for rank in found["with_evaluation"]) >= max(
+        rank["reserved"] for rank in found["ranks"]
+    )
+
+
+def test_mistakes_cost_no_search(recipe, tmp_path):
+    """A limit below what a process needs is told after one launch, one mistake of the recipe once for all."""
+    code, said = run(recipe, tmp_path / "low", "--strategies", "ddp,zero2", "--memory_limit", "100MiB")
+    assert code == 2
+    assert "MiB before there is a model or a batch, and may have 100 MiB" in said
+    assert len(journal(tmp_path / "low", "launch")) == 1
+    code, said = run(recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB",
+                     "--train_file", "nowhere.txt")  # fmt: skip
+    assert code == 2
+    assert "nowhere.txt" in said
+    assert "Traceback" not in said
+    code, said = run(recipe, tmp_path / "unknown", "--strategies", "zero7")
+    assert (code, "There are ddp" in said or "Did you mean" in said) == (2, True)
+    assert not (tmp_path / "unknown").exists()
