@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -135,3 +137,23 @@ def test_a_run_goes_on_with_its_loss_scale(tmp_path, cache, strategy, precision)
     assert [line["update"] for line in again] == list(range(1, 21))
     for before, after in zip(whole, again):
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-3)
+
+
+def test_ranks_that_share_a_gpu_are_compared_each_within_its_cap(tmp_path, cache):
+    """Two ranks on whatever GPUs there are, 1 GiB each: a batch that does not fit ends as out of device memory, and
+    what fits has stayed within the cap."""
+    recipe = tmp_path / "clm" / "recipe.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text((ROOT / "recipes" / "clm" / "compare-small.yaml").read_text() + f"cache_dir: {cache}\n")
+    output = tmp_path / "comparison"
+    command = [sys.executable, "-m", "train.cli", "compare", "--config", recipe, "--strategies",
+               "ddp,zero2,zero3,zero3_offload", "--memory_limit", "1GiB", "--granularity", "32", "--steps", "2",
+               "--output", output]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    trials = [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
+    trials = [line for line in trials if line["kind"] == "size"]
+    fits = [line for line in trials if line["outcome"] == "fits"]
+    assert fits
+    assert all(rank["reserved"] <= 2**30 for line in fits for rank in line["ranks"])
+    assert all(line["where"] == "device" for line in trials if line["outcome"] != "fits")

@@ -179,4 +179,6 @@ class Comparison:
         fails = row.fails
         beyond = f", and {fails['size']} does not" if fails else ", and nothing larger was asked for"
         said = f"holds {row.largest}{beyond}" if row.largest else f"holds nothing: {fails['size']} is too much"
+        if fails and fails.get("phase") == "evaluate":
+            said += ", for the sake of the evaluation: a smaller per_device_eval_batch_size may help"
         say(f"{contender.name}: {said} ({row.launches} launches, {duration(row.seconds)})")

@@ -3,6 +3,7 @@
 import re
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +142,6 @@ class TrialLaunch:
             return ""
         resident = 0
         for process in launch.members():
-            try:
-                resident += process.memory_info().rss
-            except psutil.Error:
-                continue
+            with suppress(psutil.Error):
+                resident += process.memory_info().rss if "RANK" in process.environ() else 0  # not the launcher
         return f"{resident / GIB:.2f} GiB resident" if resident > 1.05 * self.host_limit else ""
