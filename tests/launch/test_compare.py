@@ -159,11 +159,11 @@ def test_pairs_are_generated_from_too(tmp_path, cache):
 
 
 def test_mistakes_cost_no_search(recipe, tmp_path):
-    """A limit below what a process needs is told after one launch, one mistake of the recipe once for all."""
+    """A limit below what a process needs, and a mistake of the recipe, are told after a launch of each strategy."""
     code, said = run(recipe, tmp_path / "low", "--strategies", "ddp,zero2", "--memory_limit", "100MiB")
     assert code == 2
     assert "MiB before there is a model or a batch, and may have 100 MiB" in said
-    assert len(journal(tmp_path / "low", "launch")) == 1
+    assert len(journal(tmp_path / "low", "launch")) == 2, "one for each strategy"
     code, said = run(recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB",
                      "--train_file", "nowhere.txt")  # fmt: skip
     assert code == 2

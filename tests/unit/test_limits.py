@@ -22,7 +22,7 @@ from train.limits.launching import TrialLaunch
 from train.limits.machine import Limits, Machine, settle_limits
 from train.limits.orders import Answers, Orders, add_line
 from train.limits.report import Report, markdown_table
-from train.limits.results import Row, common_size, conclusion
+from train.limits.results import Row, common_size, conclusion, fact_of
 from train.limits.search import Fact, Known, next_size, next_step, predict
 from train.limits.trial import end_with
 from train.limits.worst import WorstCase
@@ -111,6 +111,12 @@ def test_a_fresh_process_overrules_another_one():
     assert next_step(known, None) is None
 
 
+def test_sizes_that_were_named_are_not_skipped_after_an_interruption():
+    known = Known([8, 10, 12, 16], [Fact(8, True, True, 50)])
+    assert next_step(known, None, [8, 10, 12, 16]).first == 10
+    assert next_step(known, None).first == 16
+
+
 def test_prediction():
     assert predict([(1, 100), (3, 120)], 200) == 11
     assert predict([(1, 100)], 200) is None
@@ -166,8 +172,11 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
         torn.write('{"kind": "size", "key"')
     again = Journal(file)
     again.add("size", key="other", launch=2, size=8, outcome="out_of_memory", fresh=False)
-    assert [fact.size for fact in Journal(file).facts("k")] == [4]
-    assert Journal(file).facts("other") == [Fact(8, False, False)]
+    assert [line["size"] for line in Journal(file).sizes("k", 60)] == [4]
+    assert [fact_of(line) for line in Journal(file).sizes("other", 60)] == [Fact(8, False, False)]
+    again.add("size", key="late", launch=3, size=8, outcome="timed_out", fresh=True, patience_s=60)
+    assert len(again.sizes("late", 60)) == 1
+    assert not again.sizes("late", 600), "more patience: not known any more"
     assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
@@ -253,13 +262,17 @@ def test_mistakes_are_named():
     assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "0,8")
-    assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
+    said = refusal(options, "--batch_sizes", "8,16", "--granularity", "4", "--max_batch_size", "9")
+    assert said.count("no effect with batch_sizes") == 2
+    said = refusal(make_recipe, *options("--per_device_train_batch_size", "4", "--save_steps", "9"))
+    assert "--per_device_train_batch_size has no effect in a comparison: say --batch_sizes" in said
+    assert "--save_steps has no effect" in said
     assert "nothing to try" in refusal(options, "--granularity", "9", "--max_batch_size", "8")
     assert options("--batch_sizes", "40,8", "16")[0].sizes == [8, 16, 40]
     assert options()[0].sizes is None
 
 
-def test_strategies_and_what_they_override(monkeypatch, tmp_path):
+def test_strategies_and_what_they_override(monkeypatch):
     monkeypatch.chdir(ROOT)
     plain, lora = read_contenders(["zero2", "zero2:lora=true:lora-r=4"])
     assert plain.flags == []
@@ -269,8 +282,7 @@ def test_strategies_and_what_they_override(monkeypatch, tmp_path):
     assert "Did you mean zero" in said
     assert "zero3_offload" in said
     assert "sets nothing" in refusal(read_contenders, ["zero2:lora"])
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(make_recipe(*options()).to_yaml())
+    recipe = make_recipe(*options())
     check_overrides([plain, lora], recipe, options()[1])
     said = refusal(check_overrides, read_contenders(["zero2:lorra=true"]), recipe, options()[1])
     assert "zero2:lorra=true: " in said
@@ -338,6 +350,8 @@ ENDINGS = [
     ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1, "out_of_memory", "device"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),
     ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", ""),
+    ("RuntimeError: can't start new thread\n", 1, "out_of_memory", "device"),
+    ("  exitcode  : -11 (pid: 7)\n", 1, "killed", ""),
     ("ValueError: shapes\n", 1, "failed", ""),
 ]  # fmt: skip
 
@@ -345,7 +359,7 @@ ENDINGS = [
 @pytest.mark.parametrize(("text", "code", "how", "where"), ENDINGS)
 def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where, tmp_path):
     launch = object.__new__(TrialLaunch)
-    launch.orders = orders()
+    launch.orders, launch.on_cpu = orders(), "CUDA" not in text
     ended = SimpleNamespace(
         text=text, process=SimpleNamespace(returncode=code, poll=lambda: code), log=tmp_path / "log", seconds=1.0
     )
@@ -400,7 +414,11 @@ def test_the_conclusion_follows_from_the_numbers():
         "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp. The fastest is zero2 at 32 a process: "
         "12 samples/s, 1.2 times ddp at its best."
     )
-    assert conclusion([none]).startswith("None of zero3|x holds")
+    assert conclusion([none]) == "Within this limit not a single batch fits under zero3|x."
+    broken = Row("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
+    assert conclusion([ddp, broken]).startswith("ddp holds 8 a process.")
+    assert conclusion([ddp, broken]).endswith("zero1: failed, nothing is known.")
+    assert common_size([ddp, broken]) == 8
     assert conclusion([none, ddp]).startswith("Only ddp fits: up to 8 a process (zero3|x: nothing)")
     assert "; zero3|x holds none" in conclusion([none, ddp, zero2])
     assert conclusion([ddp]).startswith("ddp holds 8 a process. The fastest is ddp at 8")

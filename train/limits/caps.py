@@ -47,7 +47,8 @@ class DataSegment:
     def _look(self) -> None:
         with contextlib.suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
             while True:
-                self._peak = max(self._peak, int(file.read(128).split()[5]) * PAGE)
+                now = int(file.read(128).split()[5]) * PAGE
+                self._peak = max(self._peak, now)  # the peak is read last: a reset meanwhile is not undone
                 file.seek(0)
                 time.sleep(EVERY_S)
 

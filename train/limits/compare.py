@@ -8,13 +8,14 @@ Every trial is a real launch of the task with the recipe, on the longest rows th
 the output folder keeps what was found: the same command goes on where it was interrupted, and repeats nothing.
 """
 
+import json
 import shlex
 import sys
 from pathlib import Path
 
 from train.limits.comparison import Comparison
 from train.limits.contenders import check_overrides, make_recipe, read_contenders
-from train.limits.machine import look, settle_limits
+from train.limits.machine import Limits, Machine, look, settle_limits
 from train.limits.report import Report
 from train.recipe.joined import read_with_recipe
 from train.recipe.tools import CompareOptions, parse_bytes
@@ -22,7 +23,7 @@ from train.run.folder import RunFolder, check_folder_of
 from train.run.launches import ending_in_order
 from train.run.progress import say
 
-RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
+RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,15 +34,15 @@ def main(argv: list[str] | None = None) -> int:
     output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
     check_folder_of(output, JOURNAL, "comparison")
     made = make_recipe(options, cls)
+    check_overrides(contenders, made, cls)
     machine = look()
-    wanted = [getattr(options, name) for name in ("memory_limit", "host_memory_limit")]
-    limits = settle_limits(machine, options.num_processes, *(text and parse_bytes(text) for text in wanted))
+    limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output)
     folder.lock()
     (output / RECIPE).write_text(made.to_yaml(), encoding="utf-8")
+    (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
     (output / JOURNAL).touch()
-    check_overrides(contenders, output / RECIPE, cls)
     say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in contenders)}",
         f"machine   {machine.describe()}", f"folder    {output}",
         *(f"note      {note}" for note in (*made.notes, *limits.notes)))  # fmt: skip
@@ -56,3 +57,17 @@ def main(argv: list[str] | None = None) -> int:
     report.write(output)
     say("", report.for_terminal(), "", f"report    {output / 'report.html'}, report.md, results.csv")
     return 1 if comparison.problems else 0
+
+
+def limits_of(options, machine: Machine, output: Path) -> Limits:
+    """The limits that were named. A CPU's share of what is free is chosen once: what is free changes, and a comparison
+    that goes on must find the limit that it began with.
+
+    Raises:
+        UserError: the machine does not have as much.
+    """
+    device, host = (text and parse_bytes(text) for text in (options.memory_limit, options.host_memory_limit))
+    if device is None and not machine.devices and (output / LIMIT).is_file():
+        num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
+        device = limit if num_processes == options.num_processes else None
+    return settle_limits(machine, options.num_processes, device, host)

@@ -12,7 +12,7 @@ from train.limits.journal import Journal, code_hash, key_of, peak_of
 from train.limits.launching import Ending, TrialLaunch
 from train.limits.machine import Limits, Machine
 from train.limits.orders import Orders
-from train.limits.results import Row, common_size, outcome_text
+from train.limits.results import Row, common_size, fact_of, outcome_text
 from train.limits.search import Known, Step, next_step, predict
 from train.recipe.errors import UserError
 from train.run.launches import Trial
@@ -52,11 +52,27 @@ class Comparison:
             self._search(contender)
         if len(self.problems) == len(self.contenders):
             raise UserError(list(dict.fromkeys(self.problems.values())))
+        while self._try_what_is_missing():
+            for contender in self.contenders:
+                if contender.name not in self.problems:
+                    self._search(contender, again=True)
+
+    def _try_what_is_missing(self) -> bool:
+        """Try the largest size that all hold, in fresh processes, and sizes that were named; whether a limit moved."""
+        before = [row.largest for row in self.rows()]
         common = common_size(self.rows())
         for contender, row in zip(self.contenders, self.rows()):
+            missing = {size for size in self.options.sizes or [] if size < row.largest and not row.at(size)}
             if common and row.largest and not (row.at(common) or {}).get("fresh"):
-                say(f"{contender.name}: the batch size that all hold, {common}")
-                self._launch(contender, Step(common, alone=True))
+                missing.add(common)
+            for size in sorted(missing):
+                step = Step(size, alone=True)
+                say(f"{contender.name}: {size} is missing" + (", which all hold" if size == common else ""))
+                ending = self._launch(contender, step)
+                problem = self._problem(step, ending)
+                if problem:
+                    self.problems[contender.name] = problem
+        return before != [row.largest for row in self.rows()]
 
     def rows(self) -> list[Row]:
         """What is known of each contender."""
@@ -64,7 +80,7 @@ class Comparison:
         for contender in self.contenders:
             key = self.keys[contender.name]
             ready, ends = self.journal.of(key, "ready"), self.journal.of(key, "end")
-            trials = [line for line in self.journal.of(key, "size") if line["size"] in self.sizes]
+            trials = self._trials(contender)
             found.append(Row(
                 contender.name, self.sizes, trials, ready[-1]["about"] if ready else {},
                 self.problems.get(contender.name, ""), len(self.journal.of(key, "launch")),
@@ -74,43 +90,42 @@ class Comparison:
 
     # ---------------------------------------------------------------------------------------------------------- search
 
-    def _search(self, contender: Contender) -> None:
-        unexplained = 0
-        while True:
-            known = self._known(contender)
-            step = next_step(known, self.limits.device)
-            if step is None:
-                break
+    def _search(self, contender: Contender, again: bool = False) -> None:
+        died, launched = 0, False
+        while (step := next_step(self._known(contender), self.limits.device, self._wanted())) is not None:
+            known, launched = self._known(contender), True
             self._say_step(contender, known, step)
             ending = self._launch(contender, step)
-            unexplained = unexplained + 1 if ending.how == "killed" else 0
-            problem = self._problem(contender, step, ending, unexplained)
+            found = self._known(contender).facts != known.facts
+            died = died + 1 if ending.how == "killed" and not found else 0
+            if died > 1:  # twice in a row without anything new: no accident
+                self._note_a_death(contender, step, ending)
+            problem = self._problem(step, ending)
             if problem:
                 self.problems[contender.name] = problem
                 say(f"{contender.name}: {problem}")
                 return
-        self._say_limit(contender)
+        if launched or not again:
+            self._say_limit(contender)
 
     def _known(self, contender: Contender) -> Known:
-        return Known(self.sizes, self.journal.facts(self.keys[contender.name]))
+        return Known(self.sizes, list(map(fact_of, self._trials(contender))))
 
-    def _problem(self, contender: Contender, step: Step, ending: Ending, unexplained: int) -> str:
+    def _trials(self, contender: Contender) -> list[dict[str, Any]]:
+        """What was found for the sizes in question."""
+        found = self.journal.sizes(self.keys[contender.name], 60 * self.options.trial_minutes)
+        return [line for line in found if line["size"] in self.sizes]
+
+    def _problem(self, step: Step, ending: Ending) -> str:
         """Why there is no use in going on with a contender; empty if there is."""
-        if ending.how == "too_small":
-            least = int(ending.text)
-            raise UserError(
-                f"memory_limit: a process takes {least / MIB:,.0f} MiB before there is a model or a batch, and may "
-                f"have {self.limits.device / MIB:,.0f} MiB. Use more than {least / MIB:,.0f} MiB and the model's size"
-            )
-        if ending.how == "refused":
-            return ending.text
         if ending.how == "failed":
             return f"failed at batch size {step.first}. {ending.text}"
-        if unexplained > 1:  # twice in a row at the same place is no accident
-            launch = self.journal.of(self.keys[contender.name], "launch")[-1]
-            self.journal.add("size", launch=launch["launch"], key=launch["key"], size=step.first, fresh=True,
-                             outcome="out_of_memory", where="host", phase="")  # fmt: skip
-        return ""
+        return ending.text if ending.how in ("too_small", "refused") else ""
+
+    def _note_a_death(self, contender: Contender, step: Step, ending: Ending) -> None:
+        launch = self.journal.of(self.keys[contender.name], "launch")[-1]
+        self.journal.add("size", launch=launch["launch"], key=launch["key"], size=ending.size,
+                         fresh=ending.size == step.first, outcome="out_of_memory", where="host", phase="")  # fmt: skip
 
     def _launch(self, contender: Contender, step: Step) -> Ending:
         known, options = self._known(contender), self.options
@@ -125,10 +140,12 @@ class Comparison:
         flags = (*contender.flags, "--per_device_train_batch_size", str(step.first), "--trial",
                  str(orders.write(folder)))  # fmt: skip
         trial = Trial(options.task, contender.config, self.recipe, folder / "run", flags)
-        host_limit = self.limits.host and self.limits.host * options.num_processes
+        on_cpu = not self.machine.devices
+        host_limit = None if on_cpu or not self.limits.host else self.limits.host * options.num_processes
         launch = TrialLaunch(
             trial, options.num_processes, orders, contender, self.keys[contender.name], self.journal,
             lambda line: self._hear(contender, line), 60 * options.trial_minutes, self.machine.settings, host_limit,
+            on_cpu,
         )  # fmt: skip
         ending = launch.run()
         if ending.how in ("out_of_memory", "timed_out", "killed"):
@@ -178,7 +195,9 @@ class Comparison:
         row = next(row for row in self.rows() if row.name == contender.name)
         fails = row.fails
         beyond = f", and {fails['size']} does not" if fails else ", and nothing larger was asked for"
-        said = f"holds {row.largest}{beyond}" if row.largest else f"holds nothing: {fails['size']} is too much"
+        said = (
+            f"holds {row.largest}{beyond}" if row.largest or not fails else f"holds nothing, not even {fails['size']}"
+        )
         if fails and fails.get("phase") == "evaluate":
             said += ", for the sake of the evaluation: a smaller per_device_eval_batch_size may help"
         say(f"{contender.name}: {said} ({row.launches} launches, {duration(row.seconds)})")

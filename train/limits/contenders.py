@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ LEFT_OUT = {  # saving, stopping and trackers; and what the trial settles itself
 INSTEAD = {
     "eval_on_start": False, "save_strategy": "no", "save_minutes": 0.0, "save_best": False, "with_tracking": False,
     "report_to": "none", "sample_tokens": 0, "n_val_batch_generations": 0, "pad_to_max_length": True,
-    "max_eval_batches": 1, "record_samples": False,
+    "max_eval_batches": 1, "record_samples": False, "watchdog_minutes": 0.0,
 }  # fmt: skip
 
 
@@ -85,7 +86,16 @@ class TrialRecipe:
 
 
 def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
-    """The user's recipe without what a trial has no use for, from options that hold both."""
+    """The user's recipe without what a trial has no use for, from options that hold both.
+
+    Raises:
+        UserError: a flag sets what has no effect here.
+    """
+    useless = [name for name in sorted(LEFT_OUT - {"global_batch_size"}) if options.source(name) == f"--{name}"]
+    if useless:
+        remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
+        raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
+                         for name in useless])  # fmt: skip
     names = {field.name for field in dataclasses.fields(cls)}
     values = given_values(options, cls, LEFT_OUT)
     values |= {name: value for name, value in INSTEAD.items() if name in names}
@@ -102,16 +112,19 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     return TrialRecipe(values, notes)
 
 
-def check_overrides(contenders: list[Contender], recipe: Path, cls: type[TrainingRecipe]) -> None:
+def check_overrides(contenders: list[Contender], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
     """Raises UserError, with all problems, if a contender's recipe is none."""
     problems = []
     for contender in contenders:
         try:
-            parse_recipe(cls, ["--config", str(recipe), *contender.flags], tool=True)
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+                file.write(recipe.to_yaml())
+                file.flush()
+                parse_recipe(cls, ["--config", file.name, *contender.flags], tool=True)
         except UserError as error:
             problems += [f"{contender.name}: {problem}" if contender.overrides else problem
                          for problem in error.problems]  # fmt: skip
-        own = sorted(contender.overrides.keys() & (LEFT_OUT | INSTEAD.keys()))
+        own = sorted(contender.overrides.keys() & (LEFT_OUT | {"per_device_eval_batch_size"} | INSTEAD.keys()))
         problems += [f"{contender.name}: {name} is settled by the comparison itself" for name in own]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from train.limits.orders import add_line
-from train.limits.search import Fact
 from train.run.launches import Launch
 
 OUTCOMES = ("fits", "out_of_memory", "timed_out")
@@ -57,12 +57,9 @@ class Journal:
         """The lines of this kind that were made with the same."""
         return [line for line in self.lines if line["kind"] == kind and line["key"] == key]
 
-    def facts(self, key: str) -> list[Fact]:
-        """What is known of sizes."""
-        return [
-            Fact(line["size"], line["outcome"] == "fits", line["fresh"], peak_of(line) if "ranks" in line else None)
-            for line in self.of(key, "size")
-        ]
+    def sizes(self, key: str, patience_s: float) -> list[dict[str, Any]]:
+        """What was found for sizes; what has timed out with less patience than this is not known."""
+        return [line for line in self.of(key, "size") if line.get("patience_s", math.inf) >= patience_s]
 
     @property
     def launches(self) -> int:

@@ -18,7 +18,10 @@ from train.run.memory_report import OF_DEVICE, OF_HOST
 
 LISTEN_S = 0.1
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
-KILLED = re.compile(r"exitcode\s*:\s*-9\b")
+KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
+AT_A_CAP = ("can't start new thread", "Thread creation failed", "could not create a primitive",
+            "could not create a memory object")  # fmt: skip
+LOOK_S = 2.0
 
 
 @dataclass
@@ -26,17 +29,20 @@ class Ending:
     """How a launch ended.
 
     Args:
-        how: done, out_of_memory, timed_out, killed (SIGKILL, nothing says for want of memory), too_small (a process
-            takes more than the limit before there is a model), refused (a mistake in the recipe), or failed.
+        how: done, out_of_memory, timed_out, killed (SIGKILL or a crash, and nothing says for want of memory),
+            too_small (a process takes more than a limit before there is a model), refused (a mistake in the recipe),
+            or failed.
         where: device or host, of memory that ran out.
         phase: in which it did.
         text: what there is to say.
+        size: that was being tried.
     """
 
     how: str
     where: str = ""
     phase: str = ""
     text: str = ""
+    size: int = 0
 
 
 class TrialLaunch:
@@ -47,18 +53,19 @@ class TrialLaunch:
         answered: called with each line of the main process.
         patience_s: without a new line for so long it has timed out.
         environment: variables of its processes.
-        host_limit: bytes that all processes of the launch may have resident together; None: no limit.
+        host_limit: bytes that all ranks may have resident together, beside what they share; None: no limit.
+        on_cpu: ranks have no other memory than the host's.
     """
 
     def __init__(
         self, trial: Trial, num_processes: int, orders: Orders, contender: Contender, key: str, journal: Journal,
         answered: Callable[[dict[str, Any]], None], patience_s: float, environment: dict[str, str],
-        host_limit: int | None = None,
+        host_limit: int | None = None, on_cpu: bool = False,
     ):  # fmt: skip
         self.command = trial.command(num_processes)
         self.orders, self.contender, self.key, self.journal = orders, contender, key, journal
         self.answered, self.patience_s, self.host_limit = answered, patience_s, host_limit
-        self.environment = environment
+        self.environment, self.on_cpu, self.is_trying = environment, on_cpu, False
         self.folder = trial.output.parent
         self.trying = orders.first
         self._news = Answers(self.folder / ANSWERS)
@@ -73,7 +80,7 @@ class TrialLaunch:
         run, log = self.folder / "run", self.folder / "log.txt"
         with launched(self.command, run, log, mark=mark, environment=self.environment) as launch:
             ending = self._listen(launch, about)
-            seconds = launch.seconds
+            ending.size, seconds = self.trying, launch.seconds
         if ending.how in ("out_of_memory", "timed_out"):
             self.give_up(ending, about)
         self.journal.add("end", **about, how=ending.how, seconds=round(seconds, 1))
@@ -81,42 +88,46 @@ class TrialLaunch:
 
     def give_up(self, ending: Ending, about: dict[str, Any]) -> None:
         """Note that the size which was being tried does not fit."""
+        patience = {"patience_s": self.patience_s} if ending.how == "timed_out" else {}
         self.journal.add("size", **about, size=self.trying, fresh=self.trying == self.orders.first,
-                         outcome=ending.how, where=ending.where, phase=ending.phase)  # fmt: skip
+                         outcome=ending.how, where=ending.where, phase=ending.phase, **patience)  # fmt: skip
 
     def _listen(self, launch: Launch, about: dict[str, Any]) -> Ending:
-        heard_at = launch.seconds
+        heard_at = looked_at = launch.seconds
         while True:
             how = launch.wait(launch.seconds + LISTEN_S)
+            words = self._words.news()  # before the others' news: what the main process said by then is heard
             for line in self._news.news():
                 heard_at = launch.seconds
                 self._take(line, about)
                 if line["event"] == "done":
                     return Ending("done")
-            words = self._words.news()
             if words:
-                return self._last(words[0], launch)
+                return self._last(words[0])
             if how == "ended":
                 return self._explained(launch)
             if launch.seconds - heard_at > self.patience_s:
-                return Ending("timed_out", text=f"nothing new for {self.patience_s / 60:.3g} minutes")
-            over = self._over_the_host_limit(launch)
-            if over:
-                return Ending("out_of_memory", "host", text=over)
+                said = f"nothing new for {self.patience_s / 60:.3g} minutes"
+                before = f"{said}, before the first batch. More --trial_minutes may help"
+                return Ending("timed_out", text=said) if self.is_trying else Ending("failed", text=before)
+            if self.host_limit is not None and launch.seconds - looked_at > LOOK_S:
+                looked_at, over = launch.seconds, self._over_the_host_limit(launch)
+                if over:
+                    return Ending("out_of_memory", "host", text=over)
 
     def _take(self, line: dict[str, Any], about: dict[str, Any]) -> None:
         if line["event"] == "trying":
-            self.trying = line["size"]
+            self.trying, self.is_trying = line["size"], True
         if line["event"] == "fits":
             found = {name: value for name, value in line.items() if name != "event"}
             self.journal.add("size", **about, outcome="fits", **found)
         self.answered(line)
 
-    def _last(self, words: dict[str, Any], launch: Launch) -> Ending:
+    def _last(self, words: dict[str, Any]) -> Ending:
         """A rank's last words. The others are not waited for."""
         self.trying = words["size"]
         if words["event"] == "too_small":
-            return Ending("too_small", text=str(words["needs"]))
+            return Ending("too_small", text=words["text"])
         return Ending("out_of_memory", words["where"], words["phase"], f"rank {words['rank']}")
 
     def _explained(self, launch: Launch) -> Ending:
@@ -129,19 +140,18 @@ class TrialLaunch:
         text = launch.text
         if KERNEL.search(text):
             return Ending("out_of_memory", "host", text="ended by the kernel")
-        if any(words in text for words in (*OF_HOST, *OF_DEVICE)):
-            on_device = any(words in text for words in OF_DEVICE) or not self.orders.host_memory_limit
+        if any(words in text for words in (*OF_HOST, *OF_DEVICE, *(AT_A_CAP if self.on_cpu else ()))):
+            on_device = self.on_cpu or any(words in text for words in OF_DEVICE)
             return Ending("out_of_memory", "device" if on_device else "host", text="in native code")
         if KILLED.search(text):
-            return Ending("killed", text="a process was killed (SIGKILL)")
+            return Ending("killed", text="a process was killed (SIGKILL), or crashed")
         return Ending("failed", text=failure(launch, "ended") or "")
 
     def _over_the_host_limit(self, launch: Launch) -> str:
         """What to say if the processes have more than they may together; their caps do not count what is pinned."""
-        if self.host_limit is None:
-            return ""
         resident = 0
         for process in launch.members():
             with suppress(psutil.Error):
-                resident += process.memory_info().rss if "RANK" in process.environ() else 0  # not the launcher
+                memory = process.memory_info()
+                resident += memory.rss - memory.shared if "RANK" in process.environ() else 0  # not the launcher
         return f"{resident / GIB:.2f} GiB resident" if resident > 1.05 * self.host_limit else ""

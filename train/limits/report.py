@@ -128,11 +128,12 @@ class Report:
         shorter = ""
         if about.get("longest_sample") or about["mean_sample"] < sum(about["longest"].values()):
             shorter = f" (the data's own have {about['mean_sample']:,} on average: real epochs may be shorter)"
+        of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
         return (
             f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
             f"{about['precision']}; all rows at their maximum of {lengths} tokens{shorter}; accumulation "
-            f"{about['accumulation']}. Batch sizes are those of one process, rates are of all processes together; "
-            "factor and speed-up are against the first strategy, speed-up and epoch at each one's best batch."
+            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates of all processes "
+            "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best batch."
         )
 
     # ------------------------------------------------------------------------------------------------------------ foot

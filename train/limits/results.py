@@ -7,6 +7,12 @@ from train.limits.journal import peak_of
 from train.limits.search import Fact, Known
 
 
+def fact_of(line: dict[str, Any]) -> Fact:
+    """What the search needs of a line of the journal."""
+    fits = line["outcome"] == "fits"
+    return Fact(line["size"], fits, line["fresh"], peak_of(line) if fits else None)
+
+
 @dataclass
 class Row:
     """One contender. Sizes in bytes, batch sizes of one process.
@@ -27,13 +33,12 @@ class Row:
 
     @property
     def known(self) -> Known:
-        facts = [Fact(line["size"], line["outcome"] == "fits", line["fresh"]) for line in self.trials]
-        return Known(self.sizes, facts)
+        return Known(self.sizes, list(map(fact_of, self.trials)))
 
     @property
     def largest(self) -> int:
-        """The largest batch that fits; 0: none."""
-        return self.known.fits
+        """The largest batch that fits; 0: none, or not known."""
+        return 0 if self.problem else self.known.fits
 
     @property
     def fails(self) -> dict[str, Any] | None:
@@ -128,11 +133,17 @@ def speed_up(row: Row, first: Row) -> float | None:
 
 
 def conclusion(rows: list[Row]) -> str:
-    """One sentence that follows from the numbers."""
+    """A sentence or two that follow from the numbers."""
+    failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
+    about_failed = f" {', '.join(failed)}: failed, nothing is known." if failed else ""
+    return (_conclusion(rows) + about_failed).strip()
+
+
+def _conclusion(rows: list[Row]) -> str:
     fitting = [row for row in rows if row.largest]
     if not fitting:
         names = ", ".join(row.name for row in rows)
-        return f"None of {names} holds a single batch within this limit." if rows else ""
+        return f"Within this limit not a single batch fits under {names}." if rows else ""
     first, most = rows[0], max(row.largest for row in fitting)
     largest = [row for row in fitting if row.largest == most]
     fastest = max(fitting, key=lambda row: row.best["samples_per_s"])

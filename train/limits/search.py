@@ -7,6 +7,7 @@ pieces; so the largest size that fits, and the next one, which does not, are eac
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 CREEP = 0.03  # of a size: what counts as a small step
@@ -81,15 +82,16 @@ class Step:
     alone: bool = False
 
 
-def next_step(known: Known, limit: int | None) -> Step | None:
+def next_step(known: Known, limit: int | None, visit: Sequence[int] = ()) -> Step | None:
     """The launch that is needed next; None where the largest size is known and confirmed.
 
     Args:
         limit: bytes, against which the peaks are held; None where it is not known.
+        visit: sizes that are not to be skipped.
     """
     fits, fails = known.fits, known.fails
     if not known.is_bracketed:
-        return Step(next_size(known.sizes, fits, fails, known.points, limit))
+        return Step(next_size(known.sizes, fits, fails, known.points, limit, visit))
     if fails is not None and not known.is_confirmed(fails):
         return Step(fails)  # should it fit after all, the launch goes on from there
     if fits and not known.is_confirmed(fits):
@@ -103,7 +105,7 @@ def next_size(
     fails: int | None,
     points: list[tuple[int, int]],
     limit: int | None,
-    visit: tuple[int, ...] | list[int] = (),
+    visit: Sequence[int] = (),
 ) -> int | None:
     """The size to try after `fits`, below `fails`; None where none lies between.
 

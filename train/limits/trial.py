@@ -1,5 +1,6 @@
 """A trial, seen from its ranks: the task's own run up to the loop, and there batch sizes in place of epochs."""
 
+import math
 import os
 import statistics
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from train.data.collate import Batch
 from train.limits.caps import DataSegment, TrialMemory, cap_device
 from train.limits.orders import ANSWERS, LAST_WORDS, Orders, add_line
 from train.limits.search import next_size
@@ -56,9 +58,9 @@ class TrialSession(Session):
         if on_cpu:
             wanted = of_host = min((limit for limit in (wanted, of_host) if limit is not None), default=None)
         taken = self.segment.now() if on_cpu else torch.accelerator.memory_reserved()
-        if wanted is not None and taken >= wanted:
-            self._last_words("too_small", needs=taken)
-            raise UserError(f"memory_limit: the process holds {taken / 2**20:,.0f} MiB before there is a model")
+        self._check_room("memory_limit", wanted, taken)
+        if not on_cpu:
+            self._check_room("host_memory_limit", of_host, self.segment.now())
         try:
             self.limit = wanted if on_cpu else cap_device(self.device, wanted)
         except ValueError as problem:
@@ -67,6 +69,16 @@ class TrialSession(Session):
             self.segment.limit(of_host)
         self._answer(event="started", device=self.device.type, limit=self.limit, taken=taken)
         return accelerator
+
+    def _check_room(self, option: str, limit: int | None, taken: int) -> None:
+        """Raises UserError if the process has taken as much already as it may have."""
+        if limit is not None and taken >= limit:
+            said = (
+                f"{option}: a process takes {taken / 2**20:,.0f} MiB before there is a model or a batch, and may have "
+                f"{limit / 2**20:,.0f} MiB. Give it more than that and the model's size"
+            )
+            self._last_words("too_small", text=said)
+            raise UserError(said)
 
     def _build_operations(self) -> None:
         """Have DeepSpeed's optimizer for the host built now: a compiler would not live within the cap."""
@@ -109,12 +121,17 @@ class TrialSession(Session):
     def measure(self, size: int, fresh: bool) -> dict[str, Any]:
         """Updates of this batch size, the last of them timed, and once in a process an evaluation."""
         self.memory.begin()
-        seconds, warm_up = [], WARM_UP_FIRST if fresh else WARM_UP
-        for number in range(warm_up + self.orders.steps):
+        seconds, to_warm_up = [], WARM_UP_FIRST if fresh else WARM_UP
+        while len(seconds) < self.orders.steps:
+            batches = self._batches(size)
             began = time.perf_counter()
-            outcome = self._update(size)
+            outcome = self._update(size, batches)
             self._synchronise()
-            if number >= warm_up:
+            if not math.isfinite(outcome.figures["grad_norm"]):
+                continue  # fp16 looks for its loss scale: no step was taken, and perhaps there is no state yet
+            if to_warm_up:
+                to_warm_up -= 1
+            else:
                 seconds.append(time.perf_counter() - began)
         trained = dict(self.memory.note())
         if self.held is None:
@@ -135,15 +152,18 @@ class TrialSession(Session):
             "loss": figures["loss"],
         }  # fmt: skip
 
-    def _update(self, size: int):
-        """One update of the loop's own, on rows of the greatest length."""
-        batches, rank = self.strategy.batches, self.engine.accelerator.process_index
-        start = size * batches.accumulation * (self.done * self.engine.world_size + rank)
-        micro = [self.worst.batch(size, start + size * number) for number in range(batches.accumulation)]
+    def _batches(self, size: int) -> list[Batch]:
+        """The micro-batches of the next update, which is not timed with them: training has workers for that."""
+        accumulation, rank = self.strategy.batches.accumulation, self.engine.accelerator.process_index
+        start = size * accumulation * (self.done * self.engine.world_size + rank)
+        return [self.worst.batch(size, start + size * number) for number in range(accumulation)]
+
+    def _update(self, size: int, batches: list[Batch]):
+        """One update of the loop's own."""
         number = min(self.done, self.length.num_updates - 1) + 1  # of the schedule
         self.done += 1
         hooks = SimpleNamespace(phase=self._phase, saves=SimpleNamespace(has_failed=False))
-        outcome = one_update(self.job, self.engine, micro, number, self.memory, self.sentinel, self.stop, hooks)
+        outcome = one_update(self.job, self.engine, batches, number, self.memory, self.sentinel, self.stop, hooks)
         if outcome.fault is not None:
             raise UserError(f"batch size {size}: {outcome.fault.reason} in update {self.done} of the trial")
         return outcome

@@ -84,6 +84,11 @@ class VerifyOptions(LaunchOptions):
 class CompareOptions(LaunchOptions):
     """The largest batch of each strategy; options of the training recipe change that"""
 
+    strategies: list[str] = option(  # noqa: RUF009
+        ["ddp", "zero2", "zero3"],
+        "Names in accelerate_configs/, or .yaml files: ddp,zero2. With options of the recipe of its own: "
+        "zero2:lora=true.",
+    )
     memory_limit: str | None = option(
         None, "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share)."
     )
@@ -117,9 +122,10 @@ class CompareOptions(LaunchOptions):
         given = " ".join(self.batch_sizes)
         if wrong:
             found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
-        elif self.sizes and self.source("granularity"):
-            found.append(f"granularity = {self.granularity} has no effect with batch_sizes = {given}")
-        elif not self.sizes and self.granularity > self.max_batch_size:
+        elif self.sizes:
+            useless = [name for name in ("granularity", "max_batch_size") if self.source(name)]
+            found += [f"{name} = {getattr(self, name)} has no effect with batch_sizes = {given}" for name in useless]
+        elif self.granularity > self.max_batch_size:
             found.append(
                 f"granularity = {self.granularity} and max_batch_size = {self.max_batch_size}: there is nothing to try"
             )
