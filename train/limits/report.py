@@ -132,8 +132,8 @@ class Report:
         return (
             f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
             f"{about['precision']}; all rows at their maximum of {lengths} tokens{shorter}; accumulation "
-            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates of all processes "
-            "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best batch."
+            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates are of all processes "
+            "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best."
         )
 
     # ------------------------------------------------------------------------------------------------------------ foot
