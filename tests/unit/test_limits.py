@@ -352,6 +352,7 @@ ENDINGS = [
     ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", ""),
     ("RuntimeError: can't start new thread\n", 1, "out_of_memory", "device"),
     ("  exitcode  : -11 (pid: 7)\n", 1, "killed", ""),
+    ("", -9, "killed", ""),
     ("ValueError: shapes\n", 1, "failed", ""),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """One launch of a comparison: started, listened to, and ended as soon as there is nothing more to learn from it."""
 
 import re
+import signal
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -143,7 +144,7 @@ class TrialLaunch:
         if any(words in text for words in (*OF_HOST, *OF_DEVICE, *(AT_A_CAP if self.on_cpu else ()))):
             on_device = self.on_cpu or any(words in text for words in OF_DEVICE)
             return Ending("out_of_memory", "device" if on_device else "host", text="in native code")
-        if KILLED.search(text):
+        if launch.process.returncode == -signal.SIGKILL or KILLED.search(text):
             return Ending("killed", text="a process was killed (SIGKILL), or crashed")
         return Ending("failed", text=failure(launch, "ended") or "")
 
