@@ -82,8 +82,8 @@ def ranks(output: Path) -> list[psutil.Process]:
 
 
 def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
-    """A rank, the comparison itself, a launcher, and at last nothing: sizes that were found are not tried again, and no
-    process is left. The limit is one at which the larger size does not fit."""
+    """A rank, the comparison itself, a launcher, and at last nothing: what was found is not tried again, no process
+    is left. The limit is one at which the larger size does not fit."""
     output = tmp_path / "comparison"
     flags = ("--strategies", "ddp", "--batch_sizes", "2,4096", "--memory_limit", "900MiB")
 

@@ -225,8 +225,8 @@ def failure(launch: Launch, how: str) -> str | None:
 def mistake(launch: Launch) -> str | None:
     """The message of a run that was refused: a mistake in its recipe. None if there is none in its output."""
     text = _without_the_launchers(launch.text)
-    found = re.search(r"^error: ", text, re.MULTILINE)
-    return text[found.end() :].strip() if found else None
+    found = re.search(r"^error: (.*(?:\n .*)*)", text, re.MULTILINE)  # the lines of a list are indented
+    return found[1].strip() if found else None
 
 
 def _without_the_launchers(text: str) -> str:
