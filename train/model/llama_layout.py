@@ -109,7 +109,7 @@ def find_cut(weight: Weight, share: tuple[int, ...], num_shards: int) -> Cut | N
         return Cut(None)
     for axis in weight.axes:
         parts, rest = divmod(weight.shape[axis], share[axis]) if len(share) == len(weight.shape) else (0, 1)
-        others_fit = share[: axis] + share[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
+        others_fit = share[:axis] + share[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
         if parts and not rest and others_fit and num_shards % parts == 0 and (parts == num_shards or weight.copied):
             return Cut(axis, num_shards // parts)
     return None

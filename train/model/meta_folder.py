@@ -70,7 +70,9 @@ class MetaFolder:
     def _read_params(self) -> dict[str, Any]:
         file = self.path / "params.json"
         if not file.is_file():
-            raise UserError(f"{self.says} has no params.json, which tells the heads. Copy it in from where it came from")
+            raise UserError(
+                f"{self.says} has no params.json, which tells the heads. Copy it in from where it came from"
+            )
         params = read_json(file)
         params = params.get("model", params)
         problems = [
@@ -79,7 +81,9 @@ class MetaFolder:
         ]  # fmt: skip
         foreign = [name for name in FOREIGN if params.get(name)]
         if foreign:
-            problems.append(f"{self.says} is not a Llama: params.json has {foreign[0]}. Only Llama 1, 2 and 3 are known")
+            problems.append(
+                f"{self.says} is not a Llama: params.json has {foreign[0]}. Only Llama 1, 2 and 3 are known"
+            )
         if problems:
             raise UserError(problems)
         return params
@@ -112,7 +116,9 @@ class MetaFolder:
         return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}
 
     def _refusal(self, file: Path, error: Exception) -> UserError:
-        wants = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(r"[Uu]nsupported (?:class|global) ([\w.]+)", str(error))
+        wants = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
+            r"[Uu]nsupported (?:class|global) ([\w.]+)", str(error)
+        )
         if not wants:
             return UserError(f"{file} is broken: no tensors can be read from it. Copy it again")
         return UserError(
@@ -123,7 +129,9 @@ class MetaFolder:
     # ----------------------------------------------------------------------------------------------------- the shapes
 
     def _check_names(self) -> None:
-        have = max((int(name.split(".")[1]) + 1 for name in self.shapes[0] if re.match(r"layers\.\d+\.", name)), default=0)
+        have = max(
+            (int(name.split(".")[1]) + 1 for name in self.shapes[0] if re.match(r"layers\.\d+\.", name)), default=0
+        )
         layers = self.params["n_layers"]
         if have and have != layers:
             raise UserError(f"{self.says}: params.json says n_layers = {layers}, and the weights have {have} layers")
@@ -131,8 +139,8 @@ class MetaFolder:
         given = self.params.get("vocab_size", -1)
         if not {"tok_embeddings.weight", "output.weight"} & self.shapes[0].keys() and not _is_count(given):
             raise UserError(
-                f"{self.says}: the size of the vocabulary is unknown: params.json says vocab_size = {given}, and there "
-                "are neither tok_embeddings nor output in the weights. Copy the whole checkpoint again"
+                f"{self.says}: the size of the vocabulary is unknown: params.json says vocab_size = {given}, and "
+                "there are neither tok_embeddings nor output in the weights. Copy the whole checkpoint again"
             )
         for file, shapes in zip(self.files, self.shapes):
             unknown, missing = sorted(shapes.keys() - expected), sorted(expected - shapes.keys() - {"output.weight"})
@@ -144,19 +152,22 @@ class MetaFolder:
 
     def _check_number(self) -> None:
         """The shape of a share tells how many there are: the last files may be missing."""
-        rows = self.shapes[0]["layers.0.attention.wq.weight"][0]
+        for name in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"):
+            if len(self.shapes[0][name]) != 2:
+                raise UserError(f"{self.files[0]} is not a Llama: {name} has the shape {self.shapes[0][name]}")
+        rows, columns = self.shapes[0]["layers.0.attention.wq.weight"]
         expected, rest = divmod(self.params["n_heads"] * self.head_dim, rows)
-        if rest or not expected:
+        if rest or not expected or columns != self.params["dim"]:
             raise UserError(
-                f"{self.says}: params.json says dim = {self.params['dim']} and n_heads = {self.params['n_heads']}, which "
-                f"does not go with wq of {rows} rows in {self.files[0].name}: they are of two checkpoints"
+                f"{self.says}: params.json says dim = {self.params['dim']} and n_heads = {self.params['n_heads']}, "
+                f"which does not go with wq of {rows} x {columns} in {self.files[0].name}: they are of two checkpoints"
             )
         if expected > len(self.files):
             self._refuse_missing(list(range(len(self.files), expected)))
         if expected < len(self.files):
             raise UserError(
-                f"{self.says} has {len(self.files)} consolidated files, and the weights in {self.files[0].name} are cut "
-                f"for {expected}: they are of two checkpoints"
+                f"{self.says} has {len(self.files)} consolidated files, and the weights in {self.files[0].name} are "
+                f"cut for {expected}: they are of two checkpoints"
             )
 
     @cached_property
@@ -186,8 +197,8 @@ class MetaFolder:
             stored = rows if same_bits(first, second) else rows * number
         if _is_count(given) and given != stored:
             raise UserError(
-                f"{self.path / 'params.json'}: vocab_size = {given}, and the embeddings have {stored} rows. Correct it, "
-                "or write -1"
+                f"{self.path / 'params.json'}: vocab_size = {given}, and the embeddings have {stored} rows. Correct "
+                "it, or write -1"
             )
         return stored
 

@@ -58,7 +58,9 @@ class FromMetaOptions(ConvertOptions):
         None, "Meta's tokenizer.model; by default that of the input folder or of the one above. none: weights only."
     )
     max_position_embeddings: int | None = option(
-        None, "Longest text of the model, which Meta's files do not tell; by default that of its version.", positive=True
+        None,
+        "Longest text of the model, which Meta's files do not tell; by default that of its version.",
+        positive=True,
     )
     rope_scaling_factor: float | None = option(
         None, "Of use_scaled_rope; by default 8 (Llama 3.1), and 32 with tied embeddings (3.2).", positive=True
