@@ -5,7 +5,8 @@
 
 A conversion proves itself before the folder gets its name: the shapes are those that transformers makes of the
 configuration, every weight turned there and back is bit for bit what it was, and with --check_text the model as Meta
-computes it has the loss that transformers has. Memory: about one file of what is written, and the largest weight; --check_text takes the model.
+computes it has the loss that transformers has. Memory: about one file of what is written, and the largest weight; --check_text takes
+the whole model.
 """
 
 import json
@@ -41,7 +42,7 @@ from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tools import ConvertOptions, FromMetaOptions, ToMetaOptions, parse_bytes
 
-RELEASE_BYTES = 4 * 2**30  # mapped files are closed when this much of them was read
+RELEASE_BYTES = 2**30  # mapped files are closed when this much of them was read
 TOLERANCE = 1e-4  # of two mean losses in fp32, which sum in another order
 
 
@@ -104,8 +105,8 @@ def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
 def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
     sizes, params = meta.sizes, meta.params
     lines = [
-        f"read         {_files(len(meta.files))}: {sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, {sizes.kv_heads} "
-        f"of keys and values, vocabulary {sizes.vocab}, "
+        f"read         {_files(len(meta.files))}: {sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, "
+        f"{sizes.kv_heads} of keys and values, vocabulary {sizes.vocab}, "
         f"{config.max_position_embeddings} positions{', head tied' if meta.tied else ''}"
     ]
     derived = ffn_size(sizes.dim, params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))

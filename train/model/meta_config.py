@@ -137,4 +137,4 @@ def ffn_params(dim: int, ffn: int) -> dict[str, Any]:
         for tenths in range(1, 100):
             if ffn_size(dim, multiple, tenths / 10) == ffn:
                 return {"multiple_of": multiple, "ffn_dim_multiplier": tenths / 10}
-    return {"multiple_of": multiples[0], "ffn_dim_multiplier": (ffn - 0.5 * multiples[0]) / ffn_size(dim, 1)}
+    return {"multiple_of": multiples[0], "ffn_dim_multiplier": (ffn + 1 - multiples[0] / 2) / ffn_size(dim, 1)}
