@@ -5,8 +5,8 @@
 
 A conversion proves itself before the folder gets its name: the shapes are those that transformers makes of the
 configuration, every weight turned there and back is bit for bit what it was, and with --check_text the model as Meta
-computes it has the loss that transformers has. Memory: about one file of what is written, and the largest weight; --check_text takes
-the whole model.
+computes it has the loss that transformers has. Memory: about one file of what is written, and the largest
+weight; --check_text takes the whole model.
 """
 
 import json
@@ -42,7 +42,6 @@ from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tools import ConvertOptions, FromMetaOptions, ToMetaOptions, parse_bytes
 
-RELEASE_BYTES = 2**30  # mapped files are closed when this much of them was read
 TOLERANCE = 1e-4  # of two mean losses in fp32, which sum in another order
 
 
@@ -213,7 +212,7 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
     wrong = hf.wrong_shapes(config)
     if wrong:
         raise RuntimeError(f"the folder {wrong[0]} ({len(wrong)} such). Nothing is written")
-    unlike_copies, mapped = [], 0
+    unlike_copies = []
     for weight in _with_bar(meta.weights, "check"):
         stored = hf.read(weight.hf)
         if not same_bits(to_hf(meta.read(weight), weight.heads), stored):
@@ -223,11 +222,6 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
             unlike_copies.append(weight.meta)
         elif unlike:
             raise RuntimeError(f"{weight.meta} turned back is not what {unlike[0]} has. Nothing is written")
-        mapped += stored.nbytes
-        if mapped > RELEASE_BYTES:
-            mapped = 0
-            meta.release()
-            hf.release()
     meta.release()
     hf.release()
     lines = [f"proven       shapes, and {len(meta.weights)} weights there and back, bit for bit"]

@@ -8,6 +8,7 @@ from train.model.stored import read_json
 from train.recipe.errors import UserError, first_line
 
 INDEX = "model.safetensors.index.json"
+RELEASE_BYTES = 2**29  # mapped files are closed when this much of them was read: their pages count as memory taken
 
 
 class HfFolder:
@@ -20,6 +21,7 @@ class HfFolder:
     def __init__(self, path: Path, option: str = "input"):
         self.path, self.says = path, f"{option} = {str(path)!r}"
         self._open: dict[str, Any] = {}
+        self._read_bytes = 0
         self.files = self._find()
 
     def _find(self) -> dict[str, str]:
@@ -43,9 +45,14 @@ class HfFolder:
     def release(self) -> None:
         """Close the files."""
         self._open.clear()
+        self._read_bytes = 0
 
     def read(self, name: str):
-        return self._file(self.files[name]).get_tensor(name)
+        if self._read_bytes > RELEASE_BYTES:
+            self.release()
+        tensor = self._file(self.files[name]).get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(self.files[name]).get_slice(name).get_shape())

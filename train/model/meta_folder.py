@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from train.model.hf_folder import RELEASE_BYTES
 from train.model.llama_layout import Cut, Sizes, Weight, find_cut, same_bits, weights
 from train.model.stored import read_json
 from train.recipe.errors import UserError, first_line
@@ -36,6 +37,7 @@ class MetaFolder:
         self.path, self.says = path, f"{option} = {str(path)!r}"
         self.files = self._find_files()
         self.params = self._read_params()
+        self._read_bytes = 0
         self._loaded: list[dict[str, Any]] | None = None
         self.shapes = [{name: tuple(tensor.shape) for name, tensor in share.items()} for share in self.shares]
         self._check_names()
@@ -79,6 +81,8 @@ class MetaFolder:
             f"{file}: {name} = {params.get(name)!r}, and a number above 0 was expected"
             for name in ("dim", "n_layers", "n_heads") if not _is_count(params.get(name))
         ]  # fmt: skip
+        if params.get("n_kv_heads") is not None and not _is_count(params["n_kv_heads"]):
+            problems.append(f"{file}: n_kv_heads = {params['n_kv_heads']!r}, and a number above 0 was expected")
         foreign = [name for name in FOREIGN if params.get(name)]
         if foreign:
             problems.append(
@@ -97,7 +101,7 @@ class MetaFolder:
 
     def release(self) -> None:
         """Unmap the files, and so give back the memory that their pages took; they are mapped again when needed."""
-        self._loaded = None
+        self._loaded, self._read_bytes = None, 0
 
     def _load(self, file: Path) -> dict[str, Any]:
         import pickle
@@ -219,7 +223,10 @@ class MetaFolder:
         """The whole weight, its shares put together, in Meta's order."""
         import torch
 
+        if self._read_bytes > RELEASE_BYTES:
+            self.release()
         cut, shares = self.cuts[weight.meta], [share[weight.meta] for share in self.shares]
+        self._read_bytes += sum(share.nbytes for share in shares)
         if cut.axis is None or len(shares) == 1:
             return shares[0]
         return torch.cat(shares[:: cut.copies], cut.axis)
