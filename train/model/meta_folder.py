@@ -124,7 +124,7 @@ class MetaFolder:
             r"[Uu]nsupported (?:class|global) ([\w.]+)", str(error)
         )
         if not wants:
-            return UserError(f"{file} is broken, or was not written by torch.save: nothing in it was run. Copy it again")
+            return UserError(f"{file} is broken, or no file of torch.save: nothing in it was run. Copy it again")
         return UserError(
             f"{file} holds more than tensors: to read it would execute {wants[1]}. It was not read. Take the weights "
             "from their publisher"
