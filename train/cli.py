@@ -29,6 +29,7 @@ class Command:
 
 COMMANDS = (
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.model.merge:main"),
+    Command("convert", "Meta's Llama checkpoints to transformers' and back.", "train.model.convert:main"),
     Command("compare", "The largest batch that each strategy holds, by running it.", "train.limits.compare:main"),
     Command("verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.verify.verify:main"),
     Command("generate", "Let a model continue a text, or talk with it.", "train.model.talk:main"),

@@ -7,14 +7,11 @@ the written folder, read back, gives them again before it gets its name.
 """
 
 import json
-import os
-import shutil
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from train.model.adapters import Adapted, AdapterFolder, load_with_adapter, open_adapter
-from train.model.stored import be_quiet, read_config, read_model, read_tokenizer
+from train.model.stored import be_quiet, check_output, read_config, read_model, read_tokenizer, whole_or_nothing
 from train.recipe.errors import UserError, first_line
 from train.recipe.parse import parse_recipe
 from train.recipe.tools import MergeOptions
@@ -53,14 +50,6 @@ class Merged:
     notes: list[str]
 
 
-def check_output(output: Path) -> None:
-    """Raises UserError unless a folder of that name can be written without replacing anything."""
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"output = {str(output)!r} is not empty, and nothing is replaced. Name a new folder")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
-
-
 def merge(
     folder: AdapterFolder, output: Path, base: str | None = None, precision: str | None = None,
     dequantize: bool = False, trust_remote_code: bool = False,
@@ -88,7 +77,7 @@ def merge(
     effect = _effect(adapted, folder, probe, before)
     model = fold(adapted)
     notes = [*adapted.notes, *probe.compare(before, model, effect, "merged")]
-    with _whole_or_nothing(output) as partial:
+    with whole_or_nothing(output) as partial:
         _write(model, folder, adapted, tokenizer, partial, notes)
         del model, adapted.model  # at no time are there two models in memory
         again = _read_back(adapted, partial, trust_remote_code)
@@ -209,21 +198,6 @@ def _tokenizer(folder: AdapterFolder, adapted: Adapted, trust_remote_code: bool)
     if folder.has_tokenizer:
         return read_tokenizer("adapter", str(folder.path), config, trust_remote_code)
     return read_tokenizer("base", adapted.base, config, trust_remote_code)
-
-
-@contextmanager
-def _whole_or_nothing(output: Path):
-    """A folder beside `output` that gets its name at the end, and is gone if there was an error."""
-    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"output = {str(output)!r} cannot be made: {error.strerror}") from None
-    try:
-        yield partial
-        partial.rename(output)  # over an empty folder, too
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(model, folder: AdapterFolder, adapted: Adapted, tokenizer, partial: Path, notes: list[str]) -> None:

@@ -1,6 +1,9 @@
 """Models as they lie in a folder or on the hub, loaded whole or refused: for the tools, which do not train."""
 
 import json
+import os
+import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +111,29 @@ def _on_the_accelerator() -> dict[str, Any]:
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {"device_map": {"": device}} if device else {}
+
+
+def check_output(output: Path) -> None:
+    """Raises UserError unless a folder of that name can be written without replacing anything."""
+    if output.is_dir() and any(output.iterdir()):
+        raise UserError(f"output = {str(output)!r} is not empty, and nothing is replaced. Name a new folder")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
+
+
+@contextmanager
+def whole_or_nothing(output: Path):
+    """A folder beside `output` that gets its name at the end, and is gone if there was an error."""
+    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"output = {str(output)!r} cannot be made: {error.strerror}") from None
+    try:
+        yield partial
+        partial.rename(output)  # over an empty folder, too
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def be_quiet() -> None:

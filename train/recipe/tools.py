@@ -32,6 +32,58 @@ class MergeOptions(Recipe):
 
 
 @dataclass
+class ConvertOptions(Recipe):
+    """What is converted"""
+
+    input: str | None = option(None, "The folder of the checkpoint.")
+    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    check_text: str | None = option(
+        None, "A text file: Meta's computation and transformers' must have the same mean loss on it, in fp32."
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.input:
+            found.append("no input: set --input to the folder of the checkpoint")
+        if not self.output:
+            found.append("no output: set --output to the folder that the checkpoint is to be written to")
+        return found
+
+
+@dataclass
+class FromMetaOptions(ConvertOptions):
+    """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
+
+    tokenizer: str | None = option(
+        None, "Meta's tokenizer.model; by default that of the input folder or of the one above. none: weights only."
+    )
+    max_position_embeddings: int | None = option(
+        None,
+        "Longest text of the model, which Meta's files do not tell; by default that of its version.",
+        positive=True,
+    )
+    rope_scaling_factor: float | None = option(
+        None, "Of use_scaled_rope; by default 8 (Llama 3.1), and 32 with tied embeddings (3.2).", positive=True
+    )
+    max_shard_size: str = option("4GiB", "Largest .safetensors file, and about the memory that is taken.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        try:
+            parse_bytes(self.max_shard_size)
+        except ValueError:
+            found.append(f"max_shard_size = {self.max_shard_size!r}: expected a size such as 4GiB, 800MiB or 5GB")
+        return found
+
+
+@dataclass
+class ToMetaOptions(ConvertOptions):
+    """A transformers Llama folder to Meta's consolidated.*.pth, params.json and tokenizer.model"""
+
+    shards: int = option(1, "Cut for this many tensor-parallel processes, a file of each.", positive=True)
+
+
+@dataclass
 class LaunchOptions(Recipe):
     """What is launched"""
 

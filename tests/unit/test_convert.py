@@ -1,0 +1,372 @@
+"""`zerofit convert`: Meta's checkpoints become transformers' and back, and what is not whole is refused."""
+
+import base64
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from folders import tools_in_this_process
+from helpers import ROOT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from train.cli import main
+from train.model import convert
+from train.model.llama_layout import Cut, Sizes, Weight, choose_cut, find_cut, same_bits, to_hf, to_meta, weights
+from train.model.meta_config import ffn_params, ffn_size, version_of
+from train.model.meta_folder import MetaFolder
+from train.model.meta_forward import meta_logits
+from train.model.meta_tokenizer import special_tokens
+
+STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K"
+IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
+SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the weights of stories260K are not here")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tools():
+    with tools_in_this_process():
+        yield
+
+
+def run(direction: str, source: Path, output: Path, *more: str) -> None:
+    assert main(["convert", direction, "--input", str(source), "--output", str(output), *more]) == 0
+
+
+def refused(capsys, source: Path, output: Path, *more: str, direction: str = "meta-to-hf") -> str:
+    """What is said of it; it is one line, and nothing is left."""
+    before = set(output.parent.iterdir())
+    assert main(["convert", direction, "--input", str(source), "--output", str(output), *more]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    assert set(output.parent.iterdir()) == before
+    return said
+
+
+def logits(folder: Path):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
+
+
+def save_llama(folder: Path, dtype=torch.float32, **config):
+    """A random Llama in transformers' folder, 4 heads of 8, vocabulary 512."""
+    torch.manual_seed(1)
+    settings = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **config}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1))
+    model.to(dtype).save_pretrained(folder)
+
+
+@pytest.fixture
+def meta(tmp_path) -> Path:
+    """A small untied checkpoint of Meta's in one file."""
+    save_llama(tmp_path / "small")
+    run("hf-to-meta", tmp_path / "small", tmp_path / "meta")
+    return tmp_path / "meta"
+
+
+def edit_params(folder: Path, **values) -> None:
+    file = folder / "params.json"
+    params = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({name: value for name, value in params.items() if value is not None}))
+
+
+def edit_weights(folder: Path, change, number: int = 0) -> None:
+    file = folder / f"consolidated.{number:02}.pth"
+    tensors = torch.load(file, weights_only=True)
+    change(tensors)
+    torch.save(tensors, file)
+
+
+# -------------------------------------------------------------------------------------------------------- real weights
+
+
+@needs_stories
+def test_metas_weights_give_transformers_logits(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time, there was a little girl named Lily. She liked to play outside. " * 9)
+    more = ("--check_text", str(text), "--max_shard_size", "300kB")
+    run("meta-to-hf", STORIES / "meta", tmp_path / "hf", *more)
+    shown = capsys.readouterr().out
+    assert "47 weights there and back" in shown
+    mean_loss = float(shown.split("mean loss")[1].split()[0])
+    assert 0 < mean_loss < 2.5, "it knows such texts"
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
+    assert max(file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")) < 310_000
+    torch.testing.assert_close(logits(tmp_path / "hf"), logits(STORIES / "hf"), rtol=0, atol=1e-5)
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", STORIES / "hf"))
+    assert ours == theirs
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("Once upon a time")["input_ids"] == [1, 403, 407, 261, 378]
+    assert tokenizer.model_max_length == 512
+
+
+@needs_stories
+@pytest.mark.parametrize("shards", [2, 4])
+def test_real_weights_in_shards(tmp_path, shards):
+    run("hf-to-meta", STORIES / "hf", tmp_path / "meta", "--shards", str(shards))
+    assert len(list((tmp_path / "meta").glob("consolidated.*.pth"))) == shards
+    run("meta-to-hf", tmp_path / "meta", tmp_path / "hf")
+    torch.testing.assert_close(logits(tmp_path / "hf"), logits(STORIES / "hf"), rtol=0, atol=1e-5)
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (STORIES / "hf" / "tokenizer.model").read_bytes()
+
+
+@needs_stories
+def test_back_to_what_meta_had(tmp_path):
+    run("hf-to-meta", STORIES / "hf", tmp_path / "meta")
+    ours, theirs = (torch.load(folder / "consolidated.00.pth") for folder in (tmp_path / "meta", STORIES / "meta"))
+    assert len(theirs) == 48
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(ours[name], theirs[name]) for name in theirs)
+    params, of_meta = (
+        json.loads((folder / "params.json").read_text()) for folder in (tmp_path / "meta", STORIES / "meta")
+    )
+    assert {name: params[name] for name in of_meta} == of_meta
+
+
+# ------------------------------------------------------------------------------------------------------ there and back
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"num_key_value_heads": 4}, torch.bfloat16),
+        ({"num_key_value_heads": 1, "tie_word_embeddings": True}, torch.float16),
+        ({"rope_parameters": SCALED}, torch.bfloat16),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}, torch.float32),
+    ],
+)
+def test_there_and_back(tmp_path, config, dtype, shards):
+    save_llama(tmp_path / "one", dtype, **config)
+    run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", str(shards))
+    run("meta-to-hf", tmp_path / "meta", tmp_path / "two", "--tokenizer", "none")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert len(one) >= 20
+    assert one.keys() == two.keys()
+    assert all(same_bits(one[name], two[name]) for name in one)
+    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
+    differing = {name for name in one | two if one.get(name) != two.get(name)}
+    assert differing <= {"bos_token_id", "eos_token_id", "rms_norm_eps"}
+    first = torch.load(tmp_path / "meta" / "consolidated.00.pth")["tok_embeddings.weight"].shape
+    of_llama_3 = config.get("rope_parameters", {}).get("rope_theta") == 500_000.0
+    assert tuple(first) == ((512 // shards, 32) if of_llama_3 else (512, 32 // shards))
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default", "rope_theta": 500.0}, SCALED])
+def test_metas_own_computation_agrees(tmp_path, rope):
+    save_llama(tmp_path / "hf", rope_parameters=rope)
+    run("hf-to-meta", tmp_path / "hf", tmp_path / "meta", "--shards", "2")
+    ours = meta_logits(MetaFolder(tmp_path / "meta"), IDS, (rope or {}).get("factor"))
+    torch.testing.assert_close(ours, logits(tmp_path / "hf"), rtol=1e-4, atol=1e-3)
+
+
+def test_a_wrong_permutation_is_noticed(tmp_path, meta, monkeypatch):
+    monkeypatch.setattr(convert, "to_hf", lambda tensor, heads: to_meta(tensor, heads))
+    with pytest.raises(RuntimeError, match="turned back is not what"):
+        run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
+    assert not list(tmp_path.glob("hf*"))
+
+
+def test_stretched_rope(tmp_path, meta):
+    edit_params(meta, use_scaled_rope=True, rope_theta=500_000.0, max_seq_len=None)
+    run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
+    config = LlamaConfig.from_pretrained(tmp_path / "hf")
+    assert config.rope_parameters == {**SCALED, "factor": 8.0}
+    assert config.max_position_embeddings == 131072
+
+
+def test_the_vocabulary_of_the_weights(tmp_path, meta):
+    edit_params(meta, vocab_size=-1, multiple_of=None, ffn_dim_multiplier=None)
+    run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
+    assert LlamaConfig.from_pretrained(tmp_path / "hf").vocab_size == 512
+
+
+def test_norms_that_differ_between_files_are_told(tmp_path, capsys):
+    save_llama(tmp_path / "one")
+    run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "2")
+    edit_weights(tmp_path / "meta", lambda tensors: tensors["norm.weight"].add_(1), number=1)
+    run("meta-to-hf", tmp_path / "meta", tmp_path / "two", "--tokenizer", "none")
+    assert "1 weights, such as norm.weight, should be the same" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_llama_3s_tokenizer(tmp_path, meta):
+    """256 bytes and `he`, `ll`, `hell`; ids of the special tokens follow."""
+    tokens = [bytes([value]) for value in range(253)] + [b"he", b"ll", b"hell"]
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    (meta / "tokenizer.model").write_text("\n".join(lines) + "\n")
+    edit_params(meta, rope_theta=500_000.0)
+    run("meta-to-hf", meta, tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("hello")["input_ids"] == [256, 255, ord("o")]
+    assert tokenizer("<|eot_id|>", add_special_tokens=False)["input_ids"] == [265]
+    assert tokenizer.decode([255, ord("o")]) == "hello"
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [257, 265]
+    run("hf-to-meta", tmp_path / "hf", tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == (meta / "tokenizer.model").read_bytes()
+
+
+def test_special_tokens_are_llama_3s():
+    three, later = special_tokens("3", 256), special_tokens("3.1", 256)
+    assert len(three) == len(later) == len(set(three)) == len(set(later)) == 256
+    assert (three[-1], later[-1]) == ("<|reserved_special_token_250|>", "<|reserved_special_token_247|>")
+    assert (three.index("<|eot_id|>"), later.index("<|eot_id|>"), later.index("<|eom_id|>")) == (9, 9, 8)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_missing_files(tmp_path, capsys):
+    save_llama(tmp_path / "one")
+    run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "4")
+    for number in (2, 3):
+        (tmp_path / "meta" / f"consolidated.0{number}.pth").unlink()
+    assert "lacks consolidated.02.pth, consolidated.03.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
+    (tmp_path / "meta" / "consolidated.00.pth").unlink()
+    assert "lacks consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
+    (tmp_path / "meta" / "consolidated.01.pth").unlink()
+    assert "has no consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
+    assert "it is transformers' already" in refused(capsys, tmp_path / "one", tmp_path / "hf")
+
+
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_a_file_that_would_execute_code(tmp_path, meta, capsys):
+    made = tmp_path / "was-executed"
+    torch.save({"norm.weight": Harmful(made)}, meta / "consolidated.00.pth")
+    assert "would execute posix.mkdir. It was not read" in refused(capsys, meta, tmp_path / "hf")
+    assert not made.exists()
+    content = (STORIES / "meta" / "consolidated.00.pth") if STORIES.is_dir() else ROOT / "LICENSE"
+    (meta / "consolidated.00.pth").write_bytes(content.read_bytes()[:5000])
+    assert "consolidated.00.pth is broken" in refused(capsys, meta, tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"n_heads": None}, "n_heads = None"),
+        ({"n_layers": 3}, "n_layers = 3, and the weights have 2 layers"),
+        ({"dim": 64}, "does not go with wq of 32 x 32"),
+        ({"n_kv_heads": 4}, "layers.0.attention.wk.weight has the shape (16, 32)"),
+        ({"vocab_size": 500}, "vocab_size = 500, and the embeddings have 512 rows"),
+        ({"sliding_window": 4096}, "not a Llama: params.json has sliding_window"),
+    ],
+)
+def test_params_that_do_not_fit(tmp_path, meta, capsys, params, said):
+    edit_params(meta, **params)
+    assert said in refused(capsys, meta, tmp_path / "hf", "--tokenizer", "none")
+
+
+def test_weights_that_are_not_a_llamas(tmp_path, meta, capsys):
+    output = tmp_path / "hf"
+    edit_weights(meta, lambda tensors: tensors.update({"layers.0.attention.wq.bias": torch.zeros(32)}))
+    assert "is not a Llama (1, 2 or 3): it has layers.0.attention.wq.bias" in refused(capsys, meta, output)
+    edit_weights(meta, lambda tensors: [tensors.pop(name) for name in list(tensors) if "bias" in name or "w2" in name])
+    assert "it lacks layers.0.feed_forward.w2.weight" in refused(capsys, meta, output)
+    edit_weights(meta, lambda tensors: [tensors.pop(name) for name in ("tok_embeddings.weight", "output.weight")])
+    edit_params(meta, vocab_size=-1)
+    assert "the size of the vocabulary is unknown" in refused(capsys, meta, output)
+    (meta / "params.json").unlink()
+    assert "has no params.json" in refused(capsys, meta, output)
+
+
+def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
+    assert "no tokenizer.model. Name it with --tokenizer FILE" in refused(capsys, meta, tmp_path / "hf")
+    none = ("--tokenizer", "none")
+    assert "rope_scaling_factor = 8" in refused(capsys, meta, tmp_path / "hf", *none, "--rope_scaling_factor", "8")
+    assert "goes with a tokenizer" in refused(capsys, meta, tmp_path / "hf", *none, "--check_text", "LICENSE")
+    assert "is not empty" in refused(capsys, meta, tmp_path / "small", *none)
+    assert "max_shard_size = 'big'" in refused(capsys, meta, tmp_path / "hf", "--max_shard_size", "big")
+    (meta / "tokenizer.model").write_bytes(b"\x00nothing")
+    assert "neither sentencepiece's nor tiktoken's" in refused(capsys, meta, tmp_path / "hf")
+    assert main(["convert", "back", "--input", "x"]) == 2
+    assert main(["convert"]) == 2
+
+
+def test_models_that_meta_does_not_know(tmp_path, capsys):
+    back = {"direction": "hf-to-meta"}
+    save_llama(tmp_path / "biased", attention_bias=True)
+    assert "has biases" in refused(capsys, tmp_path / "biased", tmp_path / "meta", **back)
+    save_llama(tmp_path / "linear", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    assert "RoPE of the type linear" in refused(capsys, tmp_path / "linear", tmp_path / "meta", **back)
+    save_llama(tmp_path / "odd", intermediate_size=50)
+    assert "intermediate_size = 50" in refused(capsys, tmp_path / "odd", tmp_path / "meta", "--shards", "4", **back)
+    config = tmp_path / "odd" / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 50', '"intermediate_size": 52'))
+    assert "is not the Llama of its config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
+    config.write_text(json.dumps({"model_type": "gpt2"}))
+    assert "is not a Llama: its config.json says gpt2" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
+    shutil.rmtree(tmp_path / "odd")
+    assert "no folder with a config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_the_permutation_is_that_of_one_head():
+    rows = torch.arange(8.0).view(8, 1)
+    assert to_hf(rows, 1).flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert to_hf(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert torch.equal(to_meta(to_hf(rows, 2), 2), rows)
+
+
+def test_cuts_are_recognised():
+    listed = weights(Sizes(32, 1, 8, 2, 4, 96, 64))
+    for number in (1, 2, 4, 8):
+        for weight in listed:
+            for along in (False, True):
+                cut = choose_cut(weight, number, 2, along)
+                share = cut.share(torch.empty(weight.shape), number - 1, number)
+                assert find_cut(weight, tuple(share.shape), number) == cut, (weight, number)
+    assert len(listed) == 12
+    assert choose_cut(listed[2], 8, 2, False) == Cut(0, 4)
+    assert find_cut(Weight("w", "w", (8, 4), (0,)), (8, 4), 2) is None
+    assert find_cut(Weight("w", "w", (8, 4), (0,)), (3, 4), 2) is None
+
+
+@pytest.mark.parametrize(
+    ("dim", "ffn", "params"),
+    [  # Llama 1 and 2 7B, 13B, Llama 2 70B, Llama 3 8B and 70B, Llama 3.2 1B and 3B
+        (4096, 11008, {}), (5120, 13824, {}), (8192, 28672, {"multiple_of": 4096, "ffn_dim_multiplier": 1.3}),
+        (4096, 14336, {"multiple_of": 1024, "ffn_dim_multiplier": 1.3}),
+        (2048, 8192, {"multiple_of": 256, "ffn_dim_multiplier": 1.5}), (3072, 8192, {}), (64, 172, {}),
+    ],
+)  # fmt: skip
+def test_the_size_of_the_ffn(dim, ffn, params):
+    assert ffn_size(dim, **ffn_params(dim, ffn)) == ffn
+    if dim not in (64,):
+        assert ffn_size(dim, **params) == ffn
+
+
+def test_any_ffn_has_params():
+    for ffn in range(1, 3000, 7):
+        assert ffn_size(64, **ffn_params(64, ffn)) == ffn, ffn
+
+
+def test_versions():
+    assert version_of({"norm_eps": 1e-6}) == "1"
+    assert version_of({"norm_eps": 1e-5}) == "2"
+    assert version_of({"rope_theta": 1_000_000}) == "code"
+    assert version_of({"rope_theta": 500_000.0}) == "3"
+    assert version_of({"rope_theta": 500_000.0, "use_scaled_rope": True}) == "3.1"

@@ -1,0 +1,135 @@
+"""Where each weight of a Llama stands in Meta's files and in transformers', and how it is cut for tensor parallelism.
+
+Sources: names and splits of Meta's model.py (github.com/meta-llama/llama and llama3); the permutation of
+transformers' convert_llama_weights_to_hf.py, up to 4.x. Meta rotates the neighbours (2i, 2i + 1) of a head,
+transformers i and i + head_dim / 2: the rows of wq and wk stand in another order.
+"""
+
+from dataclasses import dataclass
+
+COLUMNS, ROWS = (0,), (1,)  # the axis that a tensor-parallel process has its share of
+EITHER = (0, 1)  # Llama 1 and 2 cut the embeddings along the hidden dimension, Llama 3 along the vocabulary
+WHOLE: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the shapes of a Llama follow from."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight: its names, its whole shape, the axes along which it may be cut.
+
+    Args:
+        heads: of a matrix that is rotated; 0: it is not, and is the same in both formats.
+        copied: processes may have copies of it, in place of a share of their own (few heads of keys and values).
+    """
+
+    meta: str
+    hf: str
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] = WHOLE
+    heads: int = 0
+    copied: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a weight is cut: share i is part i // copies of num_shards / copies equal parts along the axis.
+
+    Args:
+        axis: None: every process has the whole weight.
+    """
+
+    axis: int | None
+    copies: int = 1
+
+    def share(self, tensor, index: int, num_shards: int):
+        """The share of process `index`."""
+        if self.axis is None:
+            return tensor
+        return tensor.chunk(num_shards // self.copies, self.axis)[index // self.copies]
+
+
+def weights(sizes: Sizes) -> list[Weight]:
+    """All weights in transformers' order, the embeddings first and the head last."""
+    s = sizes
+    found = [Weight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), EITHER, copied=True)]
+    for number in range(s.layers):
+        found += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
+    found.append(Weight("norm.weight", "model.norm.weight", (s.dim,)))
+    found.append(Weight("output.weight", "lm_head.weight", (s.vocab, s.dim), COLUMNS, copied=True))
+    return found
+
+
+def _layer(s: Sizes, meta: str, hf: str) -> list[Weight]:
+    queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
+    return [
+        Weight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), COLUMNS, s.heads),
+        Weight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), COLUMNS, s.kv_heads, True),
+        Weight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), COLUMNS, copied=True),
+        Weight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries), ROWS),
+        Weight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim), COLUMNS),
+        Weight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn), ROWS),
+        Weight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim), COLUMNS),
+        Weight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
+        Weight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
+    ]
+
+
+def to_hf(tensor, heads: int):
+    """Meta's weight as transformers has it: of each head first the even rows, then the odd ones."""
+    if not heads:
+        return tensor
+    rows, columns = tensor.shape
+    return tensor.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def to_meta(tensor, heads: int):
+    """The inverse of `to_hf`."""
+    if not heads:
+        return tensor
+    rows, columns = tensor.shape
+    return tensor.reshape(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def find_cut(weight: Weight, share: tuple[int, ...], num_shards: int) -> Cut | None:
+    """How a weight was cut whose shares have this shape; None: in no way that is known."""
+    if share == weight.shape and (num_shards == 1 or weight.copied or not weight.axes):
+        return Cut(None)
+    for axis in weight.axes:
+        parts, rest = divmod(weight.shape[axis], share[axis]) if len(share) == len(weight.shape) else (0, 1)
+        others_fit = share[:axis] + share[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
+        if parts and not rest and others_fit and num_shards % parts == 0 and (parts == num_shards or weight.copied):
+            return Cut(axis, num_shards // parts)
+    return None
+
+
+def choose_cut(weight: Weight, num_shards: int, kv_heads: int, along_vocabulary: bool) -> Cut:
+    """How a weight is to be cut for this many processes."""
+    if num_shards == 1 or not weight.axes:
+        return Cut(None)
+    if weight.axes == EITHER:
+        return Cut(0 if along_vocabulary else 1)
+    if weight.meta.endswith(("wk.weight", "wv.weight")) and num_shards > kv_heads:
+        return Cut(0, num_shards // kv_heads) if kv_heads > 1 else Cut(None)
+    return Cut(weight.axes[0])
+
+
+def same_bits(one, other) -> bool:
+    """Whether two tensors are alike to the last bit, NaN included."""
+    import torch
+
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
