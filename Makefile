@@ -23,7 +23,7 @@ train: $(READY)      ## train a small GPT-2 from scratch on Python's own source 
 
 compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on this machine, 1 GiB a process: 6 to 8 minutes
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \
-	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 --memory_limit 1GiB --granularity 4 --steps 2 $(ARGS)
+	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 --memory_limit 1GiB --granularity 4 --steps 2 --output outputs/compare-small $(ARGS)
 
 test: $(READY)       ## all tests that need no GPU
 	$(BIN)/python -m pytest tests/unit tests/launch $(ARGS)
