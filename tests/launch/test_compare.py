@@ -131,13 +131,13 @@ def test_examples_with_an_adapter_beside_the_whole_model(tmp_path, cache):
     )  # fmt: skip
     assert code == 0, said
     whole, adapter = journal(output, "size")
-    assert whole["with_evaluation"] != whole["ranks"] or whole["ranks"]
     assert adapter["held"][0]["optimizer"] < 0.2 * whole["held"][0]["optimizer"]
     about = journal(output, "ready")[0]["about"]
     assert about["longest"] == {"input_ids": 96}
     assert about["mean_sample"] < 96
     assert whole["tokens_per_s"] == pytest.approx(96 * whole["samples_per_s"])
-    assert "zero2:lora=true" in said.splitlines()[-3] or "hold" in said
+    largest = {line.split()[0]: line.split()[1] for line in said.splitlines() if line.startswith("  zero2")}
+    assert largest == {"zero2": "4", "zero2:lora=true": "4"}
 
 
 def test_pairs_are_generated_from_too(tmp_path, cache):
@@ -148,15 +148,14 @@ def test_pairs_are_generated_from_too(tmp_path, cache):
         "--train_file", str(dialogue), "--max_train_samples", "300", "--max_source_length", "40",
         "--max_target_length", "24", "--cache_dir", cache, "--tokenizer_name",
         str(ROOT.parent / "shared" / "data" / "tokenizers" / "blenderbot-400M-distill"), *SMALL_BLENDERBOT[:4],
-        "--val_max_target_length", "16",
+        "--val_max_target_length", "16", "--per_device_eval_batch_size", "64",
     )  # fmt: skip
     assert code == 0, said
     (found,) = journal(output, "size")
     assert found["outcome"] == "fits"
     assert found["tokens_per_s"] == pytest.approx((40 + 24) * found["samples_per_s"])
-    assert max(rank["reserved"] for rank in found["with_evaluation"]) >= max(
-        rank["reserved"] for rank in found["ranks"]
-    )
+    for trained, evaluated in zip(found["ranks"], found["with_evaluation"]):
+        assert evaluated["reserved"] > trained["reserved"], "64 rows of the greatest length against 2"
 
 
 def test_mistakes_cost_no_search(recipe, tmp_path):
@@ -171,5 +170,7 @@ def test_mistakes_cost_no_search(recipe, tmp_path):
     assert "nowhere.txt" in said
     assert "Traceback" not in said
     code, said = run(recipe, tmp_path / "unknown", "--strategies", "zero7")
-    assert (code, "There are ddp" in said or "Did you mean" in said) == (2, True)
+    assert code == 2
+    assert "Did you mean zero" in said
+    assert "There are ddp" in said
     assert not (tmp_path / "unknown").exists()

@@ -209,7 +209,7 @@ def test_the_message_is_short_and_says_where():
     lines = report(DDP).splitlines()
     assert len(lines) <= 20
     assert lines[0].startswith("out of memory: rank 1 of 4, backward of update 3, the device's memory")
-    assert lines[1] == "  asked for 2.00 GiB; 0.50 GiB of 80.00 GiB free"
+    assert lines[1] == "  asked for 2.00 GiB; 512.0 MiB of 80.00 GiB free"
     assert any(re.fullmatch(r"\s+activations, logits and workspace\s+30\.00 GiB", line) for line in lines)
 
 

@@ -73,8 +73,8 @@ class TrialMemory:
     """The peaks of one trial; it stands in for the loop's MemoryMeter, whose peaks begin anew at every update."""
 
     def __init__(self, device: torch.device, segment: DataSegment):
-        self.device, self.meter = device, MemoryMeter(device)
         self.host = MemoryMeter(torch.device("cpu"))
+        self.meter = MemoryMeter(device) if device.type != "cpu" else self.host
         self.data = segment if device.type == "cpu" else None
         self.peaks: dict[str, int] = {}
         if self.data is not None:
@@ -115,9 +115,10 @@ class TrialMemory:
 
     def _reset_all(self) -> None:
         self.host.reset()
-        self.meter.reset()
         if self.data is not None:
             self.data.reset()
+        else:
+            self.meter.reset()
 
 
 def cap_device(device: torch.device, limit: int | None) -> int | None:

@@ -21,7 +21,7 @@ from train.recipe.joined import read_with_recipe
 from train.recipe.tools import CompareOptions, parse_bytes
 from train.run.folder import RunFolder, check_folder_of
 from train.run.launches import ending_in_order
-from train.run.progress import say
+from train.run.progress import say, size
 
 RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
 
@@ -38,10 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     machine = look()
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(output)
+    folder = RunFolder(output, "output")
     folder.lock()
     (output / RECIPE).write_text(made.to_yaml(), encoding="utf-8")
-    (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
+    if options.memory_limit is None:
+        (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
     (output / JOURNAL).touch()
     say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in contenders)}",
         f"machine   {machine.describe()}", f"folder    {output}",
@@ -67,7 +68,11 @@ def limits_of(options, machine: Machine, output: Path) -> Limits:
         UserError: the machine does not have as much.
     """
     device, host = (text and parse_bytes(text) for text in (options.memory_limit, options.host_memory_limit))
+    chosen = None
     if device is None and not machine.devices and (output / LIMIT).is_file():
         num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
-        device = limit if num_processes == options.num_processes else None
-    return settle_limits(machine, options.num_processes, device, host)
+        chosen = limit if num_processes == options.num_processes else None
+    limits = settle_limits(machine, options.num_processes, device or chosen, host)
+    if chosen:
+        limits.notes.append(f"memory_limit {size(chosen)}, as it was when this comparison began")
+    return limits

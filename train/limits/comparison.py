@@ -37,14 +37,15 @@ class Comparison:
         self.recipe, self.output = recipe, output
         self.journal = Journal(output / "journal.jsonl")
         self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
-        self.keys = {contender.name: self._key(contender) for contender in contenders}
+        code = code_hash()
+        self.keys = {contender.name: self._key(contender, code) for contender in contenders}
         self.problems: dict[str, str] = {}
 
     def run(self) -> None:
         """Launch whatever is not known yet.
 
         Raises:
-            UserError: the limit is below what a process takes; nothing can be trained as the recipe says.
+            UserError: nothing can be found out under any of them: a mistake in the recipe, or too low a limit.
         """
         if self.journal.end_what_was_left():
             say("goes on where it was interrupted")
@@ -91,15 +92,12 @@ class Comparison:
     # ---------------------------------------------------------------------------------------------------------- search
 
     def _search(self, contender: Contender, again: bool = False) -> None:
-        died, launched = 0, False
+        died, launched = False, False
         while (step := next_step(self._known(contender), self.limits.device, self._wanted())) is not None:
             known, launched = self._known(contender), True
             self._say_step(contender, known, step)
-            ending = self._launch(contender, step)
-            found = self._known(contender).facts != known.facts
-            died = died + 1 if ending.how == "killed" and not found else 0
-            if died > 1:  # twice in a row without anything new: no accident
-                self._note_a_death(contender, step, ending)
+            ending = self._launch(contender, step, again=died)
+            died = ending.how == "killed" and self._known(contender).facts == known.facts
             problem = self._problem(step, ending)
             if problem:
                 self.problems[contender.name] = problem
@@ -122,12 +120,7 @@ class Comparison:
             return f"failed at batch size {step.first}. {ending.text}"
         return ending.text if ending.how in ("too_small", "refused") else ""
 
-    def _note_a_death(self, contender: Contender, step: Step, ending: Ending) -> None:
-        launch = self.journal.of(self.keys[contender.name], "launch")[-1]
-        self.journal.add("size", launch=launch["launch"], key=launch["key"], size=ending.size,
-                         fresh=ending.size == step.first, outcome="out_of_memory", where="host", phase="")  # fmt: skip
-
-    def _launch(self, contender: Contender, step: Step) -> Ending:
+    def _launch(self, contender: Contender, step: Step, again: bool = False) -> Ending:
         known, options = self._known(contender), self.options
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{contender.folder_name}-{step.first}"
         shutil.rmtree(folder, ignore_errors=True)  # of a comparison that was killed right here
@@ -140,12 +133,9 @@ class Comparison:
         flags = (*contender.flags, "--per_device_train_batch_size", str(step.first), "--trial",
                  str(orders.write(folder)))  # fmt: skip
         trial = Trial(options.task, contender.config, self.recipe, folder / "run", flags)
-        on_cpu = not self.machine.devices
-        host_limit = None if on_cpu or not self.limits.host else self.limits.host * options.num_processes
         launch = TrialLaunch(
             trial, options.num_processes, orders, contender, self.keys[contender.name], self.journal,
-            lambda line: self._hear(contender, line), 60 * options.trial_minutes, self.machine.settings, host_limit,
-            on_cpu,
+            self.machine, self._hear, 60 * options.trial_minutes, again,
         )  # fmt: skip
         ending = launch.run()
         if ending.how in ("out_of_memory", "timed_out", "killed"):
@@ -158,14 +148,14 @@ class Comparison:
         """Sizes that no climb is to skip: those that were named, and where other contenders have their limits."""
         return self.sizes if self.options.sizes else [row.largest for row in self.rows() if row.largest]
 
-    def _key(self, contender: Contender) -> str:
+    def _key(self, contender: Contender, code: str) -> str:
         options = self.options
         pair = {"yaml": yaml.safe_load(contender.config.read_text()) or {}}
         json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
         if json_file and Path(json_file).is_file():
             pair["json"] = Path(json_file).read_text()
         return key_of(
-            code=code_hash(), recipe=self.recipe.read_text(), task=options.task, pair=pair,
+            code=code, recipe=self.recipe.read_text(), task=options.task, pair=pair,
             overrides=contender.overrides, num_processes=options.num_processes, device=self.limits.device,
             host=self.limits.host, steps=options.steps, machine=self.machine.identity,
         )  # fmt: skip
@@ -182,10 +172,7 @@ class Comparison:
         expected = f" (the peaks so far predict {predicted})" if predicted and not known.is_bracketed else ""
         say(f"{contender.name}: {what}{expected}")
 
-    def _hear(self, contender: Contender, line: dict[str, Any]) -> None:
-        if line["event"] == "ready":
-            about = {name: value for name, value in line.items() if name != "event"}
-            self.journal.add("ready", key=self.keys[contender.name], about=about)
+    def _hear(self, line: dict[str, Any]) -> None:
         if line["event"] == "fits":
             peak = f"{peak_of(line) / MIB:,.0f}"
             limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""

@@ -1,6 +1,5 @@
 """What is compared: strategies, each with what it changes in the recipe, and the recipe that their trials have."""
 
-import dataclasses
 import re
 import tempfile
 from dataclasses import dataclass, field
@@ -10,21 +9,15 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError
-from train.recipe.joined import given_values
+from train.recipe.joined import NOT_KEPT, QUIET, settled_values
 from train.recipe.options import TrainingRecipe
 from train.recipe.parse import parse_recipe
 from train.strategy.pairs import find_strategies
 
-LEFT_OUT = {  # saving, stopping and trackers; and what the trial settles itself
-    "output_dir", "overwrite_output_dir", "resume", "max_hours", "save_steps", "save_total_limit", "save_keep_every",
-    "save_only_model", "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold",
-    "load_best_model_at_end", "run_name", "report_name", "sample_prompt", "on_fault", "eval_steps", "trial",
-    "per_device_train_batch_size", "global_batch_size",
-}  # fmt: skip
-INSTEAD = {
-    "eval_on_start": False, "save_strategy": "no", "save_minutes": 0.0, "save_best": False, "with_tracking": False,
-    "report_to": "none", "sample_tokens": 0, "n_val_batch_generations": 0, "pad_to_max_length": True,
-    "max_eval_batches": 1, "record_samples": False, "watchdog_minutes": 0.0,
+LEFT_OUT = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size"}
+INSTEAD = QUIET | {
+    "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "max_eval_batches": 1,
+    "record_samples": False, "watchdog_minutes": 0.0,
 }  # fmt: skip
 
 
@@ -96,11 +89,8 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
         remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
         raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
                          for name in useless])  # fmt: skip
-    names = {field.name for field in dataclasses.fields(cls)}
-    values = given_values(options, cls, LEFT_OUT)
-    values |= {name: value for name, value in INSTEAD.items() if name in names}
-    notes = []
-    if "max_eval_batches" not in names:  # of examples and pairs a number of batches is a number of samples
+    values, notes = settled_values(options, cls, LEFT_OUT, INSTEAD), []
+    if "max_eval_batches" not in values:  # of examples and pairs a number of batches is a number of samples
         most = options.per_device_eval_batch_size * options.num_processes
         values["max_eval_samples"] = min(options.max_eval_samples or most, most)
     if options.global_batch_size and not options.gradient_accumulation_steps:

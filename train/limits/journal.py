@@ -9,7 +9,6 @@ from typing import Any
 from train.limits.orders import add_line
 from train.run.launches import Launch
 
-OUTCOMES = ("fits", "out_of_memory", "timed_out")
 ROOM = Path(__file__).resolve().parents[1]
 NOT_MEASURED_WITH = {"limits/report.py", "limits/page.py", "limits/plots.py", "limits/results.py", "cli.py"}
 
@@ -31,7 +30,8 @@ def key_of(**what: Any) -> str:
 
 
 class Journal:
-    """journal.jsonl. Lines of kind `launch` (it begins), `size` (what was found for one) and `end`."""
+    """journal.jsonl. Lines of kind `launch` (it begins), `ready` (what its trials have in common), `size` (what was
+    found for one: it fits, out_of_memory or timed_out) and `end`."""
 
     def __init__(self, file: Path):
         self.file = file

@@ -12,10 +12,11 @@ import psutil
 
 from train.limits.contenders import Contender
 from train.limits.journal import Journal
-from train.limits.machine import GIB
+from train.limits.machine import Machine
 from train.limits.orders import ANSWERS, LAST_WORDS, Answers, Orders
 from train.run.launches import Launch, Trial, failure, launched, mistake
 from train.run.memory_report import OF_DEVICE, OF_HOST
+from train.run.progress import size
 
 LISTEN_S = 0.1
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
@@ -36,14 +37,12 @@ class Ending:
         where: device or host, of memory that ran out.
         phase: in which it did.
         text: what there is to say.
-        size: that was being tried.
     """
 
     how: str
     where: str = ""
     phase: str = ""
     text: str = ""
-    size: int = 0
 
 
 class TrialLaunch:
@@ -53,20 +52,18 @@ class TrialLaunch:
         key: what the contender's trials are made with (journal.key_of).
         answered: called with each line of the main process.
         patience_s: without a new line for so long it has timed out.
-        environment: variables of its processes.
-        host_limit: bytes that all ranks may have resident together, beside what they share; None: no limit.
-        on_cpu: ranks have no other memory than the host's.
+        again: the launch before was killed, and had found nothing; a second time is no accident.
     """
 
     def __init__(
         self, trial: Trial, num_processes: int, orders: Orders, contender: Contender, key: str, journal: Journal,
-        answered: Callable[[dict[str, Any]], None], patience_s: float, environment: dict[str, str],
-        host_limit: int | None = None, on_cpu: bool = False,
+        machine: Machine, answered: Callable[[dict[str, Any]], None], patience_s: float, again: bool,
     ):  # fmt: skip
-        self.command = trial.command(num_processes)
+        self.command, self.num_processes = trial.command(num_processes), num_processes
         self.orders, self.contender, self.key, self.journal = orders, contender, key, journal
-        self.answered, self.patience_s, self.host_limit = answered, patience_s, host_limit
-        self.environment, self.on_cpu, self.is_trying = environment, on_cpu, False
+        self.machine, self.on_cpu = machine, not machine.devices
+        self.answered, self.patience_s, self.again = answered, patience_s, again
+        self.is_trying, self.has_found = False, False
         self.folder = trial.output.parent
         self.trying = orders.first
         self._news = Answers(self.folder / ANSWERS)
@@ -79,15 +76,17 @@ class TrialLaunch:
         self.journal.add("launch", **about, contender=self.contender.name, mark=mark, folder=self.folder.name,
                          first=self.orders.first)  # fmt: skip
         run, log = self.folder / "run", self.folder / "log.txt"
-        with launched(self.command, run, log, mark=mark, environment=self.environment) as launch:
+        with launched(self.command, run, log, mark=mark, environment=self.machine.settings) as launch:
             ending = self._listen(launch, about)
-            ending.size, seconds = self.trying, launch.seconds
+            seconds = launch.seconds
+        if ending.how == "killed" and self.again and not self.has_found:
+            ending = Ending("out_of_memory", "host", text=f"{ending.text}, twice")
         if ending.how in ("out_of_memory", "timed_out"):
-            self.give_up(ending, about)
+            self._give_up(ending, about)
         self.journal.add("end", **about, how=ending.how, seconds=round(seconds, 1))
         return ending
 
-    def give_up(self, ending: Ending, about: dict[str, Any]) -> None:
+    def _give_up(self, ending: Ending, about: dict[str, Any]) -> None:
         """Note that the size which was being tried does not fit."""
         patience = {"patience_s": self.patience_s} if ending.how == "timed_out" else {}
         self.journal.add("size", **about, size=self.trying, fresh=self.trying == self.orders.first,
@@ -111,7 +110,7 @@ class TrialLaunch:
                 said = f"nothing new for {self.patience_s / 60:.3g} minutes"
                 before = f"{said}, before the first batch. More --trial_minutes may help"
                 return Ending("timed_out", text=said) if self.is_trying else Ending("failed", text=before)
-            if self.host_limit is not None and launch.seconds - looked_at > LOOK_S:
+            if self.orders.host_memory_limit and not self.on_cpu and launch.seconds - looked_at > LOOK_S:
                 looked_at, over = launch.seconds, self._over_the_host_limit(launch)
                 if over:
                     return Ending("out_of_memory", "host", text=over)
@@ -120,8 +119,10 @@ class TrialLaunch:
         if line["event"] == "trying":
             self.trying, self.is_trying = line["size"], True
         if line["event"] == "fits":
-            found = {name: value for name, value in line.items() if name != "event"}
-            self.journal.add("size", **about, outcome="fits", **found)
+            self.has_found = True
+            self.journal.add("size", **about, outcome="fits", **_without_event(line))
+        if line["event"] == "ready":
+            self.journal.add("ready", **about, about=_without_event(line))
         self.answered(line)
 
     def _last(self, words: dict[str, Any]) -> Ending:
@@ -150,9 +151,13 @@ class TrialLaunch:
 
     def _over_the_host_limit(self, launch: Launch) -> str:
         """What to say if the processes have more than they may together; their caps do not count what is pinned."""
-        resident = 0
+        resident, limit = 0, self.num_processes * self.orders.host_memory_limit
         for process in launch.members():
             with suppress(psutil.Error):
                 memory = process.memory_info()
                 resident += memory.rss - memory.shared if "RANK" in process.environ() else 0  # not the launcher
-        return f"{resident / GIB:.2f} GiB resident" if resident > 1.05 * self.host_limit else ""
+        return f"{size(resident)} resident" if resident > 1.05 * limit else ""
+
+
+def _without_event(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "event"}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
+from train.run.progress import size
 
-GIB = 2**30
 SHARE = 0.9  # of what is free
 PROGRAM_BYTES = 400 * 2**20  # of one rank before it has a model, on a host
 
@@ -61,7 +61,7 @@ class Machine:
         hardware = self.environment["hardware"]
         names = {device["name"] for device in self.devices}
         devices = [f"{sum(device['name'] == name for device in self.devices)} x {name}" for name in sorted(names)]
-        cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {self.memory / GIB:.1f} GiB"
+        cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
         return ", ".join([*devices, cpu])
 
 
@@ -79,11 +79,10 @@ def look() -> Machine:
 
 
 def _answer() -> None:
-    import psutil
     import torch
 
     from train.run.folder import describe_environment
-    from train.run.watch import cgroups, read, room
+    from train.run.memory_report import host_room
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     devices = []
@@ -91,11 +90,9 @@ def _answer() -> None:
         free, total = torch.accelerator.get_memory_info(index)
         name = getattr(getattr(torch, device.type), "get_device_name", lambda index: device.type)(index)
         devices.append({"name": name, "total": total, "free": free})
-    host = psutil.virtual_memory()
-    rooms = [found for found in map(room, cgroups(read("/proc/self/cgroup"))) if found and found[0] < host.total]
-    limit, left = min(rooms, key=lambda found: found[1], default=(host.total, host.available))
+    available, memory = host_room()
     print(json.dumps({
-        "kind": device.type, "devices": devices, "memory": limit, "available": min(left, host.available),
+        "kind": device.type, "devices": devices, "memory": memory, "available": available,
         "environment": describe_environment([], device),
     }))  # fmt: skip
 
@@ -120,35 +117,35 @@ def settle_limits(machine: Machine, num_processes: int, device: int | None, host
         UserError: the machine does not have what all ranks together may have.
     """
     if host is not None and host > machine.memory:
-        raise UserError(f"host_memory_limit = {_gib(host)}: this machine has {_gib(machine.memory)}")
+        raise UserError(f"host_memory_limit = {size(host)}: this machine has {size(machine.memory)}")
     share = None if host is None else host // num_processes
     if share is not None and share < PROGRAM_BYTES:
         raise UserError(
-            f"host_memory_limit = {_gib(host)} for {num_processes} processes: a process takes about "
-            f"{_gib(PROGRAM_BYTES)} before it has a model. Ask for more, or for fewer processes"
+            f"host_memory_limit = {size(host)} for {num_processes} processes: a process takes about "
+            f"{size(PROGRAM_BYTES)} before it has a model. Ask for more, or for fewer processes"
         )
     settle = _on_devices if machine.devices else _on_a_cpu
     limit, notes = settle(machine, num_processes, device)
     if not machine.devices and share is not None and share < limit:
-        limit, notes = share, [f"memory_limit {_gib(share)}: a CPU has no other memory than host_memory_limit"]
+        limit, notes = share, [f"memory_limit {size(share)}: a CPU has no other memory than host_memory_limit"]
     return Limits(limit, share, notes)
 
 
 def _on_devices(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
     ranks = -(-num_processes // len(machine.devices))
     total = min(device["total"] for device in machine.devices)
-    notes = [f"{device['name']} {index}: {_gib(device['total'] - device['free'])} are in use by others"
+    notes = [f"{device['name']} {index}: {size(device['total'] - device['free'])} are in use by others"
              for index, device in enumerate(machine.devices) if device["free"] < SHARE * device["total"]]  # fmt: skip
     if wanted is not None and ranks * wanted > total:
         raise UserError(
             f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x "
-            f"memory_limit = {ranks} x {_gib(wanted)} on one that has {_gib(total)}. Use a memory_limit of at most "
-            f"{_gib(total // ranks)}, or at most {total // wanted * len(machine.devices)} processes"
+            f"memory_limit = {ranks} x {size(wanted)} on one that has {size(total)}. Use a memory_limit of at most "
+            f"{size(total // ranks)}, or at most {total // wanted * len(machine.devices)} processes"
         )
     if ranks > 1:
         if wanted is None:
             wanted = int(SHARE * total / ranks)
-            notes.append(f"memory_limit {_gib(wanted)}: {ranks} processes share a device of {_gib(total)}")
+            notes.append(f"memory_limit {size(wanted)}: {ranks} processes share a device of {size(total)}")
         notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
     return wanted, notes
 
@@ -156,24 +153,20 @@ def _on_devices(machine: Machine, num_processes: int, wanted: int | None) -> tup
 def _on_a_cpu(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
     if wanted is not None and num_processes * wanted > machine.memory:
         raise UserError(
-            f"num_processes = {num_processes} and memory_limit = {_gib(wanted)}: together "
-            f"{_gib(num_processes * wanted)}, and this machine has {_gib(machine.memory)}. Use a memory_limit of at "
-            f"most {_gib(machine.memory // num_processes)}, or at most {machine.memory // wanted} processes"
+            f"num_processes = {num_processes} and memory_limit = {size(wanted)}: together "
+            f"{size(num_processes * wanted)}, and this machine has {size(machine.memory)}. Use a memory_limit of at "
+            f"most {size(machine.memory // num_processes)}, or at most {machine.memory // wanted} processes"
         )
     if wanted is not None:
         return wanted, []
     wanted = int(SHARE * machine.available / num_processes)
     if wanted < PROGRAM_BYTES:
         raise UserError(
-            f"num_processes = {num_processes}: {_gib(machine.available)} are free here, and a process takes about "
-            f"{_gib(PROGRAM_BYTES)} before it has a model. Use at most "
+            f"num_processes = {num_processes}: {size(machine.available)} are free here, and a process takes about "
+            f"{size(PROGRAM_BYTES)} before it has a model. Use at most "
             f"{int(SHARE * machine.available / PROGRAM_BYTES)} processes"
         )
-    return wanted, [f"memory_limit {_gib(wanted)}: a fair share of what is free now. Name one, to find the same again"]
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
+    return wanted, [f"memory_limit {size(wanted)}: a fair share of what is free now. Name one, to find the same again"]
 
 
 if __name__ == "__main__":

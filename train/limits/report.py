@@ -8,9 +8,8 @@ from train.limits.journal import peak_of
 from train.limits.page import page
 from train.limits.plots import memory_plot, throughput_plot
 from train.limits.results import Row, common_size, conclusion, factor, outcome_text, speed_up
-from train.run.progress import duration, table
+from train.run.progress import duration, size, table
 
-GIB, MIB = 2**30, 2**20
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 COLUMNS = (
     "strategy", "batch_size", "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
@@ -73,8 +72,8 @@ class Report:
             return (row.name, row.limit_text, *["-"] * 9)
         times, faster = factor(row, first), speed_up(row, first)
         return (
-            row.name, row.limit_text, f"{times:.2f}" if times else "-", _size(peak_of(at)),
-            _size(peak_of(common)) if common else "-", _number(at["samples_per_s"]), _number(at["tokens_per_s"]),
+            row.name, row.limit_text, f"{times:.2f}" if times else "-", size(peak_of(at)),
+            size(peak_of(common)) if common else "-", _number(at["samples_per_s"]), _number(at["tokens_per_s"]),
             str(best["size"]), _number(best["samples_per_s"]), duration(row.epoch_s) if row.epoch_s else "-",
             f"{faster:.2f}" if faster else "-",
         )  # fmt: skip
@@ -85,13 +84,11 @@ class Report:
         rows = []
         for row in self.rows:
             held, each = row.held, row.bytes_per_sample
-            sizes = [_size(held.get(name, 0)) if held else "-" for name in ("parameters", "optimizer")]
+            sizes = [size(held.get(name, 0)) if held else "-" for name in ("parameters", "optimizer")]
             sure = "yes" if row.is_confirmed else "no"
-            if row.fails and row.is_confirmed:
-                sure = (
-                    f"yes: {row.largest} runs, {row.fails['size']} {outcome_text(row.fails)}" if row.largest else "yes"
-                )
-            rows.append((row.name, *sizes, _size(each) if each else "-", sure))
+            if row.largest and row.fails and row.is_confirmed:
+                sure = f"yes: {row.largest} runs, {row.fails['size']} {outcome_text(row.fails)}"
+            rows.append((row.name, *sizes, size(each) if each else "-", sure))
         return [head, *rows]
 
     def trials_table(self) -> list[tuple[str, ...]]:
@@ -105,7 +102,7 @@ class Report:
                 if line["outcome"] != "fits":
                     rows.append((row.name, str(line["size"]), outcome_text(line), *["-"] * 6, fresh))
                     continue
-                peaks = [_size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
+                peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
                 rates = [_number(line[name]) for name in ("samples_per_s", "tokens_per_s")]
                 rows.append((row.name, str(line["size"]), "fits", *peaks, *rates, f"{line['loss']:.4f}", fresh))
         return [head, *rows]
@@ -124,9 +121,9 @@ class Report:
         if not about:
             return ""
         lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
-        limit = f"{_size(self.limits.device)} a process" if self.limits.device else "what there is"
+        limit = f"{size(self.limits.device)} a process" if self.limits.device else "what there is"
         shorter = ""
-        if about.get("longest_sample") or about["mean_sample"] < sum(about["longest"].values()):
+        if about["mean_sample"] < sum(about["longest"].values()):
             shorter = f" (the data's own have {about['mean_sample']:,} on average: real epochs may be shorter)"
         of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
         return (
@@ -144,18 +141,14 @@ class Report:
         versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
         launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
-        host = f", {_size(self.limits.host)} of the host for each" if self.limits.host else ""
-        limit = f"{_size(self.limits.device)} for each process" if self.limits.device else "none"
-        settings = self.machine.settings
+        host = f", {size(self.limits.host)} of the host for each" if self.limits.host else ""
+        limit = f"{size(self.limits.device)} for each process" if self.limits.device else "none"
+        settings = " ".join(f"{name}={value}" for name, value in self.machine.settings.items())
         return [
             f"Command: `{self.command}`",
             f"Hardware: {self.machine.describe()}",
             f"Limit: {limit}{host} ({_LIMITS.get(self.machine.kind, _LIMITS['cuda'])})",
-            *(
-                [f"Trials run with {' '.join(f'{name}={value}' for name, value in settings.items())}"]
-                if settings
-                else []
-            ),
+            *([f"Trials run with {settings}"] if settings else []),
             f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
             f"{environment['python']}, {versions}",
             f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
@@ -200,10 +193,6 @@ def _values(row: Row, line: dict[str, Any]) -> list[Any]:
     rates = [line.get(name, "") for name in ("samples_per_s", "tokens_per_s", "loss")]
     return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
             *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:,.2f} GiB" if count >= 10 * GIB / 10 else f"{count / MIB:,.1f} MiB"
 
 
 def _number(value: float) -> str:

@@ -67,7 +67,7 @@ class TrialSession(Session):
             raise UserError(f"memory_limit = {wanted / 2**30:.2f} GiB: {problem}") from None
         if of_host is not None:
             self.segment.limit(of_host)
-        self._answer(event="started", device=self.device.type, limit=self.limit, taken=taken)
+        self._answer(event="started", taken=taken)
         return accelerator
 
     def _check_room(self, option: str, limit: int | None, taken: int) -> None:
@@ -91,17 +91,14 @@ class TrialSession(Session):
     def train(self, job, meter, tokenizer):
         """Try one batch size after the other, until there is none left to try (or memory runs out)."""
         self.job, self.worst = job, WorstCase(job)
-        lengths = job.train_set.lengths
-        self.row_tokens = sum(job.longest.values())
         self.memory = TrialMemory(self.device, self.segment)
         self.sentinel = Sentinel(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
         self.done, self.held, orders = 0, None, self.orders
         self.engine.model.train()
         facts = {
-            "longest": job.longest, "longest_sample": int(lengths.max()) if lengths is not None else None,
-            "mean_sample": job.train_set.contents.mean_length, "num_samples": self.num_samples,
-            "accumulation": self.strategy.batches.accumulation, "precision": self.strategy.precision,
-            "parameters": self.parameters, "trained": self.trainable,
+            "longest": job.longest, "mean_sample": job.train_set.contents.mean_length,
+            "num_samples": self.num_samples, "accumulation": self.strategy.batches.accumulation,
+            "precision": self.strategy.precision, "parameters": self.parameters,
         }  # fmt: skip
         self._answer(event="ready", **facts)
         points, fits, size = list(orders.points), orders.fits, orders.first

@@ -10,6 +10,14 @@ from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 
 T = TypeVar("T", bound=Recipe)
+# A launch that is measured and not kept saves, tracks and shows nothing, and does not end early.
+NOT_KEPT = {
+    "output_dir", "overwrite_output_dir", "resume", "max_hours", "save_strategy", "save_steps", "save_total_limit",
+    "save_keep_every", "save_only_model", "metric_for_best_model", "early_stopping_patience",
+    "early_stopping_threshold", "load_best_model_at_end", "run_name", "report_name", "sample_prompt", "trial",
+}  # fmt: skip
+QUIET = {"eval_on_start": False, "save_best": False, "with_tracking": False, "report_to": "none", "sample_tokens": 0,
+         "n_val_batch_generations": 0}  # fmt: skip
 TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 
 
@@ -35,10 +43,14 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
     return options, cls
 
 
-def given_values(options, cls: type[TrainingRecipe], left_out: set[str]) -> dict[str, object]:
-    """What somebody has set of the recipe, {option: value}, but for those `left_out`."""
+def settled_values(
+    options, cls: type[TrainingRecipe], left_out: set[str], instead: dict[str, object]
+) -> dict[str, object]:
+    """{option: value} of the recipe as somebody has set it, but for what is `left_out`, and with those of `instead`
+    that the task has."""
     names = [field.name for field in dataclasses.fields(cls)]
-    return {name: getattr(options, name) for name in names if options.source(name) and name not in left_out}
+    values = {name: getattr(options, name) for name in names if options.source(name) and name not in left_out}
+    return values | {name: value for name, value in instead.items() if name in names}
 
 
 def _given(argv: list[str], name: str) -> str | None:

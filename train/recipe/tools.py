@@ -134,13 +134,8 @@ class VerifyOptions(LaunchOptions):
 
 @dataclass
 class CompareOptions(LaunchOptions):
-    """The largest batch of each strategy; options of the training recipe change that"""
+    """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
-    strategies: list[str] = option(  # noqa: RUF009
-        ["ddp", "zero2", "zero3"],
-        "Names in accelerate_configs/, or .yaml files: ddp,zero2. With options of the recipe of its own: "
-        "zero2:lora=true.",
-    )
     memory_limit: str | None = option(
         None, "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share)."
     )

@@ -48,8 +48,8 @@ class RunFolder:
     """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
     model/; samples.jsonl where it was asked for, faults.jsonl where there was one."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, option: str = "output_dir"):
+        self.path, self.option = Path(path), option  # what messages call it
         self.metrics = Lines(self.path / "metrics.jsonl")
         self.samples = Lines(self.path / "samples.jsonl")
         self.faults = Lines(self.path / "faults.jsonl")
@@ -107,7 +107,7 @@ class RunFolder:
         try:
             file = (self.path / ".lock").open("a+")
         except OSError as error:
-            raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
+            raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {error.strerror}") from None
         with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
             import fcntl
 
@@ -116,8 +116,8 @@ class RunFolder:
             except BlockingIOError:
                 file.seek(0)
                 raise UserError(
-                    f"output_dir = {str(self.path)!r}: another run is at work there ({file.read().strip()}). Wait for "
-                    "its end, or end it"
+                    f"{self.option} = {str(self.path)!r}: another run is at work there ({file.read().strip()}). Wait "
+                    "for its end, or end it"
                 ) from None
             file.truncate(0)
             file.write(f"process {os.getpid()} of {platform.node()}\n")

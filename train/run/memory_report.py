@@ -11,7 +11,7 @@ import sys
 
 from train.model.parameters import true_numel
 from train.recipe.errors import first_line
-from train.run.progress import table
+from train.run.progress import size, table
 from train.run.remedies import Held, Situation, remedies
 from train.run.watch import GIB, RESUME, cgroups, field, read, room
 
@@ -111,7 +111,7 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
     return Situation(
         where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=said.get("asked"), free=free, total=total,
-        host_free=_room("host", {})[0],
+        host_free=host_room()[0],
         others=_others(said), unused=said.get("unused"), process_limit=_process_limit() if where == "host" else None,
         held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
         offload_parameters=offloads["param"], strategy=launch.name, precision=strategy.precision,
@@ -175,6 +175,11 @@ def _room(where: str, said: dict[str, int]) -> tuple[int | None, int | None]:
 
             return torch.accelerator.get_memory_info()
         return None, None
+    return host_room()
+
+
+def host_room() -> tuple[int, int]:
+    """(free, total) bytes of the host, or of the container that this process is in."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -232,11 +237,6 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
 
 
 # ------------------------------------------------------------------------------------------------------------- telling
-
-
-def size(count: float) -> str:
-    """Bytes in GiB, of little in MiB."""
-    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def report(s: Situation) -> str:

@@ -45,6 +45,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def size(count: float) -> str:
+    """Bytes in GiB, of less than one in MiB."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 class Bar:
     """The bar, or the lines: update, loss, learning rate, tokens/s and the time left."""
 

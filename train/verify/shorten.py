@@ -1,26 +1,19 @@
 """A user's recipe, short, without noise and without what costs time: the one that all runs of a proof have."""
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from train.recipe.joined import given_values
+from train.recipe.joined import NOT_KEPT, QUIET, settled_values
 from train.recipe.options import BatchOptions, TrainingRecipe
 from train.strategy.batches import resolve_batches
 
 NOISE = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
-LEFT_OUT = {  # saving, stopping and trackers; and what max_train_steps and global_batch_size settle
-    "output_dir", "overwrite_output_dir", "resume", "max_hours", "save_strategy", "save_steps", "save_total_limit",
-    "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end",
-    "run_name", "report_name", "sample_prompt", "num_train_epochs", "gradient_accumulation_steps",
-}  # fmt: skip
-INSTEAD = {
-    "eval_on_start": False, "save_best": False, "with_tracking": False, "report_to": "none", "logging_steps": 1,
-    "sample_tokens": 0, "predict_with_generate": False, "n_val_batch_generations": 0, "record_samples": True,
-}  # fmt: skip
+# max_train_steps and global_batch_size settle the two.
+LEFT_OUT = NOT_KEPT | {"num_train_epochs", "gradient_accumulation_steps"}
+INSTEAD = QUIET | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
 EVALUATED = 16  # held-out records in the one evaluation at the end, which cannot be turned off
 
 
@@ -48,14 +41,12 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
     Raises:
         UserError: the global batch does not divide by the processes; the model's configuration cannot be had.
     """
-    names = [field.name for field in dataclasses.fields(cls)]
-    values = given_values(recipe, cls, LEFT_OUT)
+    values = settled_values(recipe, cls, LEFT_OUT, INSTEAD)
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
     if recipe.kills:
         resolve_batches(BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch),
                         recipe.resumed_processes)  # fmt: skip
-    values |= {name: value for name, value in INSTEAD.items() if name in names}
     values |= {"max_train_steps": recipe.updates, "eval_steps": recipe.updates}
     values["max_eval_samples"] = min(recipe.max_eval_samples or EVALUATED, EVALUATED)
     changes = [f"{recipe.updates} updates of {batches.global_batch} samples"]
