@@ -29,5 +29,5 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
   "${pip[@]}" "$torch" ${index[@]+"${index[@]}"}
 fi
 echo "installing the other dependencies ..."
-"${pip[@]}" --editable '.[trackers,dev]'
+"${pip[@]}" --editable '.[trackers,dev,megatron]'
 echo "ready: $venv"

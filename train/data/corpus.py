@@ -1,0 +1,211 @@
+"""Megatron's corpora: PREFIX.bin and PREFIX.idx, read by megatron-core, and PREFIX.json, which says what made them.
+
+The format has no checksum and no end mark, and its reader believes what it reads: a cut-off .bin shows only as an error
+in the middle of training. So the sizes are checked against each other before a corpus is opened.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import struct
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from train.recipe.errors import UserError, first_line
+
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
+# What a tokenizer makes of these tells it from others that have the same vocabulary.
+PROBES = ("The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.", "def f(x):\n    return x[0] != 1_000",
+          "吾輩は猫である。名前はまだ無い。", "naïve café — “Ünïcödé” 🙂", " leading and trailing ")  # fmt: skip
+
+
+@functools.cache
+def megatron() -> SimpleNamespace:
+    """megatron-core's modules for data, imported where they are used: that takes seconds.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which are for models, are not there
+        try:
+            from megatron.core.datasets import (
+                blended_megatron_dataset_builder,
+                gpt_dataset,
+                indexed_dataset,
+                utils,
+            )
+        except ImportError as error:
+            raise UserError(
+                f"corpora in Megatron's format take megatron-core ({first_line(error)}): pip install '.[megatron]'"
+            ) from None
+    return SimpleNamespace(
+        builder=blended_megatron_dataset_builder, gpt=gpt_dataset, indexed=indexed_dataset, utils=utils
+    )
+
+
+@dataclass(frozen=True)
+class Card:
+    """PREFIX.json, which `zerofit prepare` writes. A corpus of another program has none.
+
+    Args:
+        tokenizer: how it was named.
+        fingerprint: of the tokenizer, see `tokenizer_fingerprint`.
+        vocab_size: ids are below it.
+        eod: the id after each document; None where there is none.
+        documents, tokens: their numbers; documents without a token count as well.
+        largest_id: the largest id in the corpus.
+        sources: what it was made from: files, or corpora.
+        made_by: the program and its version.
+    """
+
+    tokenizer: str
+    fingerprint: str
+    vocab_size: int
+    eod: int | None
+    documents: int
+    tokens: int
+    largest_id: int
+    sources: list[str]
+    made_by: str
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclass
+class Corpus:
+    """A corpus whose files agree with each other, mapped into memory.
+
+    Args:
+        prefix: the path without .bin.
+        data: megatron-core's IndexedDataset.
+        card: None where there is no PREFIX.json.
+    """
+
+    prefix: str
+    data: object
+    card: Card | None
+
+    @property
+    def documents(self) -> int:
+        return len(self.data.document_indices) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(sequences,) tokens of each sequence, int32. Megatron's own tool makes one sequence of a document."""
+        return self.data.sequence_lengths
+
+    @property
+    def tokens(self) -> int:
+        return os.path.getsize(f"{self.prefix}.bin") // self.dtype().itemsize
+
+    @property
+    def dtype(self) -> type[np.number]:
+        return self.data.index.dtype
+
+    def ids(self) -> np.ndarray:
+        """(tokens,) all ids, mapped."""
+        return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
+
+
+def open_corpus(option: str, prefix: str) -> Corpus:
+    """Open PREFIX.bin and PREFIX.idx, once their sizes are known to agree. A suffix of the two may be given.
+
+    Args:
+        option: where the prefix was named, for messages.
+
+    Raises:
+        UserError: a file is missing, of another format or version, cut off, or not of the other one.
+    """
+    prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
+    problem = _problem(prefix)
+    if problem:
+        raise UserError(f"{option} = {prefix!r}: {problem}")
+    data = megatron().indexed.IndexedDataset(prefix)
+    if len(data) and int(data.index.sequence_pointers[-1]) + int(
+        data.sequence_lengths[-1]
+    ) * data.index.dtype_size != (os.path.getsize(f"{prefix}.bin")):
+        raise UserError(
+            f"{option} = {prefix!r}: {prefix}.idx does not tell of all of {prefix}.bin: they belong to two corpora, or "
+            "one was changed. Make them anew"
+        )
+    return Corpus(prefix, data, read_card(prefix))
+
+
+def _problem(prefix: str) -> str | None:
+    """What the sizes and the header show to be wrong; None if nothing."""
+    index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    missing = [str(path) for path in (index, content) if not path.is_file()]
+    if missing:
+        return f"there is no {' and no '.join(missing)}. Name what stands before .bin and .idx"
+    size = index.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(HEADER.size)
+    if not head.startswith(MAGIC):
+        return f"{index} is no index of Megatron's (it does not begin with MMIDIDX)"
+    if len(head) < HEADER.size:
+        return f"{index} is cut off: {size} bytes"
+    _, version, code, sequences, ends = HEADER.unpack(head)
+    if version != VERSION:
+        return f"{index} has version {version} of the format, and only {VERSION} can be read"
+    kinds = megatron().indexed.DType
+    if code not in [kind.value for kind in kinds]:
+        return f"{index} has an unknown type of ids (code {code})"
+    width = kinds.size(code)
+    if not np.issubdtype(kinds.dtype_from_code(code), np.integer):
+        return f"{index} has ids of type {kinds(code).name}, which are no token ids"
+    expected = HEADER.size + 12 * sequences + 8 * ends
+    if size not in (expected, expected + sequences):  # the second has a mode of each sequence
+        return f"{index} has {size:,} bytes, and by its header {expected:,}: it was cut off, or copied in part"
+    if not sequences or ends < 2:
+        return "it holds no document"
+    tokens = int(np.memmap(index, np.int32, "r", HEADER.size, (sequences,)).sum(dtype=np.int64))
+    found = content.stat().st_size
+    if found != tokens * width:
+        return (
+            f"{content} has {found:,} bytes, and {index} tells of {tokens:,} tokens of {width} bytes, "
+            f"{tokens * width:,} bytes: it was cut off, or is of another corpus"
+        )
+    return None
+
+
+def read_card(prefix: str) -> Card | None:
+    """PREFIX.json; None where there is none.
+
+    Raises:
+        UserError: it is none of ours.
+    """
+    path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Card(**{field.name: found[field.name] for field in dataclasses.fields(Card)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: it stands where `zerofit prepare` says what a corpus was made with, and cannot be read as such "
+            f"({type(error).__name__}: {first_line(error)}). Take it away, or make the corpus anew"
+        ) from None
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """A hash of the vocabulary and of what a few texts become: the same for a tokenizer however it is stored, and with
+    or without tokens that were added for padding and the like."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+    vocabulary = backend.get_vocab(with_added_tokens=False) if backend is not None else tokenizer.get_vocab()
+    digest = hashlib.sha256()
+    for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        if number not in added:
+            digest.update(f"{number} {token}\n".encode("utf-8", "surrogatepass"))
+    for text in PROBES:
+        digest.update(repr(list(tokenizer(text)["input_ids"])).encode())
+    return digest.hexdigest()
