@@ -1,7 +1,7 @@
 """Megatron's corpora: PREFIX.bin and PREFIX.idx, read by megatron-core, and PREFIX.json, which says what made them.
 
-The format has no checksum and no end mark, and its reader believes what it reads: a cut-off .bin shows only as an error
-in the middle of training. So the sizes are checked against each other before a corpus is opened.
+The format has no checksum and no end mark, and its reader believes what it reads: a cut-off .bin shows only as an
+error in the middle of training. So the sizes are checked against each other before a corpus is opened.
 """
 
 import dataclasses
@@ -130,12 +130,10 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     if problem:
         raise UserError(f"{option} = {prefix!r}: {problem}")
     data = megatron().indexed.IndexedDataset(prefix)
-    if len(data) and int(data.index.sequence_pointers[-1]) + int(
-        data.sequence_lengths[-1]
-    ) * data.index.dtype_size != (os.path.getsize(f"{prefix}.bin")):
+    ends = int(data.index.sequence_pointers[-1]) + int(data.sequence_lengths[-1]) * data.index.dtype_size
+    if ends != os.path.getsize(f"{prefix}.bin") or data.document_indices[-1] != len(data):
         raise UserError(
-            f"{option} = {prefix!r}: {prefix}.idx does not tell of all of {prefix}.bin: they belong to two corpora, or "
-            "one was changed. Make them anew"
+            f"{option} = {prefix!r}: {prefix}.idx contradicts itself. Make the corpus anew, or copy it once more"
         )
     return Corpus(prefix, data, read_card(prefix))
 
