@@ -27,14 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoModelForCausalLM
 
     from train.data.collate import CausalCollator, multiple_for
-    from train.data.pack import contents_rows
-    from train.data.prepare_text import prepare_text
+    from train.data.prepare_text import is_packed, prepare_text
     from train.model.configuration import load_configuration
     from train.model.load import build_model
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
-    from train.model.settle import check_packing, install_chosen_loss, settle_loss
-    from train.model.tokenizer import check_vocabulary, padding_token
+    from train.model.settle import check_masks, check_packing, install_chosen_loss, settle_loss
+    from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
     from train.run.evaluate import eval_batches, held_out_loss
     from train.run.job import Job
     from train.run.meters import make_meter
@@ -42,11 +41,12 @@ def main(argv: list[str] | None = None) -> int:
 
     timeline.mark("imports")
 
-    # Text or chats -> documents -> token ids -> blocks. No process group exists yet that could time out meanwhile.
+    # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
+    # time out meanwhile.
     config = load_configuration(recipe, AutoModelForCausalLM)
-    data = prepare_text(recipe, config)
-    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
-    session.plan(len(data.train))
+    data = prepare_text(recipe, config, session.strategy.batches.global_batch)
+    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
+    session.plan(data.samples_per_epoch)
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
@@ -56,8 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     install_chosen_loss(model, recipe)
     timeline.mark("model")
     engine = session.prepare(model)
-    if recipe.packing == "documents":
+    if is_packed(recipe):
         check_packing(engine)
+    elif recipe.reset_attention_mask:
+        check_masks(engine)
     notes.append(settle_loss(engine, recipe))
 
     # The loss is a sum over next tokens (train/model/loss.py); the loop divides by their number in the global batch.
@@ -76,12 +78,13 @@ def main(argv: list[str] | None = None) -> int:
         loss_sum=model_loss,
         evaluate=evaluate if data.validation else None,
         longest={"input_ids": data.block_size},
+        order=data.order,
     )
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 
     session.announce(
-        f"data      {data.block_size} tokens a sample, packing: {recipe.packing}",
-        table(contents_rows(data.train.contents, data.validation and data.validation.contents)),
+        f"data      {data.kind}",
+        table(data.report),
         *(note for note in notes if note),
         *data.shown,
     )

@@ -67,20 +67,23 @@ class CausalCollator:
         rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
         packed = "position_ids" in rows[0]
+        names = {"input_ids": self.pad_id, "labels": IGNORE, "next_tokens": IGNORE, "position_ids": 0,
+                 "attention_mask": 0, "documents": 0}  # fmt: skip
         alike = len(set(lengths)) == 1
         width = lengths[0] if alike else round_up(max(lengths), self.multiple)
-        inputs = {
-            name: stack(rows, name, width, filler)
-            for name, filler in (("input_ids", self.pad_id), ("labels", IGNORE), ("position_ids", 0))
-            if name in rows[0]
-        }
-        inputs["labels"][~counted(indices)] = IGNORE
+        inputs = {name: stack(rows, name, width, filler) for name, filler in names.items() if name in rows[0]}
+        targets = inputs["next_tokens"] if "next_tokens" in inputs else inputs["labels"]
+        targets[~counted(indices)] = IGNORE
         if not packed and not alike:
             inputs["attention_mask"] = mask(lengths, width)
-        num_targets = int((inputs["labels"][:, 1:] != IGNORE).sum())
+        if "documents" in inputs:
+            inputs["attention_mask"] = within_documents(inputs.pop("documents"))
+        first = 1 if "labels" in inputs else 0  # of labels, nothing predicts the first
+        num_targets = int((targets[:, first:] != IGNORE).sum())
         num_tokens = total([int(row.get("num_tokens", len(row["input_ids"]))) for row in rows], indices)
         if self.flatten and packed:
-            inputs["labels"][:, 0] = IGNORE  # else the last token of a row would be trained on the next row's first
+            if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
+                targets[:, 0] = IGNORE
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
         return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices)
 
@@ -162,6 +165,16 @@ def total(lengths: list[int], indices: list[int]) -> int:
 def mask(lengths: list[int], width: int) -> torch.Tensor:
     """(B, width) 1 where a row has a token, 0 where it has padding."""
     return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+
+
+def within_documents(documents: torch.Tensor) -> torch.Tensor:
+    """(B, 1, T, T) whether a position sees another: an earlier one (or itself) of its own document.
+
+    Args:
+        documents: (B, T) the number of each position's document.
+    """
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:

@@ -38,17 +38,18 @@ def megatron() -> SimpleNamespace:
         try:
             from megatron.core.datasets import (
                 blended_megatron_dataset_builder,
+                blended_megatron_dataset_config,
                 gpt_dataset,
                 indexed_dataset,
-                utils,
             )
         except ImportError as error:
             raise UserError(
                 f"corpora in Megatron's format take megatron-core ({first_line(error)}): pip install '.[megatron]'"
             ) from None
     return SimpleNamespace(
-        builder=blended_megatron_dataset_builder, gpt=gpt_dataset, indexed=indexed_dataset, utils=utils
-    )
+        builder=blended_megatron_dataset_builder, config=blended_megatron_dataset_config, gpt=gpt_dataset,
+        indexed=indexed_dataset,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ from train.data.pack import Sample, SampleSet
 FILLER = -1  # a place in a batch that holds no sample
 
 
+def samples_of_run(recipe, num_samples: int, global_batch: int) -> int:
+    """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it."""
+    if recipe.max_train_steps is not None:
+        return recipe.max_train_steps * global_batch
+    return max(1, round(recipe.num_train_epochs * num_samples))
+
+
 @dataclass(frozen=True)
 class LengthGroups:
     """Rearranges an epoch, so that an update's samples are of similar length, and stays an unbiased shuffle.
@@ -89,13 +96,17 @@ class SampleOrder:
 
 
 class FixedOrder:
-    """The order of an evaluation: every sample once, the longest first where there is a key to sort by."""
+    """The order of an evaluation, and of samples that are shuffled already: as they are, or the longest first where
+    there is a key to sort by."""
 
     def __init__(self, num_samples: int, sort_key: np.ndarray | None = None):
-        self.indices = np.arange(num_samples) if sort_key is None else np.argsort(-sort_key, kind="stable")
+        self.num_samples = num_samples
+        self.indices = None if sort_key is None else np.argsort(-sort_key, kind="stable")
 
     def places(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop)."""
+        if self.indices is None:
+            return np.arange(start, min(stop, self.num_samples))
         return self.indices[start:stop]
 
 

@@ -236,7 +236,14 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 @dataclass
 class TextData:
-    """Samples of both parts, the tokenizer that made them, and what there is to say."""
+    """Samples of both parts, the tokenizer that made them, and what there is to say.
+
+    Args:
+        kind: how text became samples.
+        order: of the training samples, where they come in one of their own.
+        samples_per_epoch: training samples of one pass over the data; by default all.
+        report: a table of what was read; by default the contents of both parts.
+    """
 
     train: SampleSet
     validation: SampleSet | None
@@ -245,3 +252,11 @@ class TextData:
     notes: list[str] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)  # a sample, as it is trained on
     is_chat: bool = False
+    kind: str = ""
+    order: object | None = None
+    samples_per_epoch: int = 0
+    report: list[tuple[str, ...]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.samples_per_epoch = self.samples_per_epoch or len(self.train)
+        self.report = self.report or contents_rows(self.train.contents, self.validation and self.validation.contents)

@@ -15,14 +15,24 @@ from train.recipe.tasks import ClmRecipe
 DEFAULT_BLOCK_SIZE = 1024
 
 
-def prepare_text(recipe: ClmRecipe, config) -> TextData:
-    """Read, tokenise and pack; the first process of the machine works, the others find it done."""
+def prepare_text(recipe: ClmRecipe, config, global_batch: int = 1) -> TextData:
+    """Read, tokenise and pack; the first process of the machine works, the others find it done.
+
+    Args:
+        global_batch: samples of an update; corpora are laid out for the whole run.
+    """
+    if recipe.data_path:
+        from train.data.prepare_corpora import prepare_corpora
+
+        return prepare_corpora(recipe, config, global_batch)
     block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
     try:
         with one_process_at_a_time(recipe.cache_dir):
-            return _prepare(recipe, config, block_size)
+            data = _prepare(recipe, config, block_size)
     except UnicodeDecodeError as error:
         raise not_utf8(recipe, error) from None
+    data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
+    return data
 
 
 def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
@@ -53,6 +63,13 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
     hints = _hints(recipe, sets["train"].contents, unit, block_size)
     return TextData(sets["train"], sets["validation"], tokenizer, block_size, hints)
+
+
+def is_packed(recipe: ClmRecipe) -> bool:
+    """Whether documents are kept apart by positions that begin anew, which transformers' attention must heed."""
+    if recipe.data_path:
+        return recipe.reset_position_ids and recipe.reset_attention_mask
+    return recipe.packing == "documents"
 
 
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:

@@ -32,12 +32,29 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
         if getattr(model, name, None) is not None:
             setattr(written, name, copy.deepcopy(getattr(model, name)))
             getattr(written, name).use_cache = True
+    state = without_padding(written, state)
     written.save_pretrained(folder, state_dict=state)
     positions = usable_positions(model.config)
     if positions and tokenizer.model_max_length > 10**9:  # nobody said; then truncation=True would cut nothing
         tokenizer.model_max_length = positions
     tokenizer.save_pretrained(folder)
     write_card(folder, card)
+
+
+def without_padding(written, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut the rows that a vocabulary was padded with from embeddings and head, and tell the configuration.
+
+    Args:
+        written: a copy of the model with a configuration of its own.
+    """
+    rows = written.config.__dict__.pop("unpadded_vocab_size", None)
+    if rows is None:
+        return state
+    written.config.vocab_size = rows
+    over_tokens = {id(written.get_input_embeddings()), id(written.get_output_embeddings())}
+    names = {name for name, module in written.named_modules() if id(module) in over_tokens}
+    return {name: tensor[:rows].contiguous() if name.rpartition(".")[0] in names else tensor
+            for name, tensor in state.items()}  # fmt: skip
 
 
 def write_card(folder: Path, card: str) -> None:

@@ -1,8 +1,8 @@
 """The loss over the vocabulary: a sum over the trained tokens, by default without ever holding all logits.
 
-After `install_loss(model, kind)` the model is called as before, and with `labels=` it returns one number: the summed
-cross entropy of each token to be predicted, labels of -100 left out. Whoever calls it divides by the number of trained
-tokens in the whole global batch, which no single rank or micro-batch knows.
+After `install_loss(model, kind)` the model is called as before, and with `labels=` (or `next_tokens=`) it returns one
+number: the summed cross entropy of each token to be predicted, labels of -100 left out. Whoever calls it divides by
+the number of trained tokens in the whole global batch, which no single rank or micro-batch knows.
 
 The head's product with the vocabulary happens inside the head module's own forward. That is on purpose: the hooks of
 ZeRO-3 gather a module's weight around its forward and backward, and from outside the weight is an empty tensor.
@@ -58,7 +58,8 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
     """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full, chunked or liger).
 
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
-    label t + 1. Of an encoder-decoder model they are the target (B, U), and the decoder reads it shifted right.
+    label t + 1; or they are given as `next_tokens` (B, T), shifted: position t is trained on next token t. Of an
+    encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right.
     Without labels the model answers as before. Can be called again to change the kind.
     """
     model.loss_kind = kind
@@ -70,10 +71,14 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
         head.forward = types.MethodType(_head_forward, head)
 
 
-def _forward_with_loss(self, *args, labels: torch.Tensor | None = None, **inputs):
-    if labels is None:
+def _forward_with_loss(
+    self, *args, labels: torch.Tensor | None = None, next_tokens: torch.Tensor | None = None, **inputs
+):
+    if labels is None and next_tokens is None:
         return self.original_forward(*args, **inputs)
-    if self.config.is_encoder_decoder:
+    if next_tokens is not None:
+        targets = next_tokens.reshape(-1)
+    elif self.config.is_encoder_decoder:
         inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels.reshape(-1)
     else:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)

@@ -58,6 +58,16 @@ def check_packing(engine) -> None:
         )
 
 
+def check_masks(engine) -> None:
+    """Raises UserError where a batch's own mask of who sees whom would not be heeded."""
+    attention = engine.module.config._attn_implementation
+    if attention != "sdpa":
+        raise UserError(
+            "reset_attention_mask without reset_position_ids takes a mask that attn_implementation = "
+            f"{attention!r} does not read. Use --attn_implementation sdpa, or --reset_position_ids as well"
+        )
+
+
 def avoid_fp16_overflow(strategy, config) -> str | None:
     """Take bf16 where fp16 was asked for a model that it gives NaN. Returns a warning where that was done.
 

@@ -142,6 +142,19 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     )
 
 
+def pad_vocabulary(config, recipe) -> str | None:
+    """Round the vocabulary of a model from scratch up to the multiple that the recipe names. Export cuts it again.
+
+    Returns: a sentence for the log if there is something to add.
+    """
+    tokens, multiple = config.vocab_size, recipe.make_vocab_size_divisible_by
+    rows = -(-tokens // (multiple or 1)) * (multiple or 1)
+    if rows == tokens:
+        return None
+    config.vocab_size, config.unpadded_vocab_size = rows, tokens
+    return f"note      vocabulary: {tokens:,} tokens, padded to {rows:,} rows; model/ has {tokens:,} again"
+
+
 def _take_special_tokens(config, tokenizer) -> None:
     """A model from scratch marks beginnings, ends and padding as its tokenizer does."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")

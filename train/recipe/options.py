@@ -52,7 +52,9 @@ class ModelOptions(Recipe):
     )
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
     attn_implementation: str | None = option(None, "eager, sdpa, flash_attention_2, ...: the attention kernel to use.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, slower.")
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass: less memory, slower.", aliases=("recompute_activations",)
+    )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
 
     def problems(self) -> list[str]:
@@ -155,7 +157,7 @@ class SourceOptions(Recipe):
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if not self.dataset_name and not self.train_file:
+        if not (self.dataset_name or self.train_file or getattr(self, "data_path", None)):
             found.append("no data: set dataset_name, or train_file to a .txt, .jsonl, .csv or .parquet file")
         if self.dataset_name and self.train_file:
             found.append(
@@ -178,14 +180,18 @@ class SourceOptions(Recipe):
 class BatchOptions(Recipe):
     """Batches and length of the run"""
 
-    per_device_train_batch_size: int = option(8, "Micro-batch: samples on one device in one pass.", positive=True)
+    per_device_train_batch_size: int = option(
+        8, "Micro-batch: samples on one device in one pass.", positive=True, aliases=("micro_batch_size",)
+    )
     per_device_eval_batch_size: int = option(8, "The same in evaluation.", positive=True)
     gradient_accumulation_steps: int | None = option(None, "Micro-batches in one update (default 1).", positive=True)
     global_batch_size: int | None = option(
         None, "Samples in one update over all devices; the accumulation follows from it.", positive=True
     )
     num_train_epochs: float = option(3.0, "Passes over the training data.", positive=True)
-    max_train_steps: int | None = option(None, "Updates to make; overrides num_train_epochs.", positive=True)
+    max_train_steps: int | None = option(
+        None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",)
+    )
     seed: int = option(42, "Seeds the order of samples, the initial weights and dropout.", minimum=0)
     dataloader_num_workers: int = option(0, "Processes that load batches on each rank.", minimum=0)
 
@@ -194,15 +200,21 @@ class BatchOptions(Recipe):
 class OptimizerOptions(Recipe):
     """Optimizer, schedule and precision"""
 
-    learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0)
+    learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0, aliases=("lr",))
     weight_decay: float = option(0.0, "AdamW's weight decay, for matrices only (not for biases and norms).", minimum=0)
     adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
     adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0)
-    max_grad_norm: float = option(1.0, "Clip the gradient's norm to this; 0 turns clipping off.", minimum=0)
-    lr_scheduler_type: str = option("linear", "Shape of the learning-rate schedule.", choices=SCHEDULES)
-    num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0)
-    warmup_ratio: float | None = option(None, "Warm-up as a share of all updates, in place of its number.", minimum=0)
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",))
+    max_grad_norm: float = option(
+        1.0, "Clip the gradient's norm to this; 0 turns clipping off.", minimum=0, aliases=("clip_grad",)
+    )
+    lr_scheduler_type: str = option(
+        "linear", "Shape of the learning-rate schedule.", choices=SCHEDULES, aliases=("lr_decay_style",)
+    )
+    num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
+    warmup_ratio: float | None = option(
+        None, "Warm-up as a share of all updates, in place of its number.", minimum=0, aliases=("lr_warmup_fraction",)
+    )
     min_lr_ratio: float = option(
         0.0, "Smallest learning rate as a share of the peak (linear, cosine, wsd).", minimum=0
     )
@@ -237,7 +249,10 @@ class RunOptions(Recipe):
     )
     logging_steps: int = option(10, "Updates between two lines of the log where there is no terminal.", positive=True)
     eval_steps: int | None = option(
-        None, "Updates between evaluations; by default at the end of each epoch.", positive=True
+        None,
+        "Updates between evaluations; by default at the end of each epoch.",
+        positive=True,
+        aliases=("eval_interval",),
     )
     eval_on_start: bool = option(True, "Evaluate before the first update.")
     metric_for_best_model: str | None = option(
@@ -260,7 +275,9 @@ class RunOptions(Recipe):
         "When checkpoints/ gets a model: no, epoch (at the end of each), or steps (every save_steps updates).",
         choices=("no", "epoch", "steps"),
     )
-    save_steps: int | None = option(None, "Updates between two checkpoints.", positive=True)
+    save_steps: int | None = option(
+        None, "Updates between two checkpoints.", positive=True, aliases=("save_interval",)
+    )
     save_total_limit: int | None = option(
         None, "Keep the last so many checkpoints, and the best; by default all.", positive=True
     )

@@ -37,6 +37,14 @@ ELSEWHERE = {  # names that users bring along from other programs
     "max_length": "say --max_source_length and --max_target_length (or --block_size, for text)",
     "use_slow_tokenizer": "transformers 5 chooses the tokenizer itself",
     "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
+    "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
+    "eval_iters": "say --max_eval_batches, batches of each process",
+    "save": "say --output_dir",
+    "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
+    "tokenizer_type": "name the tokenizer's folder with --tokenizer_name",
+    "tokenizer_model": "name the tokenizer's folder with --tokenizer_name",
+    "vocab_file": "name the tokenizer's folder with --tokenizer_name",
+    "merge_file": "name the tokenizer's folder with --tokenizer_name",
     "push_to_hub": "upload the run's model/ folder with `hf upload` after the run",
 }
 

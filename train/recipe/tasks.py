@@ -1,5 +1,7 @@
 """The options of single tasks, and the recipe of each: a flat dataclass that joins the groups it needs."""
 
+import math
+import re
 from dataclasses import dataclass
 
 from train.recipe.fields import option
@@ -7,6 +9,12 @@ from train.recipe.options import Recipe, TrainingRecipe
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 GLUE_ON_THE_HUB = "nyu-mll/glue"
+OF_TEXT = (  # options of data that is read as text, without effect on corpora
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_split_percentage",
+    "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
+    "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
+    "train_on_prompt",
+)  # fmt: skip
 
 
 @dataclass
@@ -130,7 +138,10 @@ class TextOptions(Recipe):
         "<|endoftext|> where the file has it; else each line is one without packing, and the whole file with it.",
     )
     block_size: int | None = option(
-        None, "Length of a sample in tokens; by default the model's, at most 1024.", minimum=2
+        None,
+        "Length of a sample in tokens; by default the model's, at most 1024.",
+        minimum=2,
+        aliases=("seq_length",),
     )
     packing: str = option(
         "documents",
@@ -147,6 +158,92 @@ class TextOptions(Recipe):
     append_eos: bool | None = option(
         None, "End each document with the end-of-text token; by default yes, except with --packing concatenate."
     )
+    make_vocab_size_divisible_by: int | None = option(
+        None,
+        "From scratch: give the model a vocabulary that is a multiple of this; model/ has the tokenizer's again.",
+        positive=True,
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.make_vocab_size_divisible_by and getattr(self, "model_name_or_path", None):
+            found.append(
+                f"make_vocab_size_divisible_by = {self.make_vocab_size_divisible_by} has no effect with "
+                "model_name_or_path: pretrained weights have the size they have. Leave it out"
+            )
+        return found
+
+
+@dataclass
+class CorpusOptions(Recipe):
+    """Corpora in Megatron's format, made by `zerofit prepare` or by Megatron's own tool"""
+
+    data_path: list[str] | None = option(  # noqa: RUF009
+        None, "A corpus, named by what stands before .bin and .idx; or several, each after its weight: 0.3 A 0.7 B."
+    )
+    split: str = option("969,30,1", "Shares of the documents for training, evaluation and test.")
+    data_cache_path: str | None = option(
+        None, "Where the index of the samples is kept; by default beside the (first) corpus."
+    )
+    reset_position_ids: bool = option(False, "Count positions anew after each end-of-document token.")
+    reset_attention_mask: bool = option(False, "Let attention not look back over an end-of-document token.")
+    eod_mask_loss: bool = option(False, "Do not train on the token after an end-of-document token.")
+
+    @property
+    def blend(self) -> list[tuple[float | None, str]]:
+        """(weight, prefix) of each corpus; all weights are None where none was given."""
+        words = self.data_path or []
+        weights = [_number(word) for word in words]
+        if len(words) % 2 or any(weight is None for weight in weights[::2]):
+            return [(None, word) for word in words]
+        return list(zip(weights[::2], words[1::2]))
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.data_path:
+            names = ("split", "data_cache_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            return found + [f"{name} has no effect without data_path" for name in names if self.source(name)]
+        useless = [name for name in OF_TEXT if self.source(name) and getattr(self, name, None)]
+        found += [
+            f"{name} ({self.source(name)}) has no effect with data_path: corpora are prepared, and split by split"
+            for name in useless
+        ]
+        if not self._split_is_sound():
+            found.append(
+                f"split = {self.split!r}: expected shares of training, evaluation and test, the first above 0, such "
+                "as 949,50,1"
+            )
+        return found + self._problems_of_the_blend()
+
+    def _split_is_sound(self) -> bool:
+        if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
+            return False
+        shares = [_number(text) for text in re.split("[,/]", self.split)]
+        return None not in shares and shares[0] > 0
+
+    def _problems_of_the_blend(self) -> list[str]:
+        shown = f"data_path = {' '.join(self.data_path)}"
+        blend = self.blend
+        stray = [prefix for weight, prefix in blend if weight is None and _number(prefix) is not None]
+        if stray:
+            return [f"{shown}: {stray[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..."]
+        weights = [weight for weight, _ in blend if weight is not None]
+        if any(weight < 0 or not math.isfinite(weight) for weight in weights):
+            return [f"{shown}: a weight must be a number above 0"]
+        if weights and not sum(weights):
+            return [f"{shown}: the weights add up to 0. Give at least one corpus a weight above 0"]
+        if 0 in weights:
+            return [f"{shown}: a corpus of weight 0 would not be read. Leave it out"]
+        names = [prefix for _, prefix in blend]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [f"{shown}: {twice[0]} is named twice. Add its weights up"] if twice else []
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 @dataclass
@@ -202,7 +299,7 @@ class SampleOptions(Recipe):
 
 
 @dataclass
-class ClmRecipe(SampleOptions, TrainingRecipe, ChatOptions, RecordOptions, TextOptions, LossOptions):
+class ClmRecipe(SampleOptions, TrainingRecipe, ChatOptions, RecordOptions, CorpusOptions, TextOptions, LossOptions):
     """Causal language modelling, from scratch or continued."""
 
 

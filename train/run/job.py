@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from train.data.collate import Batch
+from train.data.order import Order
 from train.data.pack import SampleSet
 from train.recipe.options import TrainingRecipe
 
@@ -24,6 +25,7 @@ class Job:
         grouping: who shares a batch (`length_grouping` of the recipe).
         longest: how many tokens a row may have, by column: of `input_ids`, and of `labels` where they have a length of
             their own.
+        order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
     """
 
     recipe: TrainingRecipe
@@ -35,3 +37,4 @@ class Job:
     unit: str = "token"
     grouping: str = "none"
     longest: dict[str, int] = field(default_factory=dict)
+    order: Order | None = None

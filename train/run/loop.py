@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from train.data.collate import Batch
-from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
+from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader, samples_of_run
 from train.run.best import Best
 from train.run.checkpoints import ASKED, CLOCK, LEAVING
 from train.run.faults import Fault
@@ -42,12 +42,9 @@ class Plan:
 
 
 def make_plan(recipe, num_samples: int, batches: Batches) -> Plan:
-    """num_train_epochs, or max_train_steps which overrides it, in samples and updates."""
-    size = batches.global_batch
-    total = max(1, round(recipe.num_train_epochs * num_samples))
-    if recipe.max_train_steps is not None:
-        total = recipe.max_train_steps * size
-    return Plan(num_samples, total, math.ceil(total / size), batches)
+    """The length of the run in samples and updates."""
+    total = samples_of_run(recipe, num_samples, batches.global_batch)
+    return Plan(num_samples, total, math.ceil(total / batches.global_batch), batches)
 
 
 @dataclass
@@ -266,7 +263,7 @@ def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batc
     samples, grouping = job.train_set, job.grouping
     groups = LengthGroups(samples.lengths, b.global_batch) if grouping == "window" else None
     sort_key = samples.sort_key if grouping != "none" else None
-    order = SampleOrder(plan.num_samples, recipe.seed, groups)
+    order = job.order or SampleOrder(plan.num_samples, recipe.seed, groups)
     rank = engine.accelerator.process_index
     sampler = MicroBatches(
         order, plan.total_samples, consumed, b.micro_batch, b.accumulation, b.world_size, rank, sort_key

@@ -1,0 +1,440 @@
+"""Training on Megatron's corpora: the samples are megatron-core's, and what cannot be read is refused."""
+
+import dataclasses
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import ROOT, tiny_model
+from train.data.blend import Blend, build
+from train.data.collate import CausalCollator
+from train.data.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
+from train.data.prepare_text import prepare_text
+from train.model.configuration import load_configuration
+from train.model.export import export_model
+from train.model.loss import IGNORE, install_loss
+from train.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
+from train.recipe.errors import UserError
+from train.recipe.parse import parse_recipe
+from train.recipe.tasks import ClmRecipe
+
+pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
+
+VOCABULARY, EOD = 97, 0
+
+
+def write_corpus(prefix: Path, documents: list[list[int]], dtype=np.uint16) -> str:
+    builder = megatron().indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(np.array(document, dtype=np.int64), [len(document)] if document else [])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def random_documents(seed: int, count: int, longest: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [[*rng.integers(1, VOCABULARY, rng.integers(0, longest)).tolist(), EOD] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("corpora")
+    return [write_corpus(folder / name, random_documents(seed, count))
+            for seed, (name, count) in enumerate((("a", 300), ("b", 90), ("c", 150)))]  # fmt: skip
+
+
+def recipe_of(*flags: str):
+    """A recipe that is sound but for what the flags say."""
+    data = [] if {"--data_path", "--train_file"} & set(flags) else ["--train_file", "any"]
+    return parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "any", *data, *flags])
+
+
+# ----------------------------------------------------------------------------------------------------------- samples
+
+
+def megatrons(blend: list[str], split: str, size: int, samples: int, held_out: int, seed: int, flags: dict):
+    """What megatron-core gives by itself, with no cache."""
+    core = megatron()
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    class Tokenizer:
+        vocab_size, eod, unique_identifiers = VOCABULARY, EOD, {}
+
+    config = core.gpt.GPTDatasetConfig(
+        random_seed=seed, sequence_length=size, blend=get_blend_from_list(blend), split=split, tokenizer=Tokenizer(),
+        create_attention_mask=True, path_to_cache=None, **flags,
+    )  # fmt: skip
+    config.split_matrix[2] = None  # with an empty test part megatron-core 0.16.1 never comes back
+    builder = core.builder.BlendedMegatronDatasetBuilder
+    return builder(core.gpt.GPTDataset, [samples, held_out, 0], lambda: True, config).build()
+
+
+FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+@pytest.mark.parametrize(
+    ("weights", "split", "samples", "size", "flags"),
+    [
+        ([None], "949,50,1", 40, 16, ()),
+        ([None], "1", 700, 16, ("eod_mask_loss",)),  # more than one pass
+        ([None], "80,20,0", 4000, 7, FLAGS),
+        ([1.0], "969,30,1", 300, 16, ()),  # a weight makes a blend of one
+        ([0.3, 0.7], "90,10", 400, 16, ("reset_position_ids",)),
+        ([3, 1, 2], "80,10,10", 2000, 9, ("eod_mask_loss",)),
+        ([None, None, None], "90/10/0", 200, 16, ()),
+    ],
+)
+def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, samples, size, flags):
+    chosen = prefixes[: len(weights)]
+    words = [str(word) for pair in zip(weights, chosen) for word in pair if word is not None]
+    given = [text for name in flags for text in (f"--{name}",)]
+    recipe = recipe_of("--data_path", *words, "--split", split, "--data_cache_path", str(tmp_path / "cache"), *given)
+    corpora = [open_corpus("data_path", prefix) for prefix in chosen]
+    blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
+    blend.check()
+    held_out = 0 if split in ("1",) else min(7, blend.most_without_repeating(1))
+    train, validation = build(blend, samples, held_out, VOCABULARY, EOD, recipe)
+    theirs = megatrons(words, split, size, samples, held_out, 5, {name: name in flags for name in FLAGS})
+    compared = 0
+    for ours, reference, count in ((train, theirs[0], samples), (validation, theirs[1], held_out)):
+        for index in range(count):
+            sample, found = ours[index], reference[index]
+            targets = np.where(found["loss_mask"].numpy() > 0, found["labels"].numpy(), IGNORE)
+            assert sample["input_ids"].tolist() == found["tokens"].tolist()
+            assert sample["next_tokens"].tolist() == targets.tolist()
+            if "reset_position_ids" in flags:
+                assert sample["position_ids"].tolist() == found["position_ids"].tolist()
+            compared += 1
+    assert compared == samples + held_out
+    again, _ = build(blend, samples, held_out, VOCABULARY, EOD, recipe)  # mapped from the index, not made
+    assert again[samples - 1]["input_ids"].tolist() == train[samples - 1]["input_ids"].tolist()
+
+
+def test_without_weights_a_longer_run_blends_by_size(prefixes, tmp_path):
+    recipe = recipe_of("--data_path", *prefixes, "--split", "1", "--data_cache_path", str(tmp_path))
+    blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], None, "1", 16, seed=1)
+    once = blend.samples_per_epoch(0)
+    train, _ = build(blend, 3 * once, 0, VOCABULARY, EOD, recipe)
+    assert len(train) >= 3 * once
+    origins = np.bincount([int(train.dataset[index]["dataset_id"]) for index in range(3 * once)], minlength=3)
+    assert np.allclose(origins / origins.sum(), blend.shares, atol=0.01)
+
+
+def test_each_epoch_holds_every_token_once(prefixes, tmp_path):
+    """Of one pass: the pieces of block_size + 1 tokens overlap by one, so all but the tail is read once."""
+    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
+    corpus = open_corpus("data_path", prefixes[0])
+    blend = Blend([corpus], None, "1", 16, seed=3)
+    train, _ = build(blend, blend.samples_per_epoch(0), 0, VOCABULARY, EOD, recipe)
+    read = np.concatenate([train[index]["input_ids"] for index in range(len(train))])
+    counts, all_of_them = (np.bincount(ids, minlength=VOCABULARY) for ids in (read, corpus.ids()))
+    assert len(read) > 0.99 * corpus.tokens
+    assert (counts <= all_of_them).all()
+    assert (all_of_them - counts).sum() <= 16
+
+
+# ------------------------------------------------------------------------------------------------------------ resets
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("flags", [(), FLAGS[:1], FLAGS[1:2], FLAGS[:2], FLAGS])
+def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, flags):
+    """The oracle is megatron-core's own mask and positions, given to the model in full."""
+    given = [f"--{name}" for name in flags]
+    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path), *given)
+    blend = Blend([open_corpus("data_path", prefixes[0])], None, "1", 48, seed=2)
+    train, _ = build(blend, 12, 0, VOCABULARY, EOD, recipe)
+    theirs = megatrons(prefixes[:1], "1", 48, 12, 0, 2, {name: name in flags for name in FLAGS})[0]
+    rows = [theirs[index] for index in range(12)]
+    assert sum(int((row["tokens"] == EOD).sum()) for row in rows) > 20
+    model = tiny_model(family)
+    install_loss(model, "full")
+    mask = torch.stack([~row["attention_mask"] for row in rows])
+    positions, tokens, labels, counts = (
+        torch.stack([row[name] for row in rows]) for name in ("position_ids", "tokens", "labels", "loss_mask")
+    )
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        expected = (losses * counts.flatten()).sum().item()
+        batch = CausalCollator(pad_id=0)([(train[index], index) for index in range(12)])
+        assert batch.num_targets == int(counts.sum())
+        for kind in ("full", "chunked") if hasattr(torch.nn.functional, "linear_cross_entropy") else ("full",):
+            install_loss(model, kind)
+            assert model(**batch.inputs).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_fillers_are_not_trained_on(prefixes, tmp_path):
+    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
+    train, _ = build(Blend([open_corpus("data_path", prefixes[0])], None, "1", 16, 0), 4, 0, VOCABULARY, EOD, recipe)
+    batch = CausalCollator(pad_id=0)([(train[0], 0), (train[0], -1)])
+    assert batch.num_targets == batch.num_tokens == 16
+    assert batch.inputs["next_tokens"][1].tolist() == [IGNORE] * 16
+
+
+# -------------------------------------------------------------------------------------------------------- vocabulary
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_a_padded_vocabulary_is_cut_on_export(tmp_path, family):
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_of("--make_vocab_size_divisible_by", "128")
+    config = tiny_model(family).config
+    assert "128 rows" in pad_vocabulary(config, recipe)
+    assert config.vocab_size == 128
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tokenizer = train_tokenizer(["a b c " * 50], 258, "few", tmp_path)
+    export_model(model, model.state_dict(), tokenizer, tmp_path / "model", "card")
+    assert "unpadded_vocab_size" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0] == VOCABULARY
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits[..., :VOCABULARY], loaded(ids).logits)
+    assert model.config.vocab_size == 128  # it may be training on
+
+
+def test_no_padding_where_the_size_is_a_multiple():
+    config = tiny_model("gpt2", vocab_size=256).config
+    assert pad_vocabulary(config, recipe_of("--make_vocab_size_divisible_by", "128")) is None
+    assert config.vocab_size == 256
+    assert pad_vocabulary(config, recipe_of()) is None
+
+
+# ----------------------------------------------------------------------------------------------------- the whole way
+
+
+@pytest.fixture(scope="module")
+def tokenised(tmp_path_factory):
+    """(tokenizer's folder, corpus with a card, the card)."""
+    folder = tmp_path_factory.mktemp("tokenised")
+    texts = [file.read_text() for file in sorted((ROOT / "docs").glob("*.md"))]
+    tokenizer = train_tokenizer(texts, 400, "docs", folder)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    pieces = [piece for text in texts for piece in text.split("\n\n") if piece.strip()]
+    ids = [[*tokenizer(piece)["input_ids"], tokenizer.eos_token_id] for piece in pieces]
+    prefix = write_corpus(folder / "docs", ids)
+    card = Card("docs", tokenizer_fingerprint(tokenizer), len(tokenizer), tokenizer.eos_token_id, len(ids),
+                sum(map(len, ids)), max(map(max, ids)), ["docs"], "a test")  # fmt: skip
+    card.write(Path(f"{prefix}.json"))
+    return folder / "tokenizer", prefix, card
+
+
+def prepared(tokenised, cache: Path, *flags: str):
+    folder, prefix, _ = tokenised
+    given = [] if "--data_path" in flags else ["--data_path", prefix]
+    recipe = parse_recipe(ClmRecipe, [
+        "--config_name", "gpt2", "--tokenizer_name", str(folder), "--block_size", "64", "--data_cache_path",
+        str(cache), "--split", "90,10,0", *given, *flags,
+    ])  # fmt: skip
+    config = load_configuration(recipe)
+    data = prepare_text(recipe, config, global_batch=8)
+    check_vocabulary(config, data.tokenizer, recipe)
+    return data
+
+
+def test_the_report_tells_epochs_and_samples(tokenised, tmp_path):
+    data = prepared(tokenised, tmp_path, "--max_train_steps", "50")
+    head, row, run = data.report
+    told = dict(zip(head, row))
+    card = tokenised[2]
+    assert told["documents"] == f"{card.documents:,}"
+    assert told["tokens"] == f"{card.tokens:,}"
+    assert int(told["training"].replace(",", "")) == data.samples_per_epoch
+    assert float(told["epochs"]) == pytest.approx(400 / data.samples_per_epoch, rel=0.01)
+    assert run[4] == "400"
+    assert len(data.train) >= 400
+    assert len(data.validation) == int(told["evaluation"].replace(",", ""))
+    assert data.order.places(16, 24).tolist() == list(range(16, 24))
+
+
+def test_most_held_out_samples(tokenised, tmp_path):
+    assert len(prepared(tokenised, tmp_path, "--max_eval_samples", "3").validation) == 3
+    assert prepared(tokenised, tmp_path, "--split", "1").validation is None
+
+
+def test_an_index_is_whole_or_not_there(tokenised, tmp_path):
+    whole = prepared(tokenised, tmp_path / "x").train[3]["input_ids"].tolist()
+    (index,) = [path for path in (tmp_path / "x").iterdir() if path.is_dir()]
+    partial = index.with_name(f"{index.name}.partial")
+    index.rename(partial)  # as a kill leaves it
+    for file in partial.glob("*.npy"):
+        file.write_bytes(file.read_bytes()[:60])
+    assert prepared(tokenised, tmp_path / "x").train[3]["input_ids"].tolist() == whole
+    assert index.is_dir()
+    assert not partial.exists()
+
+
+def test_an_index_is_not_taken_for_another_corpus(tmp_path):
+    """megatron-core's own cache goes by the path alone: a corpus made anew would be read with the old index."""
+    prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
+    recipe = recipe_of("--data_path", prefix, "--split", "1")
+
+    def first_sample():
+        blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
+        return build(blend, 4, 0, VOCABULARY, EOD, recipe)[0]
+
+    before = first_sample()
+    assert (tmp_path / "x" / "cache" / "GPTDataset_indices").is_dir()  # beside the corpus, as Megatron has it
+    write_corpus(tmp_path / "x", random_documents(2, 20))
+    after = first_sample()
+    assert len(after) != len(before)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def damaged(tokenised, tmp_path) -> str:
+    """A copy of the corpus, to be spoilt."""
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{tokenised[1]}{suffix}", tmp_path / f"copy{suffix}")
+    return str(tmp_path / "copy")
+
+
+def change(path: str, offset: int, value: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(value)
+
+
+def cut(path: str, count: int) -> None:
+    Path(path).write_bytes(Path(path).read_bytes()[:-count])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda p: cut(f"{p}.bin", 2), ["copy.bin has", "cut off"]),
+        (lambda p: cut(f"{p}.bin", 1), ["copy.bin has", "cut off"]),
+        (lambda p: Path(f"{p}.bin").write_bytes(b""), ["copy.bin has 0 bytes"]),
+        (lambda p: cut(f"{p}.idx", 8), ["copy.idx has", "cut off"]),
+        (lambda p: Path(f"{p}.idx").write_bytes(Path(f"{p}.idx").read_bytes()[:20]), ["copy.idx is cut off: 20"]),
+        (lambda p: Path(f"{p}.idx").write_bytes(b""), ["no index of Megatron's"]),
+        (lambda p: change(f"{p}.idx", 0, b"TNTIDX\x00\x00\x00"), ["no index of Megatron's", "MMIDIDX"]),
+        (lambda p: change(f"{p}.idx", 9, struct.pack("<Q", 2)), ["version 2"]),
+        (lambda p: change(f"{p}.idx", 17, b"\x63"), ["unknown type", "99"]),
+        (lambda p: change(f"{p}.idx", 17, b"\x07"), ["float32", "no token ids"]),
+        (lambda p: change(f"{p}.idx", 17, b"\x04"), ["of 4 bytes"]),
+        (lambda p: change(f"{p}.idx", 18, struct.pack("<Q", 0)), ["copy.idx has"]),
+        (lambda p: change(f"{p}.idx", 34, struct.pack("<i", 10**6)), ["copy.bin has"]),
+        (lambda p: Path(f"{p}.bin").unlink(), ["there is no", "copy.bin"]),
+        (lambda p: Path(f"{p}.idx").unlink(), ["there is no", "copy.idx"]),
+        (lambda p: Path(f"{p}.json").write_text("{}"), ["copy.json", "cannot be read"]),
+        (lambda p: Path(f"{p}.json").write_text("no JSON"), ["copy.json", "cannot be read"]),
+    ],
+)
+def test_damaged_corpora_are_refused(tokenised, damaged, tmp_path, spoil, said):
+    assert prepared(tokenised, tmp_path / "cache", "--data_path", damaged).train is not None
+    spoil(damaged)
+    with pytest.raises(UserError) as caught:
+        prepared(tokenised, tmp_path / "cache", "--data_path", damaged)
+    message = str(caught.value)
+    assert message.startswith("data_path" if "json" not in said[0] else damaged), message
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data_path", "0.5", "{corpus}", "0.5", "missing/prefix"], ["missing/prefix.idx", "missing/prefix.bin"]),
+        (["--data_path", "0", "{corpus}"], ["add up to 0"]),
+        (["--data_path", "0", "{corpus}", "0", "other"], ["add up to 0"]),
+        (["--data_path", "0", "{corpus}", "1", "other"], ["weight 0"]),
+        (["--data_path", "-1", "{corpus}", "2", "other"], ["above 0"]),
+        (["--data_path", "nan", "{corpus}"], ["above 0"]),
+        (["--data_path", "0.3", "{corpus}", "other"], ["0.3 stands where a corpus"]),
+        (["--data_path", "0.5", "{corpus}", "0.5", "{corpus}"], ["named twice"]),
+        (["--split", "1000000,1,0"], ["leaves evaluation none of the"]),
+        (["--split", "0.000001,100,0"], ["leaves training none of the"]),
+        (["--split", "0,1,1"], ["split = '0,1,1'"]),
+        (["--split", "90,-5,5"], ["split = '90,-5,5'"]),
+        (["--split", "90;10"], ["split = '90;10'"]),
+        (["--split", "1,2,3,4"], ["split = '1,2,3,4'"]),
+        (["--split", "99,1,0", "--block_size", "1024"], ["less than one sample", "block_size"]),
+        (["--packing", "none"], ["packing", "no effect with data_path"]),
+        (["--train_file", "x.txt"], ["train_file", "no effect with data_path"]),
+        (["--train_tokenizer_vocab_size", "300"], ["train_tokenizer_vocab_size"]),
+    ],
+)
+def test_mistakes_in_the_options(tokenised, tmp_path, flags, said):
+    with pytest.raises(UserError) as caught:
+        prepared(tokenised, tmp_path, *(flag.format(corpus=tokenised[1]) for flag in flags))
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--reset_position_ids", "--eod_mask_loss", "--split=90,10,0", "--data_cache_path=x"])
+def test_options_of_corpora_alone(flag):
+    with pytest.raises(UserError, match="no effect without data_path"):
+        recipe_of("--train_file", "x.txt", flag)
+
+
+def test_padding_goes_with_models_from_scratch():
+    with pytest.raises(UserError, match="make_vocab_size_divisible_by = 128 has no effect"):
+        parse_recipe(ClmRecipe, ["--model_name_or_path", "x", "--train_file", "y", "--make_vocab_size_divisible_by",
+                                 "128"])  # fmt: skip
+
+
+def test_ids_beyond_the_vocabulary(tokenised, tmp_path):
+    prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 40_000, 5] * 50, [7] * 200])
+    with pytest.raises(UserError, match="40,000, and the tokenizer has 400"):
+        prepared(tokenised, tmp_path, "--data_path", prefix, "--split", "1")
+    blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)  # and where nobody has looked before
+    recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
+    train, _ = build(blend, 20, 0, 400, EOD, recipe)
+    with pytest.raises(UserError, match=r"sample \d+ holds token 40,000"):
+        [train[index] for index in range(20)]
+
+
+def test_another_tokenizer_is_refused(tokenised, damaged, tmp_path):
+    _, _, card = tokenised
+    dataclasses.replace(card, fingerprint="another", tokenizer="gpt2").write(Path(f"{damaged}.json"))
+    with pytest.raises(UserError, match="another tokenizer \\(gpt2\\)"):
+        prepared(tokenised, tmp_path, "--data_path", damaged)
+
+
+def test_a_corpus_without_a_card_is_looked_through(tokenised, damaged, tmp_path):
+    Path(f"{damaged}.json").unlink()
+    data = prepared(tokenised, tmp_path, "--data_path", damaged)
+    assert len(data.notes) == 1
+    assert "below 400" in data.notes[0] or "below 39" in data.notes[0]
+
+
+def test_resets_take_an_end_of_document(tokenised, damaged, tmp_path):
+    dataclasses.replace(tokenised[2], eod=None).write(Path(f"{damaged}.json"))
+    assert "without --append_eod" in prepared(tokenised, tmp_path, "--data_path", damaged).notes[0]
+    with pytest.raises(UserError, match="reset_attention_mask: no effect"):
+        prepared(tokenised, tmp_path, "--data_path", damaged, "--reset_attention_mask")
+
+
+def test_an_index_that_cannot_be_kept(tokenised, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--data_cache_path"):
+        prepared(tokenised, tmp_path / "file" / "cache")
+
+
+def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder, _, card = tokenised
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<padding>"]})
+    tokenizer.save_pretrained(tmp_path / "stored")
+    assert tokenizer_fingerprint(AutoTokenizer.from_pretrained(tmp_path / "stored")) == card.fingerprint
+    other = train_tokenizer(["something else " * 99, "z q j " * 80], 262, "other", tmp_path)
+    assert tokenizer_fingerprint(other) != card.fingerprint
+
+
+@pytest.mark.skipif(not (ROOT.parent / "shared/data/megatron").is_dir(), reason="no ../shared/data")
+def test_published_corpora_open():
+    for name, tokens in (("inputs", 5945), ("targets", 244)):
+        corpus = open_corpus("data_path", str(ROOT.parent / f"shared/data/megatron/ag_news_prompt_{name}_document"))
+        assert (corpus.documents, corpus.tokens, corpus.card) == (100, tokens, None)
+        assert int(corpus.lengths.sum()) == tokens == len(corpus.ids())
