@@ -1,0 +1,119 @@
+"""The worked example of docs/continual-pretraining.md: a real pretrained Llama, continued, against one from scratch.
+
+    python benchmarks/continual.py [--updates 250] [--processes 2]
+
+Runs the commands of recipes/clm/stories-continual.yaml (convert, prepare, train under zero2) in a temporary folder,
+then the same training under zero3, and from scratch. Writes outputs/continual.svg, and the table of the guide to
+outputs/continual.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+SHARED = ROOT.parent / "shared" / "data"
+BIN = Path(sys.executable).parent
+RUNS = {
+    "continued, zero2": ("zero2", True),
+    "continued, zero3": ("zero3", True),
+    "from scratch, zero2": ("zero2", False),
+}
+COLOURS = ("#08519c", "#d94801", "#969696")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=250)
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(BIN / "zerofit", "convert", "meta-to-hf", "--input", SHARED / "models/stories260K/meta", "--output",
+            folder / "hf", "--check_text", SHARED / "text/tinystories_a.txt")  # fmt: skip
+        run(BIN / "zerofit", "prepare", "--input", SHARED / "text/tinystories_a.txt", "--output_prefix",
+            folder / "stories", "--tokenizer", folder / "hf", "--append_eod", "--workers", "2")  # fmt: skip
+        curves = {label: train(folder, strategy, continued, args) for label, (strategy, continued) in RUNS.items()}
+    (ROOT / "outputs").mkdir(exist_ok=True)
+    draw(curves, ROOT / "outputs" / "continual.svg")
+    text = "\n".join([*table(curves), "", difference(curves), "", foot(args)])
+    (ROOT / "outputs" / "continual.md").write_text(text + "\n")
+    print(text)
+
+
+def run(*command) -> None:
+    print("$", *command, flush=True)
+    subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
+
+
+def train(folder: Path, strategy: str, continued: bool, args) -> list[dict]:
+    """metrics.jsonl of one run."""
+    output = folder / f"{strategy}-{'continued' if continued else 'scratch'}"
+    start = ["--model_name_or_path", folder / "hf"]
+    if not continued:
+        start = ["--model_name_or_path", "null", "--config_name", folder / "hf", "--tokenizer_name", folder / "hf"]
+    run(BIN / "accelerate", "launch", "--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes",
+        args.processes, "--main_process_port", "0", "train/clm.py", "--config", "recipes/clm/stories-continual.yaml",
+        *start, "--data_path", folder / "stories_text_document", "--max_train_steps", args.updates, "--output_dir",
+        output)  # fmt: skip
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def table(curves: dict[str, list[dict]]) -> list[str]:
+    evaluated = [line["update"] for line in next(iter(curves.values())) if "eval_loss" in line]
+    lines = ["| held-out loss after update | " + " | ".join(map(str, evaluated)) + " |",
+             "|---|" + "---|" * len(evaluated)]  # fmt: skip
+    for label, lines_of in curves.items():
+        held = [f"{line['eval_loss']:.4f}" for line in lines_of if "eval_loss" in line]
+        lines.append(f"| {label} | " + " | ".join(held) + " |")
+    return lines
+
+
+def difference(curves: dict[str, list[dict]]) -> str:
+    """How far apart the two strategies are."""
+    ours, theirs = ([line["loss"] for line in curves[label] if "loss" in line] for label in list(RUNS)[:2])
+    largest = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+    return f"zero2 and zero3: the losses of {len(ours)} updates differ by at most {largest:.1e} (relative)."
+
+
+def draw(curves: dict[str, list[dict]], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for (label, lines), colour in zip(curves.items(), COLOURS):
+        if label == "continued, zero3":  # it would cover the first
+            continue
+        trained, held = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
+        axes.plot([line["update"] for line in trained], [line["loss"] for line in trained], color=colour, alpha=0.4,
+                  linewidth=1)  # fmt: skip
+        axes.plot([line["update"] for line in held], [line["eval_loss"] for line in held], "o-", color=colour,
+                  markersize=4, label=f"{label.split(',')[0]}, held out")  # fmt: skip
+    axes.set(xlabel="update", ylabel="loss, nats per token", title="stories260K on TinyStories")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file)
+
+
+def foot(args) -> str:
+    """Hardware, versions, commit and command."""
+    import torch
+
+    from train.run.folder import describe_environment
+
+    about = describe_environment(sys.argv, torch.device("cpu"))
+    names = ("torch", "accelerate", "deepspeed", "transformers")
+    packages = ", ".join(f"{name} {about['packages'][name]}" for name in names)
+    hardware = about["hardware"]
+    return (
+        f"`python {' '.join(sys.argv)}`: {args.processes} processes, commit {(about['zerofit_commit'] or '?')[:7]}; "
+        f"{hardware['cores']} cores ({hardware['cpu']}), {hardware['memory_gib']} GiB; {packages}."
+    )
+
+
+if __name__ == "__main__":
+    main()
