@@ -35,7 +35,7 @@ class Answer:
 
 
 def work(encoder, setup: Setup, task: Task) -> Answer:
-    """Cut a part of the input into documents and encode them. At the first bad line it stops, unless they are skipped."""
+    """Cut a part of the input into documents and encode them. The first bad line ends it, unless they are skipped."""
     answer = Answer([])
     columns = _columns(task, setup, answer)
     if answer.num_bad and not setup.skip_bad:

@@ -31,7 +31,7 @@ class InputFile:
 def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[InputFile], list[str]]:
     """(the files that paths, folders and globs name, notes for the terminal).
 
-    They come in the order in which they are named, and sorted within a folder or a glob. A file that is named a second
+    They come in the order in which they are named, sorted within a folder or a glob. A file that is named a second
     time is taken once, where it is named first. In folders and globs, hidden and empty files are passed over.
 
     Args:
@@ -97,7 +97,8 @@ def _describe(path: Path, problems: list[str]) -> InputFile | None:
             return InputFile(path, kind, size)
     if not _begins_an_object(path):
         problems.append(
-            f"input = {str(path)!r}: the ending tells no known kind, and it does not begin with '{{' as JSON lines do. "
+            f"input = {str(path)!r}: the ending tells no known kind, and it does not begin with '{{' as JSON lines do"
+            ". "
             f"Known are {', '.join((*JSON, *TEXT))}, each also .gz, and .parquet"
         )
     return InputFile(path, "json", size)
@@ -148,7 +149,9 @@ def tasks_of(file: InputFile, keys: tuple[str, ...], separator: str | None, mark
 def _text(file: InputFile, separator: str | None, mark: str) -> Iterator[tuple[Task, int]]:
     unit = separator if separator in UNITS else "mark"
     mark = mark if separator is None or unit != "mark" else separator
-    between = {"line": b"\n", "file": None, "mark": mark.encode()}.get(unit, _blank_line(file.path))
+    between = {"line": b"\n", "file": None, "mark": mark.encode()}.get(unit)
+    if unit == "paragraph":
+        between = _blank_line(file.path)
     for data, line, read in _cut(file.path, between):
         kind = unit
         if separator is None and line == 1 and mark.encode() not in data:
@@ -162,7 +165,7 @@ def _blank_line(path: Path) -> bytes:
 
 
 def _cut(path: Path, between: bytes | None) -> Iterator[tuple[bytes, int, int]]:
-    """(bytes, the number of their first line, bytes of the file read) of parts that end with `between`, or the file."""
+    """(bytes, number of their first line, bytes of the file read) of parts that end with `between`, or with the file."""
     held, line, first = bytearray(), 1, True
     with path.open("rb") as raw:
         file = gzip.GzipFile(fileobj=raw, mode="rb") if path.suffix == ".gz" else raw

@@ -13,14 +13,14 @@ import json
 import pickle
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from train.data.encode import Setup, Task, allows_memo, encoder_of, nasty_texts
+from train.data.encode import Setup, Task, encoder_of
+from train.data.memo_rules import allows_memo, nasty_texts
 from train.recipe.corpora import InfoOptions, JoinOptions, PrepareOptions
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.parse import parse_recipe
@@ -100,7 +100,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     return notes + Job(options, prefixes, files, tokenizer).run()
 
 
-# ------------------------------------------------------------------------------------------------------------- the setup
+# ----------------------------------------------------------------------------------------------------------- the setup
 
 
 def setup_of(tokenizer, options: PrepareOptions) -> Setup:
@@ -114,8 +114,8 @@ def setup_of(tokenizer, options: PrepareOptions) -> Setup:
     end = tokenizer.eos_token_id if options.append_eod else None
     if options.append_eod and end is None:
         raise UserError(
-            f"append_eod: the tokenizer {options.tokenizer!r} has no end-of-text token (eos_token). Leave --append_eod "
-            "out, or set eos_token in its tokenizer_config.json"
+            f"append_eod: the tokenizer {options.tokenizer!r} has no end-of-text token (eos_token). Leave "
+            "--append_eod out, or set eos_token in its tokenizer_config.json"
         )
     dtype = np.dtype(megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
     common = {"keys": tuple(options.json_keys), "dtype": dtype, "end": end, "skip_bad": options.skip_bad_lines}
@@ -145,7 +145,7 @@ def _is_exact(setup: Setup, tokenizer, texts: list[str]) -> bool:
     return all(np.array(ids, setup.dtype).tobytes() == row for ids, row in zip(expected, found))
 
 
-# --------------------------------------------------------------------------------------------------------------- the job
+# ------------------------------------------------------------------------------------------------------------- the job
 
 
 class Job:
@@ -168,7 +168,7 @@ class Job:
             writers = [stack.enter_context(CorpusWriter(prefix, self.setup.dtype)) for prefix in self.prefixes]
             crew.greet()
             meter = stack.enter_context(Meter(total))
-            for task, read, answer in crew.work(self._tasks()):
+            for _, read, answer in crew.work(self._tasks()):
                 self._take_note(answer)
                 for writer, piece in zip(writers, answer.pieces):
                     writer.add(piece.ids, piece.lengths, piece.largest)
