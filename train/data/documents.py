@@ -45,7 +45,7 @@ def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[I
     for name in inputs:
         paths, searched = _named(os.path.expanduser(name))
         if not paths:
-            problems.append(f"input = {name!r}: " + ("no file is there" if searched else "there is no such file"))
+            problems.append(f"input = {name!r}: " + ("no file matches" if searched else "there is no such file"))
         for path in paths:
             place = path.resolve()
             if place in avoided or (searched and not path.stat().st_size):
@@ -165,7 +165,7 @@ def _blank_line(path: Path) -> bytes:
 
 
 def _cut(path: Path, between: bytes | None) -> Iterator[tuple[bytes, int, int]]:
-    """(bytes, number of their first line, bytes of the file read) of parts that end with `between`, or with the file."""
+    """(bytes, number of their first line, bytes of the file read by then) of parts that end with `between`."""
     held, line, first = bytearray(), 1, True
     with path.open("rb") as raw:
         file = gzip.GzipFile(fileobj=raw, mode="rb") if path.suffix == ".gz" else raw
