@@ -1,6 +1,6 @@
 """What `zerofit prepare` is worth: tokens/s and memory beside the way of Megatron-LM's tools/preprocess_data.py.
 
-    python benchmarks/prepare_speed.py                                   # GPT-2's and Llama 2's tokenizer, 1 and 2 workers
+    python benchmarks/prepare_speed.py                                   # both tokenizers, 1 and 2 workers
     python benchmarks/prepare_speed.py --rounds 3 --workers 4 --megabytes 100
     python benchmarks/prepare_speed.py --text corpus.jsonl --tokenizers gpt2
     python benchmarks/prepare_speed.py --rounds 0 --memory 10 1000       # memory alone, at 10 MB and at 1 GB of text
@@ -101,7 +101,7 @@ def our_way(source: str, prefix: str, name: str, workers: int) -> None:
     print(json.dumps({"seconds": seconds, "tokens": read_card(f"{prefix}_text_document").tokens}))
 
 
-# ------------------------------------------------------------------------------------------------------------- measured
+# ------------------------------------------------------------------------------------------------------------ measured
 
 
 def run(way: str, source: Path, prefix: Path, name: str, workers: int) -> dict[str, float]:
@@ -163,7 +163,7 @@ def write_text(path: Path, megabytes: float) -> Path:
 
 def compare_speeds(args: argparse.Namespace, sources: dict[str, Path], folder: Path) -> list[str]:
     rows = [
-        "| tokenizer | text | workers | Megatron's way, tokens/s | zerofit, tokens/s | ratio | start included | ratio |",
+        "| tokenizer | text | workers | Megatron's way, tokens/s | zerofit, tokens/s | ratio | with start | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in args.tokenizers:

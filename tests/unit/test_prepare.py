@@ -129,7 +129,7 @@ def texts_in(prefix: object, tokenizer) -> list[str]:
     return [tokenizer.decode(data[number]) for number in range(len(data))]
 
 
-# -------------------------------------------------------------------------------------------------------- the same bytes
+# ------------------------------------------------------------------------------------------------------ the same bytes
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_the_compact_builder_writes_the_same_index(tmp_path):
     assert content(tmp_path / "plain") == content(tmp_path / "compact")
 
 
-# ---------------------------------------------------------------------------------------------------------- the word memo
+# ------------------------------------------------------------------------------------------------------- the word memo
 
 
 def random_text(draw: random.Random, added: list[str]) -> str:
@@ -360,7 +360,7 @@ def test_a_wrong_memo_stops_the_work(tokenizers, monkeypatch):
         memo.encode(["one two"])
 
 
-# ------------------------------------------------------------------------------------------------------------- tokenizers
+# ---------------------------------------------------------------------------------------------------------- tokenizers
 
 
 def test_names_of_tokenizers(shared, tokenizers, tmp_path):
@@ -416,7 +416,7 @@ def test_no_end_to_append(small, tmp_path, capsys):
     assert "has no end-of-text token (eos_token)" in refused(capsys, *words, "--append_eod")
 
 
-# ------------------------------------------------------------------------------------------------------------------ input
+# --------------------------------------------------------------------------------------------------------------- input
 
 
 SAYINGS = ["First one.", "Second\n\none, two lines.", " third ", "Fourth: naïve café", "Fifth"]
@@ -562,7 +562,7 @@ def test_input_that_is_refused(small, tmp_path, capsys):
     assert "no input" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------- whole or nothing
+# ---------------------------------------------------------------------------------------------------- whole or nothing
 
 
 def test_what_is_there_is_kept(small, tmp_path, capsys):
@@ -661,7 +661,7 @@ def test_a_job_that_was_killed_between_two_names(small, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-# -------------------------------------------------------------------------------------------------------- merge and info
+# ------------------------------------------------------------------------------------------------------ merge and info
 
 
 def test_joined_is_one_pass(small, tmp_path, texts, capsys):
