@@ -15,10 +15,10 @@ those of its segments in a row, exactly, where one of these holds and nothing el
   those on the two sides do not depend on each other.
 
 The first segment is kept apart, as a tokenizer may treat the start of a text otherwise. Added tokens are found before
-all this; without white space in them they lie within a segment. NFC composes nothing with a space. Other normalizers,
-added tokens that take white space beside them or stand for single words, dropout, Unigram and WordPiece, and regular
-expressions that are not known have no memo: whole documents go through the tokenizer. Python's white space includes
-all that the tokenizers' regular expressions know: where it has more, there are only fewer cuts.
+all this; one that has no space after another character lies within a segment. NFC composes nothing with a space.
+Other normalizers, added tokens that take white space beside them or stand for single words, dropout, Unigram and
+WordPiece, and regular expressions that are not known have no memo: whole documents go through the tokenizer. Python's
+white space includes all that the tokenizers' regular expressions know: where it has more, there are only fewer cuts.
 """
 
 import pickle

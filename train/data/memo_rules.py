@@ -31,7 +31,7 @@ def allows_memo(parts: dict[str, Any]) -> bool:
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
     for token in parts["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"]):
+        if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\S ", token["content"]):
             return False
     before = parts["pre_tokenizer"] or {}
     if before.get("type") == "ByteLevel":
