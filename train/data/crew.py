@@ -48,11 +48,14 @@ class Worker:
 
     def take(self) -> tuple[int, Any]:
         """(number of the task, answer) of the task that it got first."""
+        answer = self.receive()
+        return self.tasks.popleft(), answer
+
+    def receive(self) -> Any:
         try:
-            answer = self.line.recv()
+            return self.line.recv()
         except (EOFError, OSError):
             raise self._died() from None
-        return self.tasks.popleft(), answer
 
     def _send(self, what: Any) -> None:
         try:
@@ -96,9 +99,13 @@ class Crew:
             worker.process.wait()
 
     def greet(self) -> None:
-        """Tell all what they are to do."""
+        """Tell all what they are to do, and wait until they are ready."""
         for worker in self.workers:
             worker.greet()
+        for worker in self.workers:
+            answer = worker.receive()
+            if isinstance(answer, Exception):
+                raise answer
 
     def work(self, tasks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
         """(task, what came with it, answer) in the order of the tasks, whoever did them.

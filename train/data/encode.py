@@ -267,7 +267,8 @@ def marks_of(native) -> tuple[list[int], list[int]]:
 
 
 def serve(descriptor: int) -> None:
-    """Take a Setup and then Tasks from a socket, until it is closed; send back what `work` makes of each."""
+    """Take a Setup from a socket, say "ready", then take Tasks and send back what `work` makes of each, until the
+    other end is closed. An error is sent back as well."""
     import os
     import queue
     import threading
@@ -285,17 +286,28 @@ def serve(descriptor: int) -> None:
         except (EOFError, OSError):
             os._exit(0)  # whoever asked is gone, or has all that it wanted
 
-    setup = line.recv()
-    threading.Thread(target=receive, daemon=True).start()
-    encoder = encoder_of(setup)
-    while True:
-        try:
-            answer = work(encoder, setup, tasks.get())
-        except Exception as error:
-            import traceback
-
-            answer = error if isinstance(error, Mismatch) else RuntimeError(traceback.format_exc())
+    def send(answer: Any) -> None:
         try:
             line.send(answer)
         except OSError:
             os._exit(0)
+
+    setup = line.recv()
+    threading.Thread(target=receive, daemon=True).start()
+    encoder = _attempt(lambda: encoder_of(setup))
+    send(encoder if isinstance(encoder, Exception) else "ready")
+    while True:
+        task = tasks.get()
+        send(_attempt(lambda: work(encoder, setup, task)))  # noqa: B023
+
+
+def _attempt(do) -> Any:
+    """What `do` returns, or its error, with the traceback as its text."""
+    import traceback
+
+    try:
+        return do()
+    except Mismatch as error:
+        return error
+    except Exception:
+        return RuntimeError(traceback.format_exc())
