@@ -582,6 +582,8 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
     assert len(list(tmp_path.iterdir())) == 4
     Path(f"{made}.idx").unlink()
     assert "is there already" in refused(capsys, *words)  # somebody's .bin
+    Path(f"{made}.bin").unlink()
+    assert "made_text_document.json is there already" in refused(capsys, *words)  # somebody's .json
 
 
 def started(source: Path, small: Path, output: Path) -> subprocess.Popen:

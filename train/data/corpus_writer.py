@@ -26,7 +26,7 @@ def check_free(prefixes: list[str], overwrite: bool) -> None:
         folder = Path(prefix).parent
         if folder.exists() and not folder.is_dir():
             problems.append(f"output_prefix: {str(folder)!r} is no folder. Name another place")
-        there = [prefix + ending for ending in (".idx", ".bin") if os.path.exists(prefix + ending)]
+        there = [prefix + ending for ending in reversed(ENDINGS) if os.path.exists(prefix + ending)]
         if there and not overwrite and not _left_by_a_killed_job(prefix):
             problems.append(f"output_prefix: {there[0]} is there already. Name another prefix, or say --overwrite")
     if problems:
