@@ -73,7 +73,7 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> Converted:
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
         return Converted(None, ends, ["warning: no tokenizer was asked for, and the folder has none"])
-    ranks = _tiktoken(file)
+    ranks = tiktoken_ranks(file)
     made = _of_tiktoken(file, ranks, vocab, version) if ranks else _of_sentencepiece(file)
     made.source = file
     size = max(made.tokenizer.get_vocab().values()) + 1
@@ -82,7 +82,7 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> Converted:
     return made
 
 
-def _tiktoken(file: Path) -> dict[bytes, int] | None:
+def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
     """{token: rank} of lines `base64 rank`; None: it is no such file."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]

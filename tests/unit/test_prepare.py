@@ -1,0 +1,778 @@
+"""`zerofit prepare`: byte for byte what megatron-core's builder makes of the plain tokenizer's ids, or nothing."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+from folders import small_tokenizer, tools_in_this_process
+from helpers import ROOT
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig
+
+from train.cli import main
+from train.data import corpus_tools, encode
+from train.data.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
+from train.data.corpus_writer import compact_builder
+from train.data.cutting import cut_text
+from train.data.documents import TEXT, find_input
+from train.data.encode import Memo, Mismatch, open_native
+from train.data.memo_rules import allows_memo, nasty_texts
+from train.data.sources import FORMATS
+from train.model.named_tokenizer import named_tokenizer
+from train.model.tokenizer import END_OF_TEXT, load_tokenizer
+from train.recipe.errors import UserError
+
+pytest.importorskip("megatron.core")
+SHARED = ROOT.parent / "shared" / "data"
+FOLDERS = {"gpt2": "tokenizers/gpt2", "llama2": "tokenizers/llama2", "stories": "models/stories260K/hf"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tools():
+    with tools_in_this_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizers(shared) -> dict:
+    """Those that training loads from the folders with the configurations of the models."""
+    found = {}
+    for name, folder in FOLDERS.items():
+        config = GPT2Config() if name == "gpt2" else LlamaConfig()
+        asked = SimpleNamespace(tokenizer_name=str(shared / folder), model_name_or_path=None, trust_remote_code=False)
+        found[name] = load_tokenizer(asked, config)
+    return found
+
+
+def articles(file: Path) -> list[str]:
+    """WikiText's articles."""
+    found: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not found or (line.startswith(" = ") and not line.startswith(" = =")):
+            found.append("")
+        found[-1] += line
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts(shared) -> list[str]:
+    """WikiText-2's validation articles and a third of the stories, an empty document among them."""
+    stories = (shared / "text" / "tinystories_a.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
+    return [*articles(shared / "wikitext-2" / "valid.txt"), "", *stories[:1000]]
+
+
+def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": 0, key: text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def lines(texts, tmp_path_factory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("lines") / "texts.jsonl", texts)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A folder with a byte-level tokenizer of 300 tokens, without a network and without ../shared."""
+    folder = tmp_path_factory.mktemp("small")
+    small_tokenizer(folder / "cache").save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def reference(prefix: Path, texts: list[str], tokenizer, end: bool = True) -> None:
+    """What Megatron-LM's tools/preprocess_data.py does, one document at a time."""
+    indexed = megatron().indexed
+    builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=indexed.DType.optimal_dtype(len(tokenizer)))
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        lengths = [len(ids)] if ids else []
+        if ids and end:
+            ids.append(tokenizer.eos_token_id)
+            lengths[-1] += 1
+        builder.add_document(ids, lengths)
+    builder.finalize(f"{prefix}.idx")
+
+
+def prepare(*words: object) -> int:
+    return main(["prepare", *map(str, words)])
+
+
+def prepared(folder: Path, source: object, tokenizer: object, *more: object) -> Path:
+    """The prefix of a corpus that was made in `folder`."""
+    sources = source if isinstance(source, (list, tuple)) else [source]
+    assert prepare("--input", *sources, "--output_prefix", folder / "made", "--tokenizer", tokenizer, *more) == 0
+    return folder / "made_text_document"
+
+
+def content(prefix: object) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def refused(capsys, *words: object) -> str:
+    assert prepare(*words) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "Traceback" not in said
+    return said
+
+
+def texts_in(prefix: object, tokenizer) -> list[str]:
+    data = open_corpus("input", str(prefix)).data
+    return [tokenizer.decode(data[number]) for number in range(len(data))]
+
+
+# ------------------------------------------------------------------------------------------------------ the same bytes
+
+
+@pytest.fixture(scope="module")
+def made(lines, texts, tokenizers, shared, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """{tokenizer: (our corpus, the reference)}."""
+    found = {}
+    for name in ("gpt2", "llama2"):
+        folder = tmp_path_factory.mktemp(name)
+        ours = prepared(folder, lines, shared / FOLDERS[name], "--append_eod", "--workers", 2)
+        reference(folder / "reference", texts, tokenizers[name])
+        found[name] = ours, folder / "reference"
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
+    ours, expected = made[name]
+    assert content(ours) == content(expected)
+    corpus = open_corpus("input", str(ours))
+    empty = texts.index("")
+    assert corpus.documents == len(texts) > 1000
+    assert corpus.dtype is np.uint16
+    assert len(corpus.data) == len(texts) - (name == "gpt2")  # Llama's empty document has its first token
+    assert np.diff(corpus.data.document_indices)[empty] == (name == "llama2")
+    card = corpus.card
+    assert (card.documents, card.tokens, card.eod) == (len(texts), corpus.tokens, tokenizers[name].eos_token_id)
+    assert card.largest_id == corpus.ids().max()
+    assert card.fingerprint == tokenizer_fingerprint(tokenizers[name])
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_number_of_workers_does_not_matter(made, lines, shared, tmp_path, workers):
+    ours = prepared(tmp_path, lines, shared / FOLDERS["gpt2"], "--append_eod", "--workers", workers)
+    assert content(ours) == content(made["gpt2"][0])
+
+
+def test_without_an_end_and_without_the_memo(lines, texts, tokenizers, shared, tmp_path, capsys):
+    some = write_lines(tmp_path / "some.jsonl", texts[-300:])
+    for more in ((), ("--word_memo", "false", "--overwrite")):
+        ours = prepared(tmp_path, some, shared / FOLDERS["stories"], "--workers", 1, *more)
+        assert "hint: documents do not end with </s>" in capsys.readouterr().out
+        reference(tmp_path / "reference", texts[-300:], tokenizers["stories"], end=False)
+        assert content(ours) == content(tmp_path / "reference")
+        assert read_card(str(ours)).eod is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+def test_the_whole_of_wikitext(shared, tokenizers, tmp_path, name):
+    stories = (shared / "text" / "tinystories_a.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
+    texts = articles(shared / "wikitext-2" / "train.txt") + stories
+    source = write_lines(tmp_path / "texts.jsonl", texts)
+    reference(tmp_path / "reference", texts, tokenizers[name])
+    for workers in (1, 2, 4):
+        more = ("--append_eod", "--overwrite", "--workers", workers)
+        assert content(prepared(tmp_path, source, shared / FOLDERS[name], *more)) == content(tmp_path / "reference")
+
+
+def test_a_slow_tokenizer_and_a_large_vocabulary():
+    """A pickled tokenizer without a native one, and ids of four bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+    from train.data.prepare import setup_of
+    from train.recipe.corpora import PrepareOptions
+
+    options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
+    slow = ByT5Tokenizer()
+    setup = setup_of(slow, options)
+    assert (setup.way, setup.end) == ("slow", slow.eos_token_id)
+    (row,) = encode.encoder_of(setup).encode(["naïve"])
+    assert np.frombuffer(row, np.uint16).tolist() == slow("naïve")["input_ids"]
+    native = Tokenizer(models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0"))
+    native.pre_tokenizer = pre_tokenizers.Whitespace()
+    large = PreTrainedTokenizerFast(tokenizer_object=native, eos_token="w1", unk_token="w0")
+    setup = setup_of(large, options)
+    assert (setup.way, setup.dtype) == ("whole", "int32")
+    (row,) = encode.encoder_of(setup).encode(["w3 w69999  x"])
+    assert np.frombuffer(row, np.int32).tolist() == [3, 69_999, 0]
+
+
+def test_the_compact_builder_writes_the_same_index(tmp_path):
+    indexed = megatron().indexed
+    plain = indexed.IndexedDatasetBuilder(str(tmp_path / "plain.bin"), dtype=np.int32)
+    compact = compact_builder(str(tmp_path / "compact.bin"), np.int32)
+    for builder, name in ((plain, "plain"), (compact, "compact")):
+        for number in range(50):
+            builder.add_document(list(range(number % 7)), [number % 7] if number % 7 else [])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    assert content(tmp_path / "plain") == content(tmp_path / "compact")
+
+
+# ------------------------------------------------------------------------------------------------------- the word memo
+
+
+def random_text(draw: random.Random, added: list[str]) -> str:
+    words = [
+        "a",
+        "the",
+        "Word",
+        "don't",
+        "I'll",
+        "1999",
+        "3.14",
+        "naïve",
+        "日本",
+        "🙂",
+        "e\u0301",
+        "_x",
+        "...",
+        "\u2581",
+        *added,
+    ]
+    gaps = [" "] * 8 + [
+        "",
+        "",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        " \n",
+        "\n ",
+        "\t",
+        "\r\n",
+        "\xa0",
+        "\u3000",
+        "\x1c",
+        "\x85",
+        " \xa0 ",
+    ]
+    return "".join(draw.choice(words) + draw.choice(gaps) for _ in range(draw.randrange(40))) + draw.choice(
+        ["", " ", "x"]
+    )
+
+
+def random_letters(draw: random.Random) -> str:
+    return "".join(draw.choice("ab .,'1\n\t é日🙂<s>/") for _ in range(draw.randrange(60)))
+
+
+@pytest.mark.parametrize("name", list(FOLDERS))
+def test_the_memo_is_the_plain_tokenizer(tokenizers, name):
+    tokenizer, draw = tokenizers[name], random.Random(name)
+    tried = tokenizer.backend_tokenizer.to_str()
+    assert allows_memo(json.loads(tried))
+    added = list(tokenizer.get_added_vocab())
+    memo = Memo(open_native(tried, False), "H", kept=500)  # so few that its halves are turned over and over
+    examples = nasty_texts(added)
+    examples += [random_text(draw, added) for _ in range(1500)] + [random_letters(draw) for _ in range(1500)]
+    assert len(examples) > 3300
+    for start in range(0, len(examples), 50):
+        some = examples[start : start + 50]
+        for text, row in zip(some, memo.encode(some)):
+            assert np.frombuffer(row, np.uint16).tolist() == tokenizer(text)["input_ids"], repr(text)
+    assert memo.old
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+def test_a_long_document_goes_in_portions(tokenizers, texts, name, monkeypatch):
+    tokenizer = tokenizers[name]
+    text = " ".join([*texts[:8], "a  b \n \n c", *nasty_texts([])[:60]])
+    text = text.replace(encode.SHIELD, "").replace(encode.METASPACE, "")
+    monkeypatch.setattr(encode, "GROUP", 1000)
+    (row,) = Memo(open_native(tokenizer.backend_tokenizer.to_str(), False), "H").encode([text])
+    assert np.frombuffer(row, np.uint16).tolist() == tokenizer(text)["input_ids"]
+
+
+def bpe(**changes) -> dict:
+    """The JSON of a byte-level BPE."""
+    model = {"type": "BPE", "dropout": None, "vocab": {"a": 0, "\u2581": 1}, "merges": [], **changes.pop("model", {})}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {"model": model, "normalizer": None, "pre_tokenizer": level, "added_tokens": [], **changes}
+
+
+def test_which_tokenizers_have_a_memo():
+    from train.data.memo_rules import SPLITS
+
+    token = {"content": "<x>", "lstrip": False, "rstrip": False, "single_word": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLITS[0]}, "behavior": "Isolated", "invert": False}
+    known = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": "first"}
+    for parts in (bpe(), bpe(normalizer={"type": "NFC"}), bpe(added_tokens=[token]), bpe(pre_tokenizer=known),
+                  bpe(pre_tokenizer=metaspace)):  # fmt: skip
+        assert allows_memo(parts), parts
+    other = {"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": r"\w+"}}, known["pretokenizers"][1]]}
+    for parts in (
+        bpe(normalizer={"type": "Lowercase"}), bpe(model={"dropout": 0.1}), bpe(model={"type": "Unigram"}),
+        bpe(added_tokens=[{**token, "lstrip": True}]), bpe(added_tokens=[{**token, "content": "a b"}]),
+        bpe(added_tokens=[{**token, "single_word": True}]), bpe(pre_tokenizer=other), bpe(pre_tokenizer=None),
+        bpe(pre_tokenizer=metaspace, model={"vocab": {"\u2581": 0, "a\u2581": 1}}),
+        bpe(pre_tokenizer=metaspace, model={"vocab": {"a": 0}}), bpe(model={"end_of_word_suffix": "</w>"}),
+        bpe(pre_tokenizer=metaspace, model={"ignore_merges": True, "vocab": {"\u2581": 0}}),
+    ):  # fmt: skip
+        assert not allows_memo(parts), parts
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_memo_of_other_regular_expressions(texts, number):
+    """Llama 3's, GPT-4's, Qwen 2's, with NFC, on a vocabulary that was trained with them."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    from train.data.memo_rules import SPLITS
+
+    native = Tokenizer(models.BPE(ignore_merges=number == 0))
+    native.normalizer = normalizers.NFC() if number == 1 else None
+    native.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(SPLITS[number]), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    native.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, initial_alphabet=alphabet, special_tokens=["<s>", "<|x|>"], show_progress=False
+    )
+    draw = random.Random(number)
+    examples = nasty_texts(["<s>", "<|x|>"]) + [random_text(draw, ["<s>", "<|x|>"]) for _ in range(800)]
+    native.train_from_iterator(texts[-50:] + examples * 3, trainer)
+    if number == 3:
+        native.add_tokens(["  ", "    ", " \n"])  # as GPT-NeoX has them
+    assert allows_memo(json.loads(native.to_str()))
+    for text, row in zip(examples, Memo(native, "H").encode(examples)):
+        assert np.frombuffer(row, np.uint16).tolist() == native.encode(text).ids, repr(text)
+
+
+def test_a_wrong_memo_stops_the_work(tokenizers, monkeypatch):
+    memo = Memo(open_native(tokenizers["gpt2"].backend_tokenizer.to_str(), False), "H")
+    monkeypatch.setattr(encode, "CHECK_EVERY", 1)
+    assert memo.encode(["one two"])
+    memo.young["two"] = b"\0\0"
+    with pytest.raises(Mismatch):
+        memo.encode(["one two"])
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_names_of_tokenizers(shared, tokenizers, tmp_path):
+    same = {
+        "gpt2": [shared / "tokenizers/gpt2"],
+        "llama2": [shared / "tokenizers/llama2", shared / "tokenizers/llama2/tokenizer.model"],
+        "stories": [shared / "models/stories260K/hf", shared / "models/stories260K/meta"],
+    }
+    for name, places in same.items():
+        tokenizers[name].save_pretrained(tmp_path / name)
+        for place in [*places, tmp_path / name]:
+            found = named_tokenizer("tokenizer", str(place))
+            assert tokenizer_fingerprint(found) == tokenizer_fingerprint(tokenizers[name]), place
+            assert found.eos_token_id == tokenizers[name].eos_token_id
+            assert found("One <s>two</s>")["input_ids"] == tokenizers[name]("One <s>two</s>")["input_ids"]
+    assert len({tokenizer_fingerprint(one) for one in tokenizers.values()}) == len(tokenizers)
+
+
+def test_a_tiktoken_file(tmp_path):
+    import base64
+
+    tokens = [bytes([value]) for value in range(256)] + [b"he", b"ll", b"hell"]
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    (tmp_path / "tokenizer.model").write_text("\n".join(lines) + "\n")
+    for place in (tmp_path, tmp_path / "tokenizer.model"):
+        found = named_tokenizer("tokenizer", str(place))
+        assert found("hello")["input_ids"] == [259, 258, ord("o")]
+        assert found.eos_token == "<|end_of_text|>"
+
+
+def test_tokenizers_that_are_none(shared, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "vocab.json").write_text("{}")
+    write_lines(tmp_path / "a.jsonl", ["a"])
+    for place, said in (
+        (tmp_path / "empty", "has no tokenizer"),
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path / "vocab.json", "is one file of a tokenizer. Name its folder"),
+        (tmp_path / "a.jsonl", "is no tokenizer"),
+        (shared / "tokenizers/blenderbot-400M-distill", "its vocab.json has no <|endoftext|>"),
+    ):
+        words = ("--input", tmp_path / "a.jsonl", "--output_prefix", tmp_path / "b", "--tokenizer", place)
+        assert said in refused(capsys, *words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty", "vocab.json"]
+
+
+def test_no_end_to_append(small, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    write_lines(tmp_path / "a.jsonl", ["a"])
+    words = ("--input", tmp_path / "a.jsonl", "--output_prefix", tmp_path / "b", "--tokenizer", tmp_path / "endless")
+    assert "has no end-of-text token (eos_token)" in refused(capsys, *words, "--append_eod")
+
+
+# --------------------------------------------------------------------------------------------------------------- input
+
+
+SAYINGS = ["First one.", "Second\n\none, two lines.", " third ", "Fourth: naïve café", "Fifth"]
+
+
+def test_all_kinds_of_input_give_one_corpus(small, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    whole = write_lines(tmp_path / "whole.jsonl", SAYINGS)
+    tree = tmp_path / "tree"
+    for number, text in enumerate(SAYINGS):
+        (tree / f"A{chr(65 + number)}").mkdir(parents=True)
+        write_lines(tree / f"A{chr(65 + number)}" / "wiki_00", [text])
+    (tree / "AA" / ".hidden").write_text("x")
+    (tree / "AA" / "_SUCCESS").write_text("")
+    packed = tmp_path / "packed.json.gz"
+    packed.write_bytes(gzip.compress(b"\n" + whole.read_bytes().replace(b"\n", b"\r\n") + b"\n\n"))
+    parquet.write_table(
+        pyarrow.table({"id": [1, 2, 3, 4, 5], "text": SAYINGS}), tmp_path / "table.parquet", row_group_size=2
+    )
+    expected = content(prepared(tmp_path, whole, small, "--workers", 1))
+    for source in ([tree], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"],
+                   [tree / "AA", tree / "AB" / "wiki_00", tree, f"{tree}/AC/*"]):  # fmt: skip
+        made = prepared(tmp_path, source, small, "--workers", 1, "--overwrite")
+        assert content(made) == expected, source
+
+
+def test_the_order_is_that_of_the_inputs(small, tmp_path):
+    for name in ("b", "a", "c"):
+        write_lines(tmp_path / f"{name}.jsonl", [name])
+    made = prepared(tmp_path, [tmp_path / "c.jsonl", f"{tmp_path}/*.jsonl"], small, "--workers", 2)
+    assert texts_in(made, AutoTokenizer.from_pretrained(small)) == ["c", "a", "b"]
+    assert [Path(name).name for name in read_card(str(made)).sources] == ["c.jsonl", "a.jsonl", "b.jsonl"]
+
+
+def test_plain_text(small, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    (tmp_path / "marked.txt").write_text(f"\nOne\n\n{END_OF_TEXT}\n{END_OF_TEXT}\nTwo, \r\n too\n")
+    (tmp_path / "whole.md").write_bytes(b"\xef\xbb\xbfWhole\n\nfile\n\n\n\nof it\n")
+
+    def found(*more) -> list[str]:
+        source = [tmp_path / "marked.txt", tmp_path / "whole.md"]
+        return texts_in(prepared(tmp_path, source, small, "--workers", 1, "--overwrite", *more), tokenizer)
+
+    whole = "Whole\n\nfile\n\n\n\nof it\n"
+    assert found() == ["One", "Two, \n too", whole]
+    assert found("--document_separator", "file")[1] == whole
+    assert found("--document_separator", "line")[-3:] == ["Whole", "file", "of it"]
+    assert found("--document_separator", "paragraph")[-3:] == ["Whole", "file", "of it"]
+    assert found("--document_separator", "file\n\n")[-2:] == ["Whole", "of it"]
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph", "mark"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_parts_do_not_change_how_a_text_is_cut(tmp_path, monkeypatch, unit, ending):
+    from train.data import documents
+
+    draw = random.Random(unit)
+    text = "".join(draw.choice(["a", "b c", "\n", "\n", "\n\n", "<end>"]) for _ in range(2000)).replace("\n", ending)
+    (tmp_path / "a.txt").write_text(text, newline="")
+    monkeypatch.setattr(documents, "PART", 7)
+    (file,), _ = find_input([str(tmp_path / "a.txt")])
+    separator = "<end>" if unit == "mark" else unit
+    tasks = [task for task, _ in documents.tasks_of(file, ("text",), separator, END_OF_TEXT)]
+    assert len(tasks) > 50
+    pieces = [piece for task in tasks for piece in cut_text(task.data.decode(), task.kind, task.mark)]
+    assert pieces == cut_text(text, unit, separator)
+    assert b"".join(task.data for task in tasks).decode() == text
+    line = 1
+    for task in tasks:
+        assert task.line == line
+        line += task.data.count(b"\n")
+
+
+def test_text_endings_are_those_of_training():
+    assert set(TEXT) == {ending for ending, kind in FORMATS.items() if kind == "text"}
+
+
+def test_several_keys_become_several_corpora(small, tmp_path):
+    records = [{"text": "one", "title": "1"}, {"text": "two", "title": "2"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made = prepared(tmp_path, tmp_path / "a.jsonl", small, "--json_keys", "text", "title", "--append_eod")
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    assert texts_in(made, tokenizer) == [f"one{END_OF_TEXT}", f"two{END_OF_TEXT}"]
+    assert texts_in(tmp_path / "made_title_document", tokenizer) == [f"1{END_OF_TEXT}", f"2{END_OF_TEXT}"]
+
+
+BAD = {
+    b"nonsense": "not JSON",
+    b'["text"]': "no JSON object but a list",
+    b'{"txt": "a"}': "no key 'text'; it has txt",
+    b'{"text": 3}': "'text' is a int, and no text",
+    b'{"text": null}': "'text' is null, and no text",
+    b'{"text": "caf\xe9"}': "not UTF-8: byte 0xe9",
+    b'{"text": "\\ud800"}': "half of a surrogate pair",
+}
+
+
+@pytest.mark.parametrize("bad", list(BAD))
+def test_a_bad_line_ends_the_job(small, tmp_path, capsys, bad):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b'{"text": "good"}\n\n' + bad + b'\n{"text": "good"}\n')
+    words = ("--input", source, "--output_prefix", tmp_path / "x", "--tokenizer", small, "--workers", 1)
+    said = refused(capsys, *words)
+    assert f"{source}, line 3: " in said
+    assert BAD[bad] in said
+    assert "--skip_bad_lines" in said
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b'{"text": "one"}\n' + b"\n".join(BAD) + b'\n{"text": "two"}')
+    (tmp_path / "b.txt").write_bytes(b"three\nfo\xffur\nfive\n")
+    more = ("--skip_bad_lines", "--workers", 1, "--document_separator", "line")
+    made = prepared(tmp_path, [source, tmp_path / "b.txt"], small, *more)
+    assert texts_in(made, AutoTokenizer.from_pretrained(small)) == ["one", "two", "three", "five"]
+    said = capsys.readouterr().out
+    assert f"{len(BAD) + 1} bad lines" in said
+    assert "a.jsonl, line 2: not JSON" in said
+    assert "3 more bad lines were left out" in said
+
+
+def test_input_that_is_refused(small, tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "list.json").write_text('[{"text": "a"}]')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
+    (tmp_path / "no.parquet").write_bytes(b"PAR1")
+    (tmp_path / "blank.txt").write_text("\n \n")
+    (tmp_path / "empty.jsonl").write_text("")
+    before = sorted(tmp_path.iterdir())
+    for name, said in (
+        ("a.csv", "the ending tells no known kind"), ("list.json", "is a JSON list. One object a line is read"),
+        ("cut.jsonl.gz", "cannot be read"), ("no.parquet", "cannot be read as .parquet"), ("gone.txt", "no such file"),
+        ("blank.txt", "has no text"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),
+    ):  # fmt: skip
+        words = ("--input", tmp_path / name, "--output_prefix", tmp_path / "x", "--tokenizer", small, "--workers", 1)
+        assert said in refused(capsys, *words), name
+    assert sorted(tmp_path.iterdir()) == before
+    assert prepare() == 2
+    assert "no input" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- whole or nothing
+
+
+def test_what_is_there_is_kept(small, tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", ["one"])
+    made = prepared(tmp_path, source, small, "--workers", 1)
+    before = content(made)
+    write_lines(source, ["two"])
+    words = ("--input", source, "--output_prefix", tmp_path / "made", "--tokenizer", small, "--workers", 1)
+    assert "is there already. Name another prefix, or say --overwrite" in refused(capsys, *words)
+    source.write_text("bad")
+    assert prepare(*words, "--overwrite") == 2
+    assert content(made) == before
+    write_lines(source, ["two"])
+    assert content(prepared(tmp_path, source, small, "--workers", 1, "--overwrite")) != before
+    assert len(list(tmp_path.iterdir())) == 4
+    Path(f"{made}.idx").unlink()
+    assert "is there already" in refused(capsys, *words)  # somebody's .bin
+    Path(f"{made}.bin").unlink()
+    assert "made_text_document.json is there already" in refused(capsys, *words)  # somebody's .json
+
+
+def started(source: Path, small: Path, output: Path) -> subprocess.Popen:
+    """A job of two workers that has begun to write, and cannot go on: a pipe is a part of its input."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "train.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
+         "--tokenizer", str(small), "--workers", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    partial = Path(f"{output}_text_document.bin.partial")
+    deadline = time.monotonic() + 120
+    while not (partial.exists() and partial.stat().st_size and len(psutil.Process(job.pid).children()) == 2):
+        assert job.poll() is None, job.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return job
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """Input that keeps a job busy for longer than it takes to be ended."""
+    folder = tmp_path_factory.mktemp("large")
+    line = json.dumps({"text": " ".join(f"{number:x}" for number in range(20_000))}) + "\n"
+    (folder / "a.jsonl").write_text(line * 10)
+    for number in range(400):
+        os.link(folder / "a.jsonl", folder / f"{number}.jsonl")
+    return folder
+
+
+def ended(job: subprocess.Popen, workers: list, code: int, seconds: float = 60) -> str:
+    said = job.communicate(timeout=seconds)[1]
+    assert job.returncode == code, said
+    assert "Traceback" not in said
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive, "a worker has outlived its job"
+    return said
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_an_interrupted_job_leaves_nothing(small, tmp_path, large, sent):
+    job = started(large, small, tmp_path / "x")
+    workers = psutil.Process(job.pid).children()
+    job.send_signal(sent)
+    ended(job, workers, 128 + sent)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_job_leaves_no_corpus_and_is_replaced(small, tmp_path, large, capsys):
+    job = started(large, small, tmp_path / "made")
+    workers = psutil.Process(job.pid).children()
+    words = ("--output_prefix", tmp_path / "made", "--tokenizer", small, "--workers", 1)
+    assert "another job is writing" in refused(capsys, "--input", small / "tokenizer_config.json", *words)
+    job.kill()
+    ended(job, workers, -signal.SIGKILL)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+    with pytest.raises(UserError, match="there is no"):
+        open_corpus("input", str(tmp_path / "made_text_document"))
+    assert "another job" not in refused(capsys, "--input", "gone.jsonl", *words)
+    source = write_lines(tmp_path / "a.jsonl", ["one"])
+    prepared(tmp_path, source, small, "--workers", 1)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_worker_that_dies_ends_the_job(small, tmp_path, large):
+    job = started(large, small, tmp_path / "x")
+    workers = psutil.Process(job.pid).children()
+    workers[1].kill()
+    said = ended(job, workers, 2)
+    assert "was ended by SIGKILL, and no corpus was written. The system does that where memory runs out" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_was_killed_between_two_names(small, tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", ["one"])
+    made = prepared(tmp_path, source, small, "--workers", 1)
+    before = content(made)
+    Path(f"{made}.idx").rename(f"{made}.idx.partial")
+    assert content(prepared(tmp_path, source, small, "--workers", 1)) == before
+    assert not list(tmp_path.glob("*.partial"))
+
+
+# ------------------------------------------------------------------------------------------------------ merge and info
+
+
+def test_joined_is_one_pass(small, tmp_path, texts, capsys):
+    halves = [
+        write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("a", texts[-200:-90]), ("b", texts[-90:]))
+    ]
+    whole = prepared(tmp_path, halves, small, "--append_eod")
+    parts = []
+    for half in halves:
+        (tmp_path / half.stem).mkdir()
+        parts.append(prepared(tmp_path / half.stem, half, small, "--append_eod"))
+    words = ("merge", "--input", *parts, "--output_prefix", tmp_path / "joined")
+    assert prepare(*words) == 0
+    assert content(tmp_path / "joined") == content(whole)
+    ours, expected = read_card(str(tmp_path / "joined")), read_card(str(whole))
+    assert ours.sources == [str(part) for part in parts]
+    assert {**vars(ours), "sources": 0} == {**vars(expected), "sources": 0}
+    capsys.readouterr()
+    assert "is there already" in refused(capsys, *words)
+    assert prepare(*words, "--overwrite") == 0
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_is_not_joined(small, tmp_path, made, capsys):
+    source = write_lines(tmp_path / "a.jsonl", ["one"])
+    with_end = prepared(tmp_path, source, small, "--append_eod")
+    (tmp_path / "other").mkdir()
+    without_end = prepared(tmp_path / "other", source, small)
+    output = ("--output_prefix", tmp_path / "joined")
+    assert "have end 0 and no end of documents" in refused(capsys, "merge", "--input", with_end, without_end, *output)
+    assert main(["prepare", "merge", *map(str, ("--input", with_end, made["gpt2"][0], *output))]) == 2
+    said = capsys.readouterr().err
+    assert "have end 0 and end 50256" in said
+    assert "which is another one" in said
+    assert "is one of the corpora" in refused(
+        capsys, "merge", "--input", with_end, "--output_prefix", with_end, "--overwrite"
+    )
+    Path(f"{without_end}.json").unlink()
+    assert "has no card (.json)" in refused(capsys, "merge", "--input", with_end, without_end, *output)
+    assert prepare("merge", "--input", without_end, without_end, *output) == 0
+    assert "none of them has a card" in capsys.readouterr().out
+    published = SHARED / "megatron" / "ag_news_prompt_inputs_document"
+    assert "ids of type uint16 and" in refused(
+        capsys, "merge", "--input", without_end, published, *output, "--overwrite"
+    )
+
+
+def test_published_corpora_open(shared, tmp_path, capsys):
+    prefixes = [shared / "megatron" / f"ag_news_prompt_{name}_document" for name in ("inputs", "targets")]
+    assert prepare("info", "--input", *prefixes) == 0
+    said = capsys.readouterr().out
+    assert said.count("documents    100 (0 empty), 100 sequences") == 2
+    assert "as int32" in said
+    assert said.count("whole: ") == 2
+    assert prepare("merge", "--input", *prefixes, "--output_prefix", tmp_path / "joined") == 0
+    assert open_corpus("input", str(tmp_path / "joined")).documents == 200
+
+
+def test_info_on_a_good_corpus(made, texts, tokenizers, shared, capsys):
+    assert prepare("info", "--input", f"{made['gpt2'][0]}.idx") == 0
+    said = capsys.readouterr().out
+    assert f"{len(texts):,} (1 empty), {len(texts) - 1:,} sequences" in said
+    assert tokenizer_fingerprint(tokenizers["gpt2"])[:16] in said
+    assert "end          id 50256" in said
+    assert "document 0   ' \\n<|endoftext|>'" in said
+    assert prepare("info", "--input", made["gpt2"][0], "--tokenizer", shared / FOLDERS["stories"]) == 0
+    assert "is another tokenizer than the one that made the corpus" in capsys.readouterr().out
+
+
+def edit(path: Path, place: int, kind: type, number: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(np.array([number], kind).tobytes())
+
+
+def test_info_on_damaged_corpora(small, tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", ["one", "two and two", "three"])
+    made = prepared(tmp_path, source, small)
+    binary, index, card = (Path(f"{made}{ending}") for ending in (".bin", ".idx", ".json"))
+    whole = {path: path.read_bytes() for path in (binary, index, card)}
+    lengths = np.frombuffer(whole[index], np.int32, 3, 34)
+    damages = [
+        (lambda: binary.write_bytes(whole[binary][:-2]), "it was cut off"),
+        (lambda: index.write_bytes(whole[index][:-1]), "it was cut off"),
+        (lambda: index.write_bytes(b"x" + whole[index]), "is no index of Megatron's"),
+        (lambda: edit(index, 34 + 12 + 8, np.int64, 2), "does not begin where the one before it ends"),
+        (lambda: edit(index, 34 + 36 + 8, np.int64, 3), "are no rising row"),
+        (lambda: edit(binary, 0, np.uint16, 60_000), "ids are below 300"),
+        (lambda: card.write_text(whole[card].decode().replace('"documents": 3', '"documents": 4')), "documents = 4"),
+        (
+            lambda: (edit(index, 34, np.int32, 0), edit(index, 38, np.int32, lengths[1] + lengths[0])),
+            "has the length 0",
+        ),
+        (lambda: card.write_text("{}"), "cannot be read as such"),
+    ]
+    for damage, said in damages:
+        damage()
+        assert prepare("info", "--input", made) == 2
+        shown = capsys.readouterr()
+        assert said in shown.out + shown.err, said
+        for path, held in whole.items():
+            path.write_bytes(held)
+    assert prepare("info", "--input", made) == 0
+    assert len(damages) >= 9
+
+
+def test_ids_are_scanned_in_portions(small, tmp_path, monkeypatch):
+    made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one two three four"]), small)
+    monkeypatch.setattr(corpus_tools, "SCANNED", 2)
+    corpus = open_corpus("input", str(made))
+    assert corpus_tools.id_range(corpus) == (corpus.ids().min(), corpus.ids().max())

@@ -1,0 +1,210 @@
+"""The input of `zerofit prepare`: which files are read, in which order, and as which parts of about a megabyte."""
+
+import glob
+import gzip
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.data.encode import Task
+from train.recipe.errors import UserError, first_line
+
+PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own
+JSON, PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet",)
+TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/sources.py
+ROWS = 256  # of a .parquet file, read at a time
+UNITS = ("line", "paragraph", "file")
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file, what is in it (json, parquet or text), and its size on disk in bytes."""
+
+    path: Path
+    kind: str
+    size: int
+
+
+def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[InputFile], list[str]]:
+    """(the files that paths, folders and globs name, notes for the terminal).
+
+    They come in the order in which they are named, sorted within a folder or a glob. A file that is named a second
+    time is taken once, where it is named first. In folders and globs, hidden and empty files are passed over.
+
+    Args:
+        left_out: files that are never input, such as those that are about to be written.
+
+    Raises:
+        UserError: there is nothing of a name, or a file is of no known kind: all of them at once.
+    """
+    problems, found, avoided = [], {}, {path.resolve() for path in left_out}
+    twice = 0
+    for name in inputs:
+        paths, searched = _named(os.path.expanduser(name))
+        if not paths:
+            problems.append(f"input = {name!r}: " + ("no file matches" if searched else "there is no such file"))
+        for path in paths:
+            place = path.resolve()
+            if place in avoided or (searched and not path.stat().st_size):
+                continue
+            twice += place in found
+            if place not in found:
+                found[place] = _describe(path, problems)
+    if not problems and not found:
+        problems.append(f"input = {' '.join(inputs)}: all files are empty")
+    if problems:
+        more = [f"and {len(problems) - 20} more such files"] if len(problems) > 21 else []
+        raise UserError(problems[:20] + more if more else problems)
+    notes = [f"note: {twice} file{'s were' if twice > 1 else ' was'} named twice, and read once"] if twice else []
+    return list(found.values()), notes
+
+
+def _named(name: str) -> tuple[list[Path], bool]:
+    """(the files of a name, whether they were searched for)."""
+    if os.path.isfile(name):
+        return [Path(name)], False
+    if os.path.isdir(name):
+        return _tree(name), True
+    if not glob.has_magic(name):
+        return [], False
+    return [path for match in sorted(glob.glob(name, recursive=True)) for path in _under(match)], True
+
+
+def _under(match: str) -> list[Path]:
+    return [Path(match)] if os.path.isfile(match) else []
+
+
+def _tree(folder: str) -> list[Path]:
+    paths = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(place, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in paths if path.is_file())
+
+
+def _describe(path: Path, problems: list[str]) -> InputFile | None:
+    size = path.stat().st_size
+    endings = [suffix.lower() for suffix in path.suffixes]
+    packed = bool(endings) and endings[-1] == ".gz"
+    ending = (endings[:-1] if packed else endings or [""])[-1:] or [""]
+    for kind, known in (("json", JSON), ("text", TEXT), ("parquet", () if packed else PARQUET)):
+        if ending[0] in known:
+            if not size:
+                problems.append(f"input = {str(path)!r}: the file is empty")
+            return InputFile(path, kind, size)
+    if not _begins_an_object(path):
+        problems.append(
+            f"input = {str(path)!r}: the ending tells no known kind, and it does not begin with '{{' as JSON lines do"
+            ". "
+            f"Known are {', '.join((*JSON, *TEXT))}, each also .gz, and .parquet"
+        )
+    return InputFile(path, "json", size)
+
+
+def _begins_an_object(path: Path) -> bool:
+    try:
+        with open_unpacked(path) as file:
+            return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"{"
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def open_unpacked(path: Path):
+    """A file for reading bytes, unpacked if its name ends in .gz."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def tasks_of(file: InputFile, keys: tuple[str, ...], separator: str | None, mark: str) -> Iterator[tuple[Task, int]]:
+    """The parts of a file, in order, each with the bytes of the file (as it is on disk) that are read by then.
+
+    Args:
+        separator: of plain text: line, paragraph, file or a mark. None: at `mark` where the file has it, else the
+            whole file is one document.
+
+    Raises:
+        UserError: the file cannot be read, is a broken .gz or .parquet, or has no such column.
+    """
+    try:
+        if file.kind == "parquet":
+            yield from _rows(file, keys)
+        elif file.kind == "json":
+            for data, line, read in _cut(file.path, b"\n"):
+                if line == 1 and data.lstrip()[:1] == b"[":
+                    raise UserError(
+                        f"{file.path} is a JSON list. One object a line is read: jq -c '.[]' {file.path} > FILE.jsonl"
+                    )
+                yield Task(str(file.path), line, "json", data), read
+        else:
+            yield from _text(file, separator, mark)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{file.path} cannot be read: {first_line(error)}. Is it cut off?") from None
+
+
+def _text(file: InputFile, separator: str | None, mark: str) -> Iterator[tuple[Task, int]]:
+    unit = separator if separator in UNITS else "mark"
+    mark = mark if separator is None or unit != "mark" else separator
+    between = {"line": b"\n", "file": None, "mark": mark.encode()}.get(unit)
+    if unit == "paragraph":
+        between = _blank_line(file.path)
+    for data, line, read in _cut(file.path, between):
+        kind = unit
+        if separator is None and line == 1 and mark.encode() not in data:
+            kind = "file"  # the first part is the whole of it
+        yield Task(str(file.path), line, kind, data, mark), read
+
+
+def _blank_line(path: Path) -> bytes:
+    with open_unpacked(path) as file:
+        return b"\n\r\n" if b"\r\n" in file.read(PART) else b"\n\n"
+
+
+def _cut(path: Path, between: bytes | None) -> Iterator[tuple[bytes, int, int]]:
+    """(bytes, number of their first line, bytes of the file read by then) of parts that end with `between`."""
+    held, line, first = bytearray(), 1, True
+    with path.open("rb") as raw:
+        file = gzip.GzipFile(fileobj=raw, mode="rb") if path.suffix == ".gz" else raw
+        while block := file.read(PART):
+            if first:
+                block, first = block.removeprefix(BOM), False
+            searched = max(0, len(held) - len(between or b""))
+            held += block
+            stop = held.rfind(between, searched) if between else -1
+            if stop >= 0:
+                stop += len(between)
+                data = bytes(held[:stop])
+                del held[:stop]
+                yield data, line, raw.tell()
+                line += data.count(b"\n")
+        if held:
+            yield bytes(held), line, raw.tell()
+
+
+def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(file.path)
+        names = table.schema_arrow.names
+        missing = [key for key in keys if key not in names]
+        if missing:
+            raise UserError(
+                f"{file.path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys"
+            )
+        total, columns, line, held, row = table.metadata.num_rows, [[] for _ in keys], 1, 0, 0
+        for batch in table.iter_batches(ROWS, columns=list(keys)):
+            for column, key in zip(columns, keys):
+                column += batch.column(batch.schema.names.index(key)).to_pylist()
+            row += batch.num_rows
+            held += batch.nbytes
+            if held >= PART or row == total:
+                yield Task(str(file.path), line, "rows", columns), file.size * row // max(1, total)
+                columns, line, held = [[] for _ in keys], row + 1, 0
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(f"{file.path} cannot be read as .parquet: {first_line(error)}") from None

@@ -1,0 +1,87 @@
+"""The options of `zerofit prepare`: text to corpora in Megatron's format, and what is done with such corpora."""
+
+import os
+from dataclasses import dataclass
+
+from train.recipe.fields import option
+from train.recipe.options import Recipe
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class PrepareOptions(Recipe):
+    """Text to corpora in Megatron's format"""
+
+    input: list[str] | None = option(  # noqa: RUF009
+        None, "Files, folders and globs (** too): .jsonl, .json with an object a line, .parquet, .txt; each also .gz."
+    )
+    output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
+    tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
+    append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
+    json_keys: list[str] = option(["text"], "Keys (columns of .parquet), each of which becomes a corpus.")  # noqa: RUF009
+    workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
+    skip_bad_lines: bool = option(False, "Leave out and count lines that cannot be read; else the first ends the job.")
+    document_separator: str | None = option(
+        None,
+        "Of plain text: line, paragraph, file or a mark; by default <|endoftext|> where a file has it, else file.",
+    )
+    overwrite: bool = option(False, "Replace corpora of that name.")
+    word_memo: bool = option(
+        True, "Keep what words became; false: the tokenizer sees each document whole, and slower."
+    )
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
+
+    @property
+    def processes(self) -> int:
+        return self.workers or usable_cores()
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.input:
+            found.append("no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'")
+        if not self.output_prefix:
+            found.append("no output: set --output_prefix, e.g. corpora/wiki for corpora/wiki_text_document.bin")
+        if not self.tokenizer:
+            found.append("no tokenizer: set --tokenizer to the folder or hub name of the one to train with")
+        twice = sorted({key for key in self.json_keys if self.json_keys.count(key) > 1})
+        if twice:
+            found.append(f"json_keys has {', '.join(twice)} more than once: name each key once")
+        if any("/" in key or not key for key in self.json_keys):
+            found.append(f"json_keys = {' '.join(self.json_keys)!r}: a key is a part of file names, and has no slash")
+        return found
+
+
+@dataclass
+class JoinOptions(Recipe):
+    """Several corpora, one after another, as one"""
+
+    input: list[str] | None = option(None, "Prefixes of corpora, in this order: what stands before .bin.")  # noqa: RUF009
+    output_prefix: str | None = option(None, "What the new corpus is called, without .bin.")
+    overwrite: bool = option(False, "Replace a corpus of that name.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.input:
+            found.append("no input: set --input to the prefixes of corpora, what stands before .bin")
+        if not self.output_prefix:
+            found.append("no output: set --output_prefix to what the new corpus is to be called")
+        return found
+
+
+@dataclass
+class InfoOptions(Recipe):
+    """What corpora hold, and whether they are whole"""
+
+    input: list[str] | None = option(None, "Prefixes of corpora: what stands before .bin.")  # noqa: RUF009
+    tokenizer: str | None = option(None, "Decodes the first document; by default the one that the corpus names.")
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.input:
+            found.append("no input: set --input to the prefixes of corpora, what stands before .bin")
+        return found
