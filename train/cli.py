@@ -28,7 +28,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("prepare", "Text to corpora in Megatron's format, and a look at them.", "train.data.prepare:main"),
+    Command("prepare", "Text to corpora in Megatron's format, and a look at them.", "train.corpora.prepare:main"),
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.model.merge:main"),
     Command("convert", "Meta's Llama checkpoints to transformers' and back.", "train.model.convert:main"),
     Command("compare", "The largest batch that each strategy holds, by running it.", "train.limits.compare:main"),

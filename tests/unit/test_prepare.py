@@ -19,15 +19,15 @@ from helpers import ROOT
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from train.cli import main
-from train.data import corpus_tools, encode
+from train.corpora import encode, tools
+from train.corpora.cutting import cut_text
+from train.corpora.documents import TEXT, find_input
+from train.corpora.encode import Memo, Mismatch, open_native
+from train.corpora.memo_rules import allows_memo, nasty_texts
+from train.corpora.named_tokenizer import named_tokenizer
+from train.corpora.writer import compact_builder
 from train.data.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
-from train.data.corpus_writer import compact_builder
-from train.data.cutting import cut_text
-from train.data.documents import TEXT, find_input
-from train.data.encode import Memo, Mismatch, open_native
-from train.data.memo_rules import allows_memo, nasty_texts
 from train.data.sources import FORMATS
-from train.model.named_tokenizer import named_tokenizer
 from train.model.tokenizer import END_OF_TEXT, load_tokenizer
 from train.recipe.errors import UserError
 
@@ -193,7 +193,7 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-    from train.data.prepare import setup_of
+    from train.corpora.prepare import setup_of
     from train.recipe.corpora import PrepareOptions
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
@@ -304,7 +304,7 @@ def bpe(**changes) -> dict:
 
 
 def test_which_tokenizers_have_a_memo():
-    from train.data.memo_rules import SPLITS
+    from train.corpora.memo_rules import SPLITS
 
     token = {"content": "<x>", "lstrip": False, "rstrip": False, "single_word": False}
     split = {"type": "Split", "pattern": {"Regex": SPLITS[0]}, "behavior": "Isolated", "invert": False}
@@ -330,7 +330,7 @@ def test_the_memo_of_other_regular_expressions(texts, number):
     """Llama 3's, GPT-4's, Qwen 2's, with NFC, on a vocabulary that was trained with them."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    from train.data.memo_rules import SPLITS
+    from train.corpora.memo_rules import SPLITS
 
     native = Tokenizer(models.BPE(ignore_merges=number == 0))
     native.normalizer = normalizers.NFC() if number == 1 else None
@@ -475,7 +475,7 @@ def test_plain_text(small, tmp_path):
 @pytest.mark.parametrize("unit", ["line", "paragraph", "mark"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_parts_do_not_change_how_a_text_is_cut(tmp_path, monkeypatch, unit, ending):
-    from train.data import documents
+    from train.corpora import documents
 
     draw = random.Random(unit)
     text = "".join(draw.choice(["a", "b c", "\n", "\n", "\n\n", "<end>"]) for _ in range(2000)).replace("\n", ending)
@@ -773,6 +773,6 @@ def test_info_on_damaged_corpora(small, tmp_path, capsys):
 
 def test_ids_are_scanned_in_portions(small, tmp_path, monkeypatch):
     made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one two three four"]), small)
-    monkeypatch.setattr(corpus_tools, "SCANNED", 2)
+    monkeypatch.setattr(tools, "SCANNED", 2)
     corpus = open_corpus("input", str(made))
-    assert corpus_tools.id_range(corpus) == (corpus.ids().min(), corpus.ids().max())
+    assert tools.id_range(corpus) == (corpus.ids().min(), corpus.ids().max())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.data.encode import Task
+from train.corpora.encode import Task
 from train.recipe.errors import UserError, first_line
 
 PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own

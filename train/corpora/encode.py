@@ -274,7 +274,7 @@ def serve(descriptor: int) -> None:
     import threading
     from multiprocessing.connection import Connection
 
-    from train.data.cutting import work
+    from train.corpora.cutting import work
 
     line = Connection(descriptor)
     tasks: queue.SimpleQueue = queue.SimpleQueue()

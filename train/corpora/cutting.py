@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.encode import Setup, Task
+from train.corpora.encode import Setup, Task
 
 SHOWN = 10  # bad lines of a task that are described
 

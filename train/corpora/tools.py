@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from train.corpora.named_tokenizer import named_tokenizer
+from train.corpora.writer import CorpusWriter, check_free
 from train.data.corpus import Card, Corpus, open_corpus, tokenizer_fingerprint
-from train.data.corpus_writer import CorpusWriter, check_free
-from train.model.named_tokenizer import named_tokenizer
 from train.model.stored import be_quiet
 from train.recipe.corpora import InfoOptions, JoinOptions
 from train.recipe.errors import EXIT_USER_ERROR, UserError

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.data.encode import Mismatch, Setup
+from train.corpora.encode import Mismatch, Setup
 from train.recipe.errors import UserError
 
 AT_A_WORKER = 2  # tasks: one in work, and the next, so that no worker waits
 AHEAD = 3  # tasks a worker that are out, or back and waiting for an earlier one: this bounds the memory
-START = "import sys; sys.path[:] = {path!r}; from train.data.encode import serve; serve({descriptor})"
+START = "import sys; sys.path[:] = {path!r}; from train.corpora.encode import serve; serve({descriptor})"
 
 
 class Worker:

@@ -5,8 +5,8 @@
     zerofit prepare info --input corpora/wiki_text_document
 
 The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
-any number of workers. Parts of the input go to worker processes (train/data/crew.py), which cut them into documents
-(train/data/cutting.py) and encode these (train/data/encode.py); here the answers are put in order and written.
+any number of workers. Parts of the input go to worker processes (train/corpora/crew.py), which cut them into documents
+(train/corpora/cutting.py) and encode these (train/corpora/encode.py); here the answers are put in order and written.
 """
 
 import json
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.encode import Setup, Task, encoder_of
-from train.data.memo_rules import allows_memo, nasty_texts
+from train.corpora.encode import Setup, Task, encoder_of
+from train.corpora.memo_rules import allows_memo, nasty_texts
 from train.recipe.corpora import InfoOptions, JoinOptions, PrepareOptions
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.parse import parse_recipe
@@ -35,9 +35,9 @@ Also: zerofit prepare merge   several corpora, one after another, as one
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in ("merge", "info"):
-        from train.data import corpus_tools
+        from train.corpora import tools
 
-        kind, run = {"merge": (JoinOptions, corpus_tools.join), "info": (InfoOptions, corpus_tools.info)}[argv[0]]
+        kind, run = {"merge": (JoinOptions, tools.join), "info": (InfoOptions, tools.info)}[argv[0]]
         options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True)
         with _ended_in_order():
             return run(options)
@@ -81,9 +81,9 @@ def prepare(options: PrepareOptions) -> list[str]:
     Raises:
         UserError: see the messages; nothing is left then.
     """
-    from train.data.corpus_writer import ENDINGS, PARTIAL, check_free
-    from train.data.documents import find_input
-    from train.model.named_tokenizer import named_tokenizer
+    from train.corpora.documents import find_input
+    from train.corpora.named_tokenizer import named_tokenizer
+    from train.corpora.writer import ENDINGS, PARTIAL, check_free
     from train.model.stored import be_quiet
 
     start = str(Path(options.output_prefix).expanduser())
@@ -158,9 +158,9 @@ class Job:
 
     def run(self) -> list[str]:
         """Do it. Returns lines for the terminal."""
-        from train.data.corpus_writer import CorpusWriter
-        from train.data.crew import Crew
-        from train.data.meter import Meter
+        from train.corpora.crew import Crew
+        from train.corpora.meter import Meter
+        from train.corpora.writer import CorpusWriter
 
         total = sum(file.size for file in self.files)
         with ExitStack() as stack:
@@ -186,7 +186,7 @@ class Job:
 
     def _tasks(self) -> Iterator[tuple[Task, int]]:
         """The parts of all files, each with the bytes of the input that are read by then."""
-        from train.data.documents import tasks_of
+        from train.corpora.documents import tasks_of
         from train.model.tokenizer import END_OF_TEXT
 
         before = 0

@@ -1,10 +1,10 @@
-"""For which tokenizers the word memo of train/data/encode.py is exact, by what they are made of, and the texts that
+"""For which tokenizers the word memo of train/corpora/encode.py is exact, by what they are made of, and the texts that
 they are tried on. Both must agree: the rules know what was thought of, the texts show what was not."""
 
 import re
 from typing import Any
 
-from train.data.encode import METASPACE, SHIELD
+from train.corpora.encode import METASPACE, SHIELD
 
 NORMALIZERS = (None, {"type": "NFC"})
 _END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,7 +24,7 @@ _WORDS = ("a", "word", "'s", "don't", "I'LL", "1", "2024", "3.14", "...", "!?", 
 
 
 def allows_memo(parts: dict[str, Any]) -> bool:
-    """Whether the memo is exact for a tokenizer by what it is made of, which is its JSON; see train/data/encode.py."""
+    """Whether the memo is exact for a tokenizer by what it is made of: its JSON. See train/corpora/encode.py."""
     model = parts["model"]
     if model.get("type") != "BPE" or model.get("dropout") or parts["normalizer"] not in NORMALIZERS:
         return False

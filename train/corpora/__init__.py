@@ -1,0 +1,1 @@
+"""`zerofit prepare`: from text to corpora in Megatron's format."""
