@@ -4,7 +4,6 @@ While it is written, a corpus has names that end in .partial. At the end PREFIX.
 at last PREFIX.idx, without which nobody opens a corpus. What a killed job has left is replaced by the next one.
 """
 
-import fcntl
 import os
 from array import array
 from contextlib import suppress
@@ -55,18 +54,25 @@ class CorpusWriter:
             self.lock = content.open("ab")
         except OSError as error:
             raise UserError(f"output_prefix: {content} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.close()
-            raise UserError(f"output_prefix: another job is writing {self.prefix}.bin. Name another prefix") from None
-        except OSError:
-            pass  # a file system without locks
+        self._hold()
         for path in self.paths.values():
             if path != content:
                 path.unlink(missing_ok=True)
         self.builder = compact_builder(str(content), self.dtype.type)
         return self
+
+    def _hold(self) -> None:
+        """Keep a second job out. Raises UserError where this is the second."""
+        with suppress(ImportError, OSError):  # not every system and file system has such locks
+            import fcntl
+
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.lock.close()
+                raise UserError(
+                    f"output_prefix: another job is writing {self.prefix}.bin. Name another prefix"
+                ) from None
 
     def __exit__(self, *_: object) -> None:
         self.builder.data_file.close()
