@@ -6,6 +6,7 @@ Megatron does; of plain text, pieces that are blank are left out.
 
 import json
 from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +57,9 @@ def _piece(rows: list[bytes], end: bytes, dtype: np.dtype) -> Piece:
 def _columns(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
     """The texts of each key; without those of a line that is bad for any."""
     if task.kind == "json":
-        return _of_json(task, setup, answer)
+        return _of_records(task.data.split(b"\n"), _texts_of_line, task, setup, answer)
     if task.kind == "rows":
-        return _of_rows(task, setup, answer)
+        return _of_records(zip(*task.data), _texts_of_row, task, setup, answer)
     return [_of_text(task, setup, answer)]
 
 
@@ -72,13 +73,12 @@ def _note(answer: Answer, task: Task, what: str, line: int) -> None:
         answer.bad.append(f"{task.file}, {'row' if task.kind == 'rows' else 'line'} {line}: {what}")
 
 
-def _of_json(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
+def _of_records(records: Iterable[Any], read: Callable, task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
+    """The texts of each key of records that are read one by one; those that are bad are noted."""
     columns: list[list[str]] = [[] for _ in setup.keys]
-    for number, line in enumerate(task.data.split(b"\n"), task.line):
-        if not line or line.isspace():
-            continue
+    for number, record in enumerate(records, task.line):
         try:
-            texts = _texts_of(line, setup.keys)
+            texts = read(record, setup.keys)
         except _BadLine as bad:
             _note(answer, task, str(bad), number)
             if not setup.skip_bad:
@@ -89,7 +89,10 @@ def _of_json(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
     return columns
 
 
-def _texts_of(line: bytes, keys: tuple[str, ...]) -> list[str]:
+def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
+    """The texts under the keys of a JSON object; none of a blank line."""
+    if not line or line.isspace():
+        return []
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -120,20 +123,10 @@ def _check_text(value: Any, key: str) -> None:
         raise _BadLine(f"{key!r} is {'null' if value is None else 'a ' + type(value).__name__}, and no text")
 
 
-def _of_rows(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
-    columns: list[list[str]] = [[] for _ in setup.keys]
-    for number, texts in enumerate(zip(*task.data), task.line):
-        try:
-            for key, text in zip(setup.keys, texts):
-                _check_text(text, key)
-        except _BadLine as bad:
-            _note(answer, task, str(bad), number)
-            if not setup.skip_bad:
-                break
-            continue
-        for column, text in zip(columns, texts):
-            column.append(text)
-    return columns
+def _texts_of_row(row: tuple[Any, ...], keys: tuple[str, ...]) -> tuple[str, ...]:
+    for key, text in zip(keys, row):
+        _check_text(text, key)
+    return row
 
 
 def _of_text(task: Task, setup: Setup, answer: Answer) -> list[str]:

@@ -140,5 +140,6 @@ def check_data(now: dict[str, Any], found: dict[str, Any], folder: Path) -> None
     }
     raise UserError(
         f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "
-        "Restore the data, or start over with --resume never"
+        "Restore the data (of a corpus the length of the run as well, which its order follows from), or start over "
+        "with --resume never"
     )
