@@ -51,7 +51,7 @@ def test_the_real_llama_has_its_known_loss(stories, shared, cache, tmp_path, rea
     assert lines[-1]["eval_loss"] == pytest.approx(lines[0]["eval_loss"], rel=1e-6), "at a learning rate of 0"
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=LONG), pytest.param("zero2", marks=LONG), "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param(name, marks=LONG) for name in ("ddp", "zero2", "zero3")])
 def test_the_real_llama_continues_below_that(stories, shared, cache, tmp_path, strategy):
     story_file = shared / "text" / "tinystories_a.txt"
     lines = launch(

@@ -46,8 +46,10 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in GiB, of less than one in MiB."""
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+    """Bytes in GiB, of less than one in MiB, and of less than one of those in KiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:,.1f} KiB"
 
 
 class Bar:
