@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     engine = session.prepare(model)
     if is_packed(recipe):
         check_packing(engine)
-    elif recipe.reset_attention_mask:
+    elif recipe.reset_attention_mask or recipe.reset_position_ids:
         check_masks(engine)
     notes.append(settle_loss(engine, recipe))
 

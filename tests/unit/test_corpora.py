@@ -1,10 +1,12 @@
 """Training on Megatron's corpora: the samples are megatron-core's, and what cannot be read is refused."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,14 +16,17 @@ from tests.helpers import ROOT, tiny_model
 from train.data.blend import Blend, build
 from train.data.collate import CausalCollator
 from train.data.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
+from train.data.order import FixedOrder, MicroBatches, loader
 from train.data.prepare_text import prepare_text
 from train.model.configuration import load_configuration
 from train.model.export import export_model
 from train.model.loss import IGNORE, install_loss
+from train.model.settle import check_masks
 from train.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
+from train.run.folder import NOT_THE_RUN
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
 
@@ -125,6 +130,34 @@ def test_without_weights_a_longer_run_blends_by_size(prefixes, tmp_path):
     assert np.allclose(origins / origins.sum(), blend.shares, atol=0.01)
 
 
+def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
+    """Without weights: each held-out sample once, also where the run passes over the training part several times."""
+    corpora = [open_corpus("data_path", prefix) for prefix in prefixes]
+    blend = Blend(corpora, None, "80,20", 16, seed=1)
+    recipe = recipe_of("--data_path", *prefixes, "--split", "80,20", "--data_cache_path", str(tmp_path))
+    most = blend.most_without_repeating(1)
+    assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
+    seen = []
+    for passes in (1, 3):
+        _, held_out = build(blend, passes * blend.samples_per_epoch(0), most, VOCABULARY, EOD, recipe)
+        rows = [held_out[index]["input_ids"].tolist() for index in range(most)]
+        origins = np.bincount([int(held_out.dataset[index]["dataset_id"]) for index in range(most)])
+        assert origins.tolist() == [blend.samples(corpus, 1) for corpus in corpora]
+        seen.append(rows)
+    assert seen[0] == seen[1]
+    assert len({tuple(row) for row in seen[0]}) == most
+
+
+@pytest.mark.parametrize("weights", [[0.2, 0.5, 0.3], [0.9, 0.05, 0.05], [1, 100, 1]])
+def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights):
+    blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], weights, "80,20", 16, seed=1)
+    recipe = recipe_of("--data_path", *prefixes, "--data_cache_path", str(tmp_path))
+    most = blend.most_without_repeating(1)
+    _, held_out = build(blend, 50, most, VOCABULARY, EOD, recipe)
+    rows = [tuple(held_out[index]["input_ids"].tolist()) for index in range(most)]
+    assert len(set(rows)) == most > 0
+
+
 def test_each_epoch_holds_every_token_once(prefixes, tmp_path):
     """Of one pass: the pieces of block_size + 1 tokens overlap by one, so all but the tail is read once."""
     recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
@@ -201,6 +234,19 @@ def test_a_padded_vocabulary_is_cut_on_export(tmp_path, family):
     assert model.config.vocab_size == 128  # it may be training on
 
 
+def test_biases_beside_the_head_are_cut_as_well(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("bert", vocab_size=97, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
+                                  intermediate_size=64, is_decoder=True)  # fmt: skip
+    pad_vocabulary(config, recipe_of("--make_vocab_size_divisible_by", "128"))  # as wide as its other biases
+    model = AutoModelForCausalLM.from_config(config)
+    tokenizer = train_tokenizer(["a b c " * 50], 258, "few", tmp_path)
+    export_model(model, model.state_dict(), tokenizer, tmp_path / "model", "card")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded(torch.arange(9)[None]).logits.shape[-1] == VOCABULARY
+
+
 def test_no_padding_where_the_size_is_a_multiple():
     config = tiny_model("gpt2", vocab_size=256).config
     assert pad_vocabulary(config, recipe_of("--make_vocab_size_divisible_by", "128")) is None
@@ -272,6 +318,28 @@ def test_an_index_is_whole_or_not_there(tokenised, tmp_path):
     assert not partial.exists()
 
 
+def test_an_index_goes_by_the_file_and_not_by_its_name(tokenised, tmp_path, monkeypatch):
+    """Else a second name would be found as made, and each rank would make it, unguarded."""
+    prefix = Path(tokenised[1])
+    monkeypatch.chdir(prefix.parent)
+    (tmp_path / "link").symlink_to(prefix.parent)
+    kept = []
+    for name in (str(prefix), prefix.name, f"./{prefix.name}.bin", str(tmp_path / "link" / prefix.name)):
+        prepared(tokenised, tmp_path / "cache", "--data_path", name)
+        kept.append(sorted(path.relative_to(tmp_path) for path in (tmp_path / "cache").rglob("*")))
+    assert kept[1:] == kept[:1] * 3
+    recipe = recipe_of("--data_path", str(prefix), "--data_cache_path", str(tmp_path / "cache"))
+    blend = Blend([open_corpus("data_path", str(prefix))], None, "90,10,0", 64, 42)
+    for eod in (0, 5):
+        build(blend, 10, 0, 400, eod, recipe)
+    folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(folders) == 3
+
+
+def test_the_place_of_the_index_is_not_the_run():
+    assert "data_cache_path" in NOT_THE_RUN
+
+
 def test_an_index_is_not_taken_for_another_corpus(tmp_path):
     """megatron-core's own cache goes by the path alone: a corpus made anew would be read with the old index."""
     prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
@@ -325,6 +393,7 @@ def cut(path: str, count: int) -> None:
         (lambda p: change(f"{p}.idx", 17, b"\x04"), ["of 4 bytes"]),
         (lambda p: change(f"{p}.idx", 18, struct.pack("<Q", 0)), ["copy.idx has"]),
         (lambda p: change(f"{p}.idx", 34, struct.pack("<i", 10**6)), ["copy.bin has"]),
+        (lambda p: change(f"{p}.idx", 34, struct.pack("<i", -7)), ["a sequence of -7 tokens"]),
         (lambda p: Path(f"{p}.bin").unlink(), ["there is no", "copy.bin"]),
         (lambda p: Path(f"{p}.idx").unlink(), ["there is no", "copy.idx"]),
         (lambda p: Path(f"{p}.json").write_text("{}"), ["copy.json", "cannot be read"]),
@@ -351,7 +420,11 @@ def test_damaged_corpora_are_refused(tokenised, damaged, tmp_path, spoil, said):
         (["--data_path", "-1", "{corpus}", "2", "other"], ["above 0"]),
         (["--data_path", "nan", "{corpus}"], ["above 0"]),
         (["--data_path", "0.3", "{corpus}", "other"], ["0.3 stands where a corpus"]),
-        (["--data_path", "0.5", "{corpus}", "0.5", "{corpus}"], ["named twice"]),
+        (["--data_path", "0.5", "{corpus}", "0.5", "{corpus}"], ["are one corpus"]),
+        (["--data_path", "{corpus}", "{corpus}.bin"], ["are one corpus"]),
+        (["--data_path", ""], ["has no name"]),
+        (["--overwrite_cache"], ["overwrite_cache", "no effect with data_path"]),
+        (["--append_eos", "false"], ["append_eos", "no effect with data_path"]),
         (["--split", "1000000,1,0"], ["leaves evaluation none of the"]),
         (["--split", "0.000001,100,0"], ["leaves training none of the"]),
         (["--split", "0,1,1"], ["split = '0,1,1'"]),
@@ -393,6 +466,38 @@ def test_ids_beyond_the_vocabulary(tokenised, tmp_path):
         [train[index] for index in range(20)]
 
 
+@pytest.mark.parametrize("number", [-1, -5])
+def test_ids_below_zero(tokenised, tmp_path, number):
+    prefix = write_corpus(tmp_path / "low", [[1, 2, 3] * 50, [4, number, 5] * 50], np.int32)
+    with pytest.raises(UserError, match=f"token {number}, and the tokenizer has 400"):
+        prepared(tokenised, tmp_path, "--data_path", prefix, "--split", "1")
+
+
+def test_what_a_data_worker_says_reaches_the_user(tmp_path):
+    prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 96, 5] * 50])
+    recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
+    train, _ = build(Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, 90, EOD, recipe)
+    batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
+    with pytest.raises(UserError) as caught:
+        list(loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
+    assert str(caught.value).startswith("data_path: sample ")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_ends_of_documents_must_agree(tokenised, damaged, tmp_path):
+    dataclasses.replace(tokenised[2], eod=7).write(Path(f"{damaged}.json"))
+    with pytest.raises(UserError, match="end with different tokens"):
+        prepared(tokenised, tmp_path, "--data_path", damaged, tokenised[1])
+
+
+@pytest.mark.parametrize(("attention", "refused"), [("sdpa", False), ("eager", True), ("flash_attention_2", True)])
+def test_masks_take_an_attention_that_heeds_them(attention, refused):
+    config = SimpleNamespace(_attn_implementation=attention)
+    engine = SimpleNamespace(module=SimpleNamespace(config=config))
+    with pytest.raises(UserError, match="without the other") if refused else contextlib.nullcontext():
+        check_masks(engine)
+
+
 def test_another_tokenizer_is_refused(tokenised, damaged, tmp_path):
     _, _, card = tokenised
     dataclasses.replace(card, fingerprint="another", tokenizer="gpt2").write(Path(f"{damaged}.json"))
@@ -404,7 +509,7 @@ def test_a_corpus_without_a_card_is_looked_through(tokenised, damaged, tmp_path)
     Path(f"{damaged}.json").unlink()
     data = prepared(tokenised, tmp_path, "--data_path", damaged)
     assert len(data.notes) == 1
-    assert "below 400" in data.notes[0] or "below 39" in data.notes[0]
+    assert f"below {tokenised[2].largest_id + 1}" in data.notes[0]
 
 
 def test_resets_take_an_end_of_document(tokenised, damaged, tmp_path):

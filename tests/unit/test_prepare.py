@@ -19,13 +19,14 @@ from helpers import ROOT
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from train.cli import main
-from train.corpora import encode, tools
+from train.corpora import encode
 from train.corpora.cutting import cut_text
 from train.corpora.documents import TEXT, find_input
 from train.corpora.encode import Memo, Mismatch, open_native
 from train.corpora.memo_rules import allows_memo, nasty_texts
 from train.corpora.named_tokenizer import named_tokenizer
 from train.corpora.writer import compact_builder
+from train.data import corpus as corpus_files
 from train.data.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
 from train.data.sources import FORMATS
 from train.model.tokenizer import END_OF_TEXT, load_tokenizer
@@ -773,6 +774,31 @@ def test_info_on_damaged_corpora(small, tmp_path, capsys):
 
 def test_ids_are_scanned_in_portions(small, tmp_path, monkeypatch):
     made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one two three four"]), small)
-    monkeypatch.setattr(tools, "SCANNED", 2)
+    monkeypatch.setattr(corpus_files, "PORTION", 2)
     corpus = open_corpus("input", str(made))
-    assert tools.id_range(corpus) == (corpus.ids().min(), corpus.ids().max())
+    assert corpus.id_range() == (corpus.ids().min(), corpus.ids().max())
+    assert corpus.id_range(10**6) == (corpus.ids()[:2].min(), corpus.ids()[:2].max())
+
+
+def test_a_full_disk_is_told(small, tmp_path, capsys):
+    import resource
+
+    source = write_lines(tmp_path / "a.jsonl", ["one two three four " * 500] * 40)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        words = ["--input", source, "--output_prefix", tmp_path / "x", "--tokenizer", small, "--workers", 1]
+        code = main(["prepare", *map(str, words)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert "cannot be written: File too large" in capsys.readouterr().err
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_corpora_among_the_texts_are_no_input(small, tmp_path):
+    (tmp_path / "texts").mkdir()
+    write_lines(tmp_path / "texts" / "a.jsonl", ["one two", "three"])
+    prepared(tmp_path / "texts", tmp_path / "texts", small)
+    files, _ = find_input([str(tmp_path / "texts")])
+    assert [file.path.name for file in files] == ["a.jsonl"]

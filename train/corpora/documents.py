@@ -32,7 +32,8 @@ def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[I
     """(the files that paths, folders and globs name, notes for the terminal).
 
     They come in the order in which they are named, sorted within a folder or a glob. A file that is named a second
-    time is taken once, where it is named first. In folders and globs, hidden and empty files are passed over.
+    time is taken once, where it is named first. In folders and globs hidden files, empty ones and corpora are passed
+    over.
 
     Args:
         left_out: files that are never input, such as those that are about to be written.
@@ -48,7 +49,7 @@ def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[I
             problems.append(f"input = {name!r}: " + ("no file matches" if searched else "there is no such file"))
         for path in paths:
             place = path.resolve()
-            if place in avoided or (searched and not path.stat().st_size):
+            if place in avoided or (searched and (not path.stat().st_size or _is_of_a_corpus(path))):
                 continue
             twice += place in found
             if place not in found:
@@ -60,6 +61,11 @@ def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[I
         raise UserError(problems[:20] + more if more else problems)
     notes = [f"note: {twice} file{'s were' if twice > 1 else ' was'} named twice, and read once"] if twice else []
     return list(found.values()), notes
+
+
+def _is_of_a_corpus(path: Path) -> bool:
+    """Whether a file is a part of a corpus that was made before, which may lie among the texts."""
+    return path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").exists()
 
 
 def _named(name: str) -> tuple[list[Path], bool]:

@@ -12,7 +12,6 @@ from train.recipe.corpora import InfoOptions, JoinOptions
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.run.progress import size
 
-SCANNED = 1 << 22  # ids that are looked at in one go
 SHOWN_IDS = 200  # of the first document
 
 
@@ -140,19 +139,10 @@ def check(corpus: Corpus) -> list[str]:
     ends = corpus.data.document_indices
     if ends[0] != 0 or ends[-1] != len(lengths) or (np.diff(ends) < 0).any():
         wrong.append(f"{index}: the ends of the documents are no rising row from 0 to {len(lengths):,}")
-    smallest, largest = id_range(corpus)
+    smallest, largest = corpus.id_range()
     if smallest < 0:
         wrong.append(f"{corpus.prefix}.bin has the id {smallest}: no token has a number below 0")
     return wrong + (_against_card(corpus, card, largest) if card else [])
-
-
-def id_range(corpus: Corpus) -> tuple[int, int]:
-    """(smallest, largest) id, a portion at a time."""
-    smallest, largest = np.iinfo(np.int64).max, -1
-    with open(f"{corpus.prefix}.bin", "rb") as file:
-        while len(ids := np.fromfile(file, corpus.dtype, SCANNED)):
-            smallest, largest = min(smallest, int(ids.min())), max(largest, int(ids.max()))
-    return smallest, largest
 
 
 def _against_card(corpus: Corpus, card: Card, largest: int) -> list[str]:

@@ -6,7 +6,8 @@ at last PREFIX.idx, without which nobody opens a corpus. What a killed job has l
 
 import os
 from array import array
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,8 @@ class CorpusWriter:
                 ) from None
 
     def __exit__(self, *_: object) -> None:
-        self.builder.data_file.close()
+        with suppress(OSError):  # of a full disk: what was still to be written
+            self.builder.data_file.close()
         if not self.published:
             for path in self.paths.values():
                 with suppress(OSError):
@@ -92,28 +94,45 @@ class CorpusWriter:
         counts = np.frombuffer(lengths, np.int32)
         if not len(counts):
             return
-        before, ends = len(self.builder.sequence_lengths), self.builder.document_indices
-        self.builder.add_document(np.frombuffer(ids, self.dtype), array("i", counts[counts > 0].tobytes()))
-        ends.pop()  # as if all were one document
-        ends.frombytes((before + np.cumsum(counts > 0)).astype(np.int64).tobytes())
+        with self._writing():
+            self._add(ids, counts)
         self.documents += len(counts)
         self.empty += int((counts == 0).sum())
         self.tokens += len(ids) // self.dtype.itemsize
         self.largest = max(self.largest, largest)
 
+    def _add(self, ids: bytes, counts: np.ndarray) -> None:
+        before, ends = len(self.builder.sequence_lengths), self.builder.document_indices
+        self.builder.add_document(np.frombuffer(ids, self.dtype), array("i", counts[counts > 0].tobytes()))
+        ends.pop()  # as if all were one document
+        ends.frombytes((before + np.cumsum(counts > 0)).astype(np.int64).tobytes())
+
     def add_corpus(self, prefix: str) -> None:
         """Append a whole corpus of the same dtype."""
-        self.builder.add_index(prefix)
+        with self._writing():
+            self.builder.add_index(prefix)
 
     def finish(self, card: Card | None) -> None:
         """Write all to the disk, still under the other names."""
-        if card is not None:
-            card.write(self.paths[".json"])
-        self.builder.finalize(str(self.paths[".idx"]))
-        for path in self.paths.values():
-            if path.exists():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        with self._writing():
+            if card is not None:
+                card.write(self.paths[".json"])
+            self.builder.finalize(str(self.paths[".idx"]))
+            for path in self.paths.values():
+                if path.exists():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises UserError where the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"output_prefix: {self.prefix} cannot be written: {error.strerror or error}. Nothing is left of it; "
+                "make room, or name another place"
+            ) from None
 
     def publish(self) -> None:
         """Give the files their names. A corpus of that name is none from the first step on."""

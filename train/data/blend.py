@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -27,7 +26,7 @@ from train.model.loss import IGNORE
 from train.recipe.errors import UserError
 
 TRAINING, HELD_OUT, TEST = range(3)
-PARTS = ("training", "evaluation", "test")
+PARTS = ("training", "evaluation")
 SURPLUS = 1.01  # of each corpus of a blend megatron-core lays out half a percent more than is used
 
 
@@ -137,9 +136,9 @@ class CorpusSamples:
         """
         found = self.dataset[int(index)]
         tokens, targets, counts = (found[name].numpy() for name in ("tokens", "labels", "loss_mask"))
-        largest = max(tokens.max(), targets.max())
-        if largest >= self.rows:
-            raise UserError(beyond_the_vocabulary(int(largest), self.rows, f"sample {index}"))
+        for number in (min(tokens.min(), targets.min()), max(tokens.max(), targets.max())):
+            if not 0 <= number < self.rows:
+                raise UserError(beyond_the_vocabulary(int(number), self.rows, f"sample {index}"))
         sample = {"input_ids": tokens, "next_tokens": np.where(counts > 0, targets, IGNORE)}
         if self.reset_positions:
             sample["position_ids"] = found["position_ids"].numpy()
@@ -151,10 +150,11 @@ class CorpusSamples:
         return sample
 
 
-def beyond_the_vocabulary(largest: int, rows: int, where: str) -> str:
+def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
+    """The message for an id that the tokenizer does not have."""
     return (
-        f"data_path: {where} holds token {largest:,}, and the tokenizer has {rows:,}: the corpus was made with "
-        "another tokenizer. Name that with tokenizer_name, or prepare the corpus anew"
+        f"data_path: {where} holds token {number:,}, and the tokenizer has {rows:,}: the corpus was made with "
+        "another tokenizer, or was damaged. Name that tokenizer with tokenizer_name, or prepare the corpus anew"
     )
 
 
@@ -182,11 +182,11 @@ def build(
         UserError: the index cannot be written.
     """
     root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/cache/GPTDataset_indices").expanduser()
-    sizes = [num_samples, num_held_out, 0]
+    sizes = (num_samples, num_held_out)
     flags = {name: getattr(recipe, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
-    folder = root / _name(blend, sizes)
-    if not folder.is_dir():
-        try:
+    folder = root / _name(blend, sizes, eod)
+    try:
+        if not folder.is_dir():
             root.mkdir(parents=True, exist_ok=True)
             with one_process_at_a_time(str(root)):
                 if not folder.is_dir():  # whole, or not there at all: a killed run leaves no half of an index
@@ -194,12 +194,12 @@ def build(
                     shutil.rmtree(partial, ignore_errors=True)
                     _datasets(blend, sizes, rows, eod, flags, partial)
                     partial.rename(folder)
-        except OSError as error:
-            raise UserError(
-                f"the index of the samples cannot be kept in {root}: {error.strerror or error}. Name another folder "
-                "with --data_cache_path"
-            ) from None
-    found = _datasets(blend, sizes, rows, eod, flags, folder)
+        found = _datasets(blend, sizes, rows, eod, flags, folder)
+    except OSError as error:
+        raise UserError(
+            f"the index of the samples cannot be kept in {root}: {error.strerror or error}. Name another folder with "
+            "--data_cache_path"
+        ) from None
     resets = (recipe.reset_position_ids, recipe.reset_attention_mask)
     counts = (len(found[TRAINING]), num_held_out)
     train, held_out = (
@@ -209,41 +209,50 @@ def build(
     return train, held_out
 
 
-def _name(blend: Blend, sizes: list[int]) -> str:
+def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
     """Of an index: everything that it follows from. megatron-core's own names leave out what the files hold."""
-    stats = [(path, os.stat(path)) for path in (f"{corpus.prefix}.idx" for corpus in blend.corpora)]
+    files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
     key = {
-        "corpora": [[os.path.realpath(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+        "corpora": [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files],
         "weights": blend.weights, "split": blend.split, "block_size": blend.block_size, "seed": blend.seed,
-        "sizes": sizes,
+        "sizes": sizes, "eod": eod,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
 
 
-def _datasets(blend: Blend, sizes: list[int], rows: int, eod: int, flags: dict[str, bool], cache: Path) -> list:
-    """megatron-core's datasets of the three parts, None where there is none; the index is read from or put into
-    `cache`."""
-    core = megatron()
-    prefixes = [corpus.prefix for corpus in blend.corpora]
-    weights, drawn = blend.weights, sizes[TRAINING]
-    if len(prefixes) > 1 and weights is None and drawn > blend.samples_per_epoch(TRAINING):
+def _datasets(
+    blend: Blend, sizes: tuple[int, int], rows: int, eod: int, flags: dict[str, bool], cache: Path
+) -> tuple[object, object]:
+    """megatron-core's datasets of training and evaluation, None where there is none; the index is read from or put
+    into `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
+    weights = blend.weights
+    if len(blend.corpora) > 1 and weights is None and sizes[TRAINING] > blend.samples_per_epoch(TRAINING):
         weights = blend.shares  # without weights megatron-core gives one pass and no more
-    config = core.gpt.GPTDatasetConfig(
-        random_seed=blend.seed, sequence_length=blend.block_size, blend=(prefixes, weights), split=blend.split,
-        path_to_cache=str(cache), tokenizer=_Ends(rows, eod), create_attention_mask=False, **flags,
-    )  # fmt: skip
-    config.split_matrix[TEST] = None  # nothing is made of the test part
+    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], _Ends(rows, eod), flags, cache)
     if not sizes[HELD_OUT]:
-        config.split_matrix[HELD_OUT] = None
+        return train, None
+    return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], _Ends(rows, eod), flags, cache)
+
+
+def _dataset(blend: Blend, part: int, weights, count: int, tokenizer: _Ends, flags: dict[str, bool], cache: Path):
+    """megatron-core's dataset of one part."""
+    core = megatron()
+    config = core.gpt.GPTDatasetConfig(
+        random_seed=blend.seed, sequence_length=blend.block_size,
+        blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights), split=blend.split,
+        path_to_cache=str(cache), tokenizer=tokenizer, create_attention_mask=False, **flags,
+    )  # fmt: skip
+    config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
+    sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]
     # BlendedDataset asks for its rank without looking whether there are any; no process group exists yet.
     with patch.object(torch.distributed, "get_rank", lambda *_: 0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
         builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, sizes, lambda: True, config)
-        return builder.build()
+        return builder.build()[part]
 
 
 def epochs(blend: Blend, num_samples: int) -> list[float]:
     """How often a run of `num_samples` passes over the training part of each corpus."""
     counts = [blend.samples(corpus, TRAINING) for corpus in blend.corpora]
-    return [num_samples * share / count if count else math.inf for share, count in zip(blend.shares, counts)]
+    return [num_samples * share / count for share, count in zip(blend.shares, counts)]

@@ -21,6 +21,7 @@ from train.recipe.errors import UserError, first_line
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
+PORTION = 1 << 22  # ids that are looked at in one go
 # What a tokenizer makes of these tells it from others that have the same vocabulary.
 PROBES = ("The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.", "def f(x):\n    return x[0] != 1_000",
           "吾輩は猫である。名前はまだ無い。", "naïve café — “Ünïcödé” 🙂", " leading and trailing ")  # fmt: skip
@@ -101,7 +102,8 @@ class Corpus:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(sequences,) tokens of each sequence, int32. Megatron's own tool makes one sequence of a document."""
+        """(sequences,) tokens of each sequence, int32, mapped for as long as the corpus is there. Megatron's own tool
+        makes one sequence of a document."""
         return self.data.sequence_lengths
 
     @property
@@ -115,6 +117,13 @@ class Corpus:
     def ids(self) -> np.ndarray:
         """(tokens,) all ids, mapped."""
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
+
+    def id_range(self, one_of: int = 1) -> tuple[int, int]:
+        """(smallest, largest) id, looked for in one of so many portions, spread evenly."""
+        ids = self.ids()
+        portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
+        ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
+        return min(smallest for smallest, _ in ranges), max(largest for _, largest in ranges)
 
 
 def open_corpus(option: str, prefix: str) -> Corpus:
@@ -166,8 +175,10 @@ def _problem(prefix: str) -> str | None:
         return f"{index} has {size:,} bytes, and by its header {expected:,}: it was cut off, or copied in part"
     if not sequences or ends < 2:
         return "it holds no document"
-    tokens = int(np.memmap(index, np.int32, "r", HEADER.size, (sequences,)).sum(dtype=np.int64))
-    found = content.stat().st_size
+    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
+    if lengths.min() < 0:
+        return f"{index} has a sequence of {lengths.min()} tokens: it was damaged. Copy it once more"
+    tokens, found = int(lengths.sum(dtype=np.int64)), content.stat().st_size
     if found != tokens * width:
         return (
             f"{content} has {found:,} bytes, and {index} tells of {tokens:,} tokens of {width} bytes, "

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from train.data.pack import Sample, SampleSet
+from train.recipe.errors import UserError
 
 FILLER = -1  # a place in a batch that holds no sample
 
@@ -161,8 +162,16 @@ class _Indexed(torch.utils.data.Dataset):
         return self.samples[max(index, 0)], index
 
 
+class _Loader(torch.utils.data.DataLoader):
+    """What a worker process says to the user arrives as it was said, not as the traceback that torch makes of it."""
+
+    def __iter__(self):
+        try:
+            yield from super().__iter__()
+        except UserError as error:
+            raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
+
+
 def loader(samples: SampleSet, sampler: MicroBatches, collate, workers: int, pin: bool) -> torch.utils.data.DataLoader:
     """A DataLoader over this rank's micro-batches."""
-    return torch.utils.data.DataLoader(
-        _Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin
-    )
+    return _Loader(_Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin)

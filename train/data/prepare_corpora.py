@@ -1,5 +1,7 @@
 """Data for the causal task that is tokenised already: from corpora in Megatron's format to samples, and a report."""
 
+import os
+
 from train.data.blend import (
     HELD_OUT,
     TEST,
@@ -20,7 +22,6 @@ from train.recipe.tasks import ClmRecipe
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 LOOKED_AT = 2**27  # ids of a corpus that nothing is known of, looked through before training
-PIECE = 2**22
 
 
 def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
@@ -35,6 +36,7 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
     block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
     given = recipe.blend
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
+    check_named_once(corpora)
     weights = None if given[0][0] is None else [weight for weight, _ in given]
     tokenizer = load_tokenizer(recipe, config)
     rows = producible_tokens(tokenizer)
@@ -45,12 +47,26 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
     per_epoch = blend.samples_per_epoch(TRAINING)
     total = samples_of_run(recipe, per_epoch, global_batch)
     held_out = blend.most_without_repeating(HELD_OUT) if blend.bounds[HELD_OUT] else 0
+    if held_out < blend.samples_per_epoch(HELD_OUT) / 2:
+        notes.append(
+            f"note      with these weights evaluation can have {held_out:,} of {blend.samples_per_epoch(HELD_OUT):,} "
+            "samples, else some would come twice"
+        )
     train, validation = build(blend, total, min(held_out, recipe.max_eval_samples or held_out), rows, eod, recipe)
     return TextData(
         train, validation, tokenizer, block_size,
         notes=notes, kind=kind(recipe, block_size), order=FixedOrder(len(train)), samples_per_epoch=per_epoch,
         report=report(blend, total, validation),
     )  # fmt: skip
+
+
+def check_named_once(corpora: list[Corpus]) -> None:
+    """Raises UserError where a corpus was named twice, perhaps in two ways."""
+    seen: dict[str, str] = {}
+    for corpus in corpora:
+        before = seen.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
+        if before is not corpus.prefix:
+            raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Add its weights up")
 
 
 def kind(recipe: ClmRecipe, block_size: int) -> str:
@@ -84,10 +100,11 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
                     f"hint      {corpus.prefix} was made without --append_eod: nothing marks where a document ends"
                 )
             continue
-        largest, all_of_them = largest_id(corpus)
-        if largest >= rows:
-            problems.append(beyond_the_vocabulary(largest, rows, corpus.prefix))
-        looked = "its ids are" if all_of_them else "those of its ids that were looked at are"
+        one_of = max(1, corpus.tokens // LOOKED_AT)
+        smallest, largest = corpus.id_range(one_of)
+        if smallest < 0 or largest >= rows:
+            problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
+        looked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
         notes.append(
             f"note      {corpus.prefix} has no .json that tells its tokenizer; {looked} below {largest + 1:,}"
         )
@@ -96,23 +113,21 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
     return notes
 
 
-def largest_id(corpus: Corpus) -> tuple[int, bool]:
-    """(the largest id, whether all were looked at). Of a large corpus pieces are looked at, spread over it evenly."""
-    ids = corpus.ids()
-    every = max(1, len(ids) // LOOKED_AT)
-    return max(int(ids[start : start + PIECE].max()) for start in range(0, len(ids), every * PIECE)), every == 1
-
-
 def end_of_document(recipe: ClmRecipe, corpora: list[Corpus], tokenizer) -> int:
     """The id at the end of each document: what the corpora were made with, else the tokenizer's end-of-text token; -1
     where there is none.
 
     Raises:
-        UserError: there is none, and options are set that go by it.
+        UserError: there is none, and options are set that go by it; or there are several.
     """
     known = {corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora} - {None}
+    if len(known) > 1:
+        ends = ", ".join(map(str, sorted(known)))
+        raise UserError(
+            f"data_path: the documents of these corpora end with different tokens ({ends}). Prepare them alike"
+        )
     if known:
-        return known.pop()  # with one tokenizer there is one end
+        return known.pop()
     useless = [name for name in RESETS if getattr(recipe, name)]
     if useless:
         raise UserError(

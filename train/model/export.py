@@ -51,10 +51,10 @@ def without_padding(written, state: dict[str, torch.Tensor]) -> dict[str, torch.
     if rows is None:
         return state
     written.config.vocab_size = rows
-    over_tokens = {id(written.get_input_embeddings()), id(written.get_output_embeddings())}
-    names = {name for name, module in written.named_modules() if id(module) in over_tokens}
-    return {name: tensor[:rows].contiguous() if name.rpartition(".")[0] in names else tensor
-            for name, tensor in state.items()}  # fmt: skip
+    over_tokens = (written.get_input_embeddings(), written.get_output_embeddings())
+    padded = {id(parameter) for module in over_tokens for parameter in module.parameters(recurse=False)}
+    names = {name for name, parameter in written.named_parameters(remove_duplicate=False) if id(parameter) in padded}
+    return {name: tensor[:rows].contiguous() if name in names else tensor for name, tensor in state.items()}
 
 
 def write_card(folder: Path, card: str) -> None:

@@ -63,8 +63,8 @@ def check_masks(engine) -> None:
     attention = engine.module.config._attn_implementation
     if attention != "sdpa":
         raise UserError(
-            "reset_attention_mask without reset_position_ids takes a mask that attn_implementation = "
-            f"{attention!r} does not read. Use --attn_implementation sdpa, or --reset_position_ids as well"
+            "reset_position_ids or reset_attention_mask without the other takes a mask that attn_implementation = "
+            f"{attention!r} does not heed. Use --attn_implementation sdpa, or set both"
         )
 
 

@@ -36,10 +36,10 @@ def load_tokenizer(recipe: ModelOptions, config):
     """The tokenizer that the recipe names, else the one that comes with the pretrained weights.
 
     A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not say which kind of
-    tokenizer it is for; the model's configuration does.
+    tokenizer it is for; a config.json beside them does, or else the model's configuration.
     """
     import transformers
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from train.model.configuration import from_hub_or_folder
 
@@ -47,6 +47,8 @@ def load_tokenizer(recipe: ModelOptions, config):
     name = getattr(recipe, option)
     told = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
+    if bare and (Path(name) / "config.json").exists():
+        config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind:
         # Meta's own code and published folders begin every text with the beginning-of-text token.

@@ -13,7 +13,7 @@ OF_TEXT = (  # options of data that is read as text, without effect on corpora
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_split_percentage",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
-    "train_on_prompt",
+    "train_on_prompt", "cache_dir", "overwrite_cache",
 )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ class CorpusOptions(Recipe):
         if not self.data_path:
             names = ("split", "data_cache_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
             return found + [f"{name} has no effect without data_path" for name in names if self.source(name)]
-        useless = [name for name in OF_TEXT if self.source(name) and getattr(self, name, None)]
+        useless = [name for name in OF_TEXT if self.source(name) and getattr(self, name, None) is not None]
         found += [
             f"{name} ({self.source(name)}) has no effect with data_path: corpora are prepared, and split by split"
             for name in useless
@@ -234,9 +234,7 @@ class CorpusOptions(Recipe):
             return [f"{shown}: the weights add up to 0. Give at least one corpus a weight above 0"]
         if 0 in weights:
             return [f"{shown}: a corpus of weight 0 would not be read. Leave it out"]
-        names = [prefix for _, prefix in blend]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        return [f"{shown}: {twice[0]} is named twice. Add its weights up"] if twice else []
+        return [] if all(prefix for _, prefix in blend) else [f"{shown}: a corpus has no name"]
 
 
 def _number(text: str) -> float | None:

@@ -380,7 +380,8 @@ def model_card(
     """README.md of the exported model: what it is, how it was trained, what was measured."""
     base = recipe.model_name_or_path
     front = ["---", f"library_name: {library}", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
-    data = recipe.dataset_name or ", ".join(recipe.train_file or getattr(recipe, "data_path", None) or [])
+    corpora = [prefix for _, prefix in getattr(recipe, "blend", [])]
+    data = recipe.dataset_name or ", ".join(recipe.train_file or corpora)
     figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
