@@ -13,6 +13,7 @@ from helpers import ROOT, environment, tiny_model
 from train.model.loss import install_loss
 from train.recipe import ClmRecipe, Seq2SeqRecipe
 from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report
+from train.run.progress import size
 from train.run.remedies import Held, Situation, remedies, smaller_batch
 from train.strategy.batches import Batches
 from train.strategy.engine import TorchEngine
@@ -43,6 +44,7 @@ REAL = """
 import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
+from train.run.progress import size
 from train.run.memory_report import figures_of, is_out_of_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
@@ -235,9 +237,9 @@ def test_an_engine_is_measured(tiny_run):
     recipe, strategy, engine = tiny_run
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
     message = explain(error, phase="backward", update=1, recipe=recipe, strategy=strategy, engine=engine)
-    weights = sum(parameter.nbytes for parameter in engine.module.parameters()) / 2**20
-    assert re.search(rf"weights\s+{weights:.1f} MiB", message)
-    assert f"about {2 * weights:.1f} MiB to come" in message
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    assert re.search(rf"weights\s+{size(weights)}", message)
+    assert f"about {size(2 * weights)} to come" in message
     assert "asked for 1.00 GiB" in message
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in message
     assert "offload" not in message, "on a CPU there is nothing to move to the host"
