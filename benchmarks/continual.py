@@ -23,7 +23,7 @@ RUNS = {
     "continued, zero3": ("zero3", True),
     "from scratch, zero2": ("zero2", False),
 }
-COLOURS = ("#08519c", "#d94801", "#969696")
+COLOURS = ("#08519c", "#969696")
 
 
 def main() -> None:
@@ -81,21 +81,23 @@ def difference(curves: dict[str, list[dict]]) -> str:
 
 
 def draw(curves: dict[str, list[dict]], file: Path) -> None:
+    """Both curves on the left, the continued one alone on the right; zero3's would lie on zero2's."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for (label, lines), colour in zip(curves.items(), COLOURS):
-        if label == "continued, zero3":  # it would cover the first
-            continue
-        trained, held = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
-        axes.plot([line["update"] for line in trained], [line["loss"] for line in trained], color=colour, alpha=0.4,
-                  linewidth=1)  # fmt: skip
-        axes.plot([line["update"] for line in held], [line["eval_loss"] for line in held], "o-", color=colour,
-                  markersize=4, label=f"{label.split(',')[0]}, held out")  # fmt: skip
-    axes.set(xlabel="update", ylabel="loss, nats per token", title="stories260K on TinyStories")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    shown = {label.split(",")[0]: lines for label, lines in curves.items() if not label.endswith("zero3")}
+    for axes, labels in zip(figure.subplots(1, 2), (list(shown), list(shown)[:1])):
+        for label, colour in zip(labels, COLOURS):
+            trained = [line for line in shown[label] if "loss" in line]
+            held = [line for line in shown[label] if "eval_loss" in line]
+            axes.plot([line["update"] for line in trained], [line["loss"] for line in trained], color=colour,
+                      alpha=0.4, linewidth=1)  # fmt: skip
+            axes.plot([line["update"] for line in held], [line["eval_loss"] for line in held], "o-", color=colour,
+                      markersize=4, label=f"{label}, held out")  # fmt: skip
+        axes.set(xlabel="update", ylabel="loss, nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.suptitle("stories260K on TinyStories")
     figure.savefig(file)
 
 
