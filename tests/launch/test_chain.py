@@ -72,6 +72,14 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path):
     assert ledgers[0] == ledgers[1]
     assert [line["samples"] for line in ledgers[0]] == [list(range(8 * k, 8 * k + 8)) for k in range(8)]
 
+    for step in (
+        ["hf-to-meta", output / "model", tmp_path / "meta"],
+        ["meta-to-hf", tmp_path / "meta", tmp_path / "hf"],
+    ):
+        assert zerofit(["convert", step[0], "--input", str(step[1]), "--output", str(step[2])]) == 0
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (output / "model", tmp_path / "hf")]
+    assert weights[0] == weights[1]
+
     exported = AutoModelForCausalLM.from_pretrained(output / "model")
     text = (SHARED / "text" / "tinystories_a.txt").read_text().split("<|endoftext|>")[1]
     from transformers import AutoTokenizer

@@ -234,6 +234,18 @@ def test_a_padded_vocabulary_is_cut_on_export(tmp_path, family):
     assert model.config.vocab_size == 128  # it may be training on
 
 
+def test_the_file_that_a_tokenizer_was_made_from_is_kept(tmp_path):
+    """Meta's tokenizer.model, which cannot be made from tokenizer.json."""
+    tokenizer = train_tokenizer(["a b c " * 50], 258, "few", tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"as it is")
+    tokenizer.name_or_path = str(tmp_path / "base")
+    model = tiny_model("llama")
+    for _ in range(2):
+        export_model(model, model.state_dict(), tokenizer, tmp_path / "model", "card")
+    assert (tmp_path / "model" / "tokenizer.model").read_bytes() == b"as it is"
+
+
 def test_biases_beside_the_head_are_cut_as_well(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -484,6 +496,19 @@ def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     assert "Traceback" not in str(caught.value)
 
 
+def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
+    """Dropout of an update follows from its seed, also of the first one after a resume."""
+    prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
+    recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
+    train, _ = build(Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, VOCABULARY, EOD, recipe)
+    for workers in (0, 1):
+        batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
+        made = iter(loader(train, batches, CausalCollator(pad_id=0), workers, pin=False))
+        before = torch.get_rng_state()
+        assert len(list(made)) == 3
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_ends_of_documents_must_agree(tokenised, damaged, tmp_path):
     dataclasses.replace(tokenised[2], eod=7).write(Path(f"{damaged}.json"))
     with pytest.raises(UserError, match="end with different tokens"):
@@ -535,6 +560,43 @@ def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):
     assert tokenizer_fingerprint(AutoTokenizer.from_pretrained(tmp_path / "stored")) == card.fingerprint
     other = train_tokenizer(["something else " * 99, "z q j " * 80], 262, "other", tmp_path)
     assert tokenizer_fingerprint(other) != card.fingerprint
+
+
+def test_a_prefix_that_is_meant_is_named(tokenised, tmp_path):
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{tokenised[1]}{suffix}", tmp_path / f"wiki_text_document{suffix}")
+    with pytest.raises(UserError, match=r"Did you mean .*wiki_text_document\?"):
+        prepared(tokenised, tmp_path, "--data_path", str(tmp_path / "wiki"))
+
+
+def test_the_recipe_keeps_names_without_an_ending():
+    assert recipe_of("--data_path", "0.3", "A.bin", "0.7", "b/B.idx").data_path == ["0.3", "A", "0.7", "b/B"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trian_iters", "5"], "Did you mean train_iters?"),
+        (["--num_layers", "24"], "--config_overrides"),
+        (["--tensor_model_parallel_size", "2"], "accelerate_configs/NAME.yaml"),
+        (["--min_lr", "1e-5"], "--min_lr_ratio"),
+    ],
+)
+def test_command_lines_of_megatron(flags, said):
+    with pytest.raises(UserError) as caught:
+        recipe_of(*flags)
+    assert said in str(caught.value)
+
+
+def test_megatrons_names_are_known():
+    flags = (
+        "--micro-batch-size 4 --global-batch-size 8 --seq-length 512 --train-iters 10 --lr 1e-3 --split 949,50,1 "
+        "--lr-decay-style cosine --lr-warmup-fraction 0.1 --clip-grad 1.0 --eval-interval 5 --save-interval 5 "
+        "--log-interval 1 --recompute-activations --data_path A"
+    )
+    recipe = recipe_of(*flags.split())
+    assert (recipe.per_device_train_batch_size, recipe.block_size, recipe.max_train_steps) == (4, 512, 10)
+    assert (recipe.learning_rate, recipe.warmup_ratio, recipe.gradient_checkpointing) == (1e-3, 0.1, True)
 
 
 @pytest.mark.skipif(not (ROOT.parent / "shared/data/megatron").is_dir(), reason="no ../shared/data")

@@ -15,6 +15,7 @@ PART = 1 << 20  # bytes; a line or a document that is longer is a part of its ow
 JSON, PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet",)
 TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/sources.py
 ROWS = 256  # of a .parquet file, read at a time
+INDICES = "GPTDataset_indices"  # a folder of training's, beside a corpus
 UNITS = ("line", "paragraph", "file")
 BOM = b"\xef\xbb\xbf"
 
@@ -86,7 +87,7 @@ def _under(match: str) -> list[Path]:
 def _tree(folder: str) -> list[Path]:
     paths = []
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name != INDICES]
         paths += [Path(place, name) for name in files if not name.startswith(".")]
     return sorted(path for path in paths if path.is_file())
 

@@ -22,7 +22,7 @@ import numpy as np
 from train.corpora.encode import Setup, Task, encoder_of
 from train.corpora.memo_rules import allows_memo, nasty_texts
 from train.recipe.corpora import InfoOptions, JoinOptions, PrepareOptions
-from train.recipe.errors import EXIT_USER_ERROR, UserError
+from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from train.recipe.parse import parse_recipe
 
 SHOWN_BAD = 5  # bad lines that are shown where they are left out
@@ -42,9 +42,11 @@ def main(argv: list[str] | None = None) -> int:
         with _ended_in_order():
             return run(options)
     if argv and not argv[0].startswith("-"):
-        raise UserError(
-            f"{argv[0]!r}: prepare what? Say zerofit prepare --input ..., or zerofit prepare merge, or info"
+        close = nearest(argv[0], ("merge", "info"))
+        remedy = (
+            f"Did you mean {close}?" if close else "Say zerofit prepare --input ..., or zerofit prepare merge, or info"
         )
+        raise UserError(f"zerofit prepare {argv[0]}: there is no such thing. {remedy}")
     try:
         options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True)
     except SystemExit:

@@ -27,6 +27,7 @@ from train.recipe.errors import UserError
 
 TRAINING, HELD_OUT, TEST = range(3)
 PARTS = ("training", "evaluation")
+CACHE = "cache/GPTDataset_indices"  # in a folder beside the corpus, as Megatron has it
 SURPLUS = 1.01  # of each corpus of a blend megatron-core lays out half a percent more than is used
 
 
@@ -181,7 +182,7 @@ def build(
     Raises:
         UserError: the index cannot be written.
     """
-    root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/cache/GPTDataset_indices").expanduser()
+    root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/{CACHE}").expanduser()
     sizes = (num_samples, num_held_out)
     flags = {name: getattr(recipe, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
     folder = root / _name(blend, sizes, eod)
@@ -196,9 +197,11 @@ def build(
                     partial.rename(folder)
         found = _datasets(blend, sizes, rows, eod, flags, folder)
     except OSError as error:
+        why = (
+            "it is no folder" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror or error
+        )
         raise UserError(
-            f"the index of the samples cannot be kept in {root}: {error.strerror or error}. Name another folder with "
-            "--data_cache_path"
+            f"the index of the samples cannot be kept in {root}: {why}. Name another folder with --data_cache_path"
         ) from None
     resets = (recipe.reset_position_ids, recipe.reset_attention_mask)
     counts = (len(found[TRAINING]), num_held_out)

@@ -6,6 +6,7 @@ error in the middle of training. So the sizes are checked against each other bef
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -153,7 +154,10 @@ def _problem(prefix: str) -> str | None:
     index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     missing = [str(path) for path in (index, content) if not path.is_file()]
     if missing:
-        return f"there is no {' and no '.join(missing)}. Name what stands before .bin and .idx"
+        folder, name = os.path.split(prefix)
+        near = sorted(Path(folder or ".").glob(f"{glob.escape(name)}_*_document.idx"))
+        close = f"Did you mean {' or '.join(str(path)[:-4] for path in near[:3])}?" if near else ""
+        return f"there is no {' and no '.join(missing)}. {close or 'Name what stands before .bin and .idx'}"
     size = index.stat().st_size
     with index.open("rb") as file:
         head = file.read(HEADER.size)

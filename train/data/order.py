@@ -162,14 +162,18 @@ class _Indexed(torch.utils.data.Dataset):
         return self.samples[max(index, 0)], index
 
 
+def _as_it_was_said(batches: Iterator) -> Iterator:
+    try:
+        yield from batches
+    except UserError as error:
+        raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
+
+
 class _Loader(torch.utils.data.DataLoader):
     """What a worker process says to the user arrives as it was said, not as the traceback that torch makes of it."""
 
     def __iter__(self):
-        try:
-            yield from super().__iter__()
-        except UserError as error:
-            raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
+        return _as_it_was_said(super().__iter__())  # made now: it draws from the generator of random numbers
 
 
 def loader(samples: SampleSet, sampler: MicroBatches, collate, workers: int, pin: bool) -> torch.utils.data.DataLoader:

@@ -38,7 +38,17 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
     if positions and tokenizer.model_max_length > 10**9:  # nobody said; then truncation=True would cut nothing
         tokenizer.model_max_length = positions
     tokenizer.save_pretrained(folder)
+    _keep_the_tokenizers_source(Path(tokenizer.name_or_path), folder)
     write_card(folder, card)
+
+
+def _keep_the_tokenizers_source(source: Path, folder: Path) -> None:
+    """Copy the tokenizer.model that a Llama's tokenizer was made from: nothing makes it again, and Meta's code and
+    `zerofit convert hf-to-meta` take it."""
+    for name in ("tokenizer.model", "original/tokenizer.model"):
+        if (source / name).is_file() and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
 
 
 def without_padding(written, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

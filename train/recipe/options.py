@@ -247,7 +247,12 @@ class RunOptions(Recipe):
     overwrite_output_dir: bool = option(
         False, "Allow output_dir to hold a different run, and replace that; this very run goes on all the same."
     )
-    logging_steps: int = option(10, "Updates between two lines of the log where there is no terminal.", positive=True)
+    logging_steps: int = option(
+        10,
+        "Updates between two lines of the log where there is no terminal.",
+        positive=True,
+        aliases=("log_interval",),
+    )
     eval_steps: int | None = option(
         None,
         "Updates between evaluations; by default at the end of each epoch.",

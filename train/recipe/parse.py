@@ -17,6 +17,8 @@ from train.recipe.options import Recipe
 R = TypeVar("R", bound=Recipe)
 
 LAUNCHER = "it belongs to accelerate launch, before the script's name"
+SHAPE = "say --config_name, and --config_overrides with the names of that configuration"
+STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
 ELSEWHERE = {  # names that users bring along from other programs
     "bf16": "say --precision bf16",
     "fp16": "say --precision fp16",
@@ -39,6 +41,17 @@ ELSEWHERE = {  # names that users bring along from other programs
     "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
     "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
     "eval_iters": "say --max_eval_batches, batches of each process",
+    "lr_decay_iters": "the learning rate decays until the run ends (max_train_steps)",
+    "num_layers": SHAPE,
+    "hidden_size": SHAPE,
+    "ffn_hidden_size": SHAPE,
+    "num_attention_heads": SHAPE,
+    "num_query_groups": SHAPE,
+    "max_position_embeddings": SHAPE,
+    "tensor_model_parallel_size": STRATEGY,
+    "pipeline_model_parallel_size": STRATEGY,
+    "use_distributed_optimizer": STRATEGY,
+    "distributed_backend": STRATEGY,
     "save": "say --output_dir",
     "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
     "tokenizer_type": "name the tokenizer's folder with --tokenizer_name",
@@ -79,7 +92,7 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:
-                problems.append(_unknown(f"{source}: {name}", name, kinds, elsewhere))
+                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], elsewhere))
             else:
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
@@ -138,7 +151,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, elsewhere: dict, pr
         elif name in kinds:
             flags[name] = texts
         else:
-            problems.append(_unknown(f"--{name}", name, kinds, elsewhere))
+            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], elsewhere))
     return flags
 
 
@@ -243,10 +256,10 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
 
 
-def _unknown(where: str, name: str, kinds: dict, elsewhere: dict) -> str:
+def _unknown(where: str, name: str, known: list[str], elsewhere: dict) -> str:
     if name in elsewhere:
         return f"{where} is not an option: {elsewhere[name]}"
-    close = nearest(name, kinds)
+    close = nearest(name, known)
     remedy = f"Did you mean {close}?" if close else "--help lists the options"
     return f"{where} is not an option. {remedy}"
 
@@ -278,6 +291,7 @@ def _help(cls: type, prog: str, tool: bool) -> str:
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
             choices = field.metadata["choices"]
             takes = "|".join(map(str, choices)) if choices else kinds[field.name].base.__name__.upper()
+            takes += " ..." if kinds[field.name].many else ""
             lines.append(f"  --{field.name} {takes}  [{default}]")
             also = "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
             lines.append(f"      {field.metadata['help']}{also}")

@@ -189,6 +189,10 @@ class CorpusOptions(Recipe):
     reset_attention_mask: bool = option(False, "Let attention not look back over an end-of-document token.")
     eod_mask_loss: bool = option(False, "Do not train on the token after an end-of-document token.")
 
+    def __post_init__(self):
+        if self.data_path:  # A.bin is A, in the record of the run as well
+            self.data_path = [word.removesuffix(".bin").removesuffix(".idx") for word in self.data_path]
+
     @property
     def blend(self) -> list[tuple[float | None, str]]:
         """(weight, prefix) of each corpus; all weights are None where none was given."""
@@ -205,7 +209,8 @@ class CorpusOptions(Recipe):
             return found + [f"{name} has no effect without data_path" for name in names if self.source(name)]
         useless = [name for name in OF_TEXT if self.source(name) and getattr(self, name, None) is not None]
         found += [
-            f"{name} ({self.source(name)}) has no effect with data_path: corpora are prepared, and split by split"
+            f"{name} ({self.source(name)}) has no effect with data_path: a corpus is tokenised already, and --split "
+            "shares it out"
             for name in useless
         ]
         if not self._split_is_sound():
@@ -226,7 +231,10 @@ class CorpusOptions(Recipe):
         blend = self.blend
         stray = [prefix for weight, prefix in blend if weight is None and _number(prefix) is not None]
         if stray:
-            return [f"{shown}: {stray[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..."]
+            return [
+                f"{shown}: {stray[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..., with "
+                "a weight before each, or corpora alone"
+            ]
         weights = [weight for weight, _ in blend if weight is not None]
         if any(weight < 0 or not math.isfinite(weight) for weight in weights):
             return [f"{shown}: a weight must be a number above 0"]

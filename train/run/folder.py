@@ -26,6 +26,7 @@ PACKAGES = (
     "datasets",
     "tokenizers",
     "peft",
+    "megatron-core",
     "evaluate",
     "scikit-learn",
     "sacrebleu",

@@ -107,8 +107,8 @@ def fit(
     memory.reset()
     for update in range(first, plan.num_updates + 1):
         begun = time.perf_counter()
-        torch.manual_seed(_seed_of(recipe.seed, update, engine.accelerator.process_index))  # dropout
         batches = [next(micro_batches) for _ in range(accumulation)]
+        torch.manual_seed(_seed_of(recipe.seed, update, engine.accelerator.process_index))  # dropout, and only that
         consumed = plan.consumed(update)
         line = {"update": update, "epoch": consumed / plan.num_samples, "consumed_samples": consumed}
         if update in done.left_out:

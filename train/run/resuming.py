@@ -60,10 +60,12 @@ class Origin:
             return notes
         if is_own and not inside:
             if self.folder.is_finished and not recipe.overwrite_output_dir:
+                # The order of a corpus' samples follows from the length of the run.
+                longer = "" if getattr(recipe, "data_path", None) else "--resume one of its checkpoints, or "
                 raise NothingToDo(
                     f"this very run is finished, its model is {self.folder.model}. --resume never makes it again; to "
-                    "train it further, choose another --output_dir and --resume one of its checkpoints, or "
-                    f"--model_name_or_path {self.folder.model}"
+                    f"train it further, choose another --output_dir and {longer}--model_name_or_path "
+                    f"{self.folder.model}"
                 )
             self.wanted = [] if self.folder.is_finished else ["auto"]
         if self.named is not None:
@@ -140,6 +142,6 @@ def check_data(now: dict[str, Any], found: dict[str, Any], folder: Path) -> None
     }
     raise UserError(
         f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "
-        "Restore the data (of a corpus the length of the run as well, which its order follows from), or start over "
-        "with --resume never"
+        "Restore the data (with data_path also max_train_steps and num_train_epochs, which the order follows from), "
+        "or start over with --resume never"
     )
