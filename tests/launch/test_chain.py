@@ -9,6 +9,8 @@ import torch
 from helpers import ROOT, launch, launched, metrics, updates
 
 from train.cli import main as zerofit
+from train.recipe.parse import parse_recipe
+from train.recipe.tasks import ClmRecipe
 
 SHARED = ROOT.parent / "shared" / "data"
 META, HF = SHARED / "models" / "stories260K" / "meta", SHARED / "models" / "stories260K" / "hf"
@@ -53,6 +55,7 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path):
            "--eval_steps", "8", "--max_eval_samples", "40", "--save_steps", "4", "--record_samples", "true",
            "--sample_tokens", "0", "--sample_prompt", "null"]  # fmt: skip
     whole = launch(tmp_path / "zero2", *run, strategy="zero2", processes=2)
+    parse_recipe(ClmRecipe, ["--config", str(tmp_path / "zero2" / "recipe.yaml")])
     losses = [line["loss"] for line in updates(whole)]
     assert 1.2 < losses[0] < 1.6, "its own loss on such stories, and not that of another model"
     assert whole[-1]["eval_loss"] < whole[0]["eval_loss"] - 0.005

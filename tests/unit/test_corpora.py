@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.helpers import ROOT, tiny_model
 from train.data.blend import Blend, build
@@ -459,6 +460,16 @@ def test_mistakes_in_the_options(tokenised, tmp_path, flags, said):
 def test_options_of_corpora_alone(flag):
     with pytest.raises(UserError, match="no effect without data_path"):
         recipe_of("--train_file", "x.txt", flag)
+
+
+@pytest.mark.parametrize(
+    "data", [["--train_file", "x.txt"], ["--data_path", "0.3", "A", "0.7", "B", "--split", "9,1"]]
+)
+def test_a_recorded_recipe_is_a_recipe(tmp_path, data):
+    """With every option in it, those without effect as well."""
+    recipe = recipe_of(*data)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    assert parse_recipe(ClmRecipe, ["--config", str(tmp_path / "recipe.yaml")]).to_dict() == recipe.to_dict()
 
 
 def test_padding_goes_with_models_from_scratch():

@@ -21,6 +21,14 @@ class Recipe:
         """Who set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None if nobody did."""
         return self.__dict__.get("_sources", {}).get(name)
 
+    def is_changed(self, name: str) -> bool:
+        """Whether somebody has set this option to another value than its default (a run's recipe.yaml sets all)."""
+        field = next((field for field in dataclasses.fields(self) if field.name == name), None)
+        if field is None or not self.source(name):
+            return False
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        return getattr(self, name) != default
+
     def adopt(self, name: str, value: Any, source: str) -> None:
         """Take a value that somebody else owns (a user's DeepSpeed JSON, say) for an option that nobody set."""
         setattr(self, name, value)

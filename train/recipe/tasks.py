@@ -206,8 +206,8 @@ class CorpusOptions(Recipe):
         found = super().problems()
         if not self.data_path:
             names = ("split", "data_cache_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-            return found + [f"{name} has no effect without data_path" for name in names if self.source(name)]
-        useless = [name for name in OF_TEXT if self.source(name) and getattr(self, name, None) is not None]
+            return found + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
+        useless = [name for name in OF_TEXT if self.is_changed(name)]
         found += [
             f"{name} ({self.source(name)}) has no effect with data_path: a corpus is tokenised already, and --split "
             "shares it out"
