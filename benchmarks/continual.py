@@ -14,8 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from foot import foot
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 SHARED = ROOT.parent / "shared" / "data"
 BIN = Path(sys.executable).parent
 RUNS = {
@@ -40,7 +41,15 @@ def main() -> None:
         curves = {label: train(folder, strategy, continued, args) for label, (strategy, continued) in RUNS.items()}
     (ROOT / "outputs").mkdir(exist_ok=True)
     draw(curves, ROOT / "outputs" / "continual.svg")
-    text = "\n".join([*table(curves), "", difference(curves), "", foot(args)])
+    text = "\n".join(
+        [
+            *table(curves),
+            "",
+            difference(curves),
+            "",
+            foot(f"{args.processes} processes", "torch", "accelerate", "deepspeed", "transformers"),
+        ]
+    )
     (ROOT / "outputs" / "continual.md").write_text(text + "\n")
     print(text)
 
@@ -99,22 +108,6 @@ def draw(curves: dict[str, list[dict]], file: Path) -> None:
         axes.legend(frameon=False)
     figure.suptitle("stories260K on TinyStories")
     figure.savefig(file)
-
-
-def foot(args) -> str:
-    """Hardware, versions, commit and command."""
-    import torch
-
-    from train.run.folder import describe_environment
-
-    about = describe_environment(sys.argv, torch.device("cpu"))
-    names = ("torch", "accelerate", "deepspeed", "transformers")
-    packages = ", ".join(f"{name} {about['packages'][name]}" for name in names)
-    hardware = about["hardware"]
-    return (
-        f"`python {' '.join(sys.argv)}`: {args.processes} processes, commit {(about['zerofit_commit'] or '?')[:7]}; "
-        f"{hardware['cores']} cores ({hardware['cpu']}), {hardware['memory_gib']} GiB; {packages}."
-    )
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from foot import foot
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 LENGTH, SPARSE_FROM, BLOCK, IDS = 1000, 1e9, 512, 500
 UPDATES = 4
 MODEL = ["--config_name", "gpt2", "--config_overrides", f"n_layer=2,n_head=2,n_embd=64,n_positions={BLOCK}",
@@ -46,11 +46,14 @@ def main() -> None:
                 figures = measured(Path(folder), tokenizer, prefix, args)
                 rows.append((f"{tokens:,}", f"{tokens // LENGTH:,}", index, *figures))
                 print("  ".join(rows[-1]), flush=True)
+    how = f"{args.strategy}, {args.processes} processes, {UPDATES} updates"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(HEAD))
     (ROOT / "outputs").mkdir(exist_ok=True)
-    (ROOT / "outputs" / "corpus-startup.md").write_text("\n".join([*lines, "", foot(args)]) + "\n")
-    print("\n".join([*lines, "", foot(args)]))
+    (ROOT / "outputs" / "corpus-startup.md").write_text(
+        "\n".join([*lines, "", foot(how, "torch", "accelerate", "transformers", "megatron-core")]) + "\n"
+    )
+    print("\n".join([*lines, "", foot(how, "torch", "accelerate", "transformers", "megatron-core")]))
 
 
 def make_corpus(folder: Path, tokens: int) -> tuple[Path, str]:
@@ -103,22 +106,6 @@ def measured(folder: Path, tokenizer: Path, prefix: str, args) -> tuple[str, ...
     return (
         f"{seconds['data']:.1f}", f"{sum(seconds.values()):.1f}", f"{own / 1e6:,.0f}", f"{mapped / 1e6:,.0f}",
     )  # fmt: skip
-
-
-def foot(args) -> str:
-    """Hardware, versions, commit and command."""
-    import torch
-
-    from train.run.folder import describe_environment
-
-    about = describe_environment(sys.argv, torch.device("cpu"))
-    packages = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "accelerate", "transformers"))
-    hardware = about["hardware"]
-    return (
-        f"`python {' '.join(sys.argv)}`: {args.strategy}, {args.processes} processes, {UPDATES} updates; commit "
-        f"{(about['zerofit_commit'] or 'unknown')[:7]}; {hardware['cores']} cores ({hardware['cpu']}), "
-        f"{hardware['memory_gib']} GiB; {packages}."
-    )
 
 
 if __name__ == "__main__":

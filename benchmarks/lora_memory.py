@@ -9,10 +9,11 @@ table of docs/lora.md to outputs/lora-memory.md.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from foot import foot
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -30,7 +31,9 @@ def main() -> None:
             rows.append(measured(strategy, processes, method, flags))
             print(rows[-1], flush=True)
     (ROOT / "outputs").mkdir(exist_ok=True)
-    (ROOT / "outputs" / "lora-memory.md").write_text("\n".join([*rows, "", foot()]) + "\n")
+    (ROOT / "outputs" / "lora-memory.md").write_text(
+        "\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed", "peft")]) + "\n"
+    )
 
 
 def measured(strategy: str, processes: int, method: str, flags: list[str]) -> str:
@@ -61,22 +64,6 @@ def trained_parameters(model: Path) -> list[int]:
         with safe_open(file, "pt") as tensors:
             sizes += [tensors.get_tensor(name).numel() for name in tensors.keys()]  # noqa: SIM118
     return sizes
-
-
-def foot() -> str:
-    """Hardware, versions, commit and command."""
-    import torch
-
-    from train.run.folder import describe_environment
-
-    about = describe_environment(sys.argv, torch.device("cpu"))
-    packages = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "accelerate", "deepspeed", "peft"))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    hardware = about["hardware"]
-    return (
-        f"`python {' '.join(sys.argv)}`, commit {commit.strip()}; {hardware['cores']} cores ({hardware['cpu']}), "
-        f"{hardware['memory_gib']} GiB; {packages}."
-    )
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.corpora.encode import Task
+from train.data.corpus import INDICES
 from train.recipe.errors import UserError, first_line
 
 PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own
 JSON, PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet",)
 TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/sources.py
 ROWS = 256  # of a .parquet file, read at a time
-INDICES = "GPTDataset_indices"  # a folder of training's, beside a corpus
 UNITS = ("line", "paragraph", "file")
 BOM = b"\xef\xbb\xbf"
 

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from train.model.configuration import from_hub_or_folder
 from train.model.meta_tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
 from train.model.stored import model_folder
 from train.model.tokenizer import END_OF_TEXT, load_tokenizer
@@ -40,16 +39,13 @@ def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
 
 
 def _load_bare(option: str, folder: Path, trust_remote_code: bool):
-    from transformers import AutoConfig, GPT2Config, LlamaConfig
+    from transformers import GPT2Config, LlamaConfig
 
     model = folder / "tokenizer.model"
     if model.is_file() and tiktoken_ranks(model):
         return _of_tiktoken(model)
     if (folder / "config.json").is_file():
-        config = from_hub_or_folder(
-            option, str(folder), AutoConfig.from_pretrained, trust_remote_code=trust_remote_code
-        )
-        return _load(option, str(folder), config, trust_remote_code)
+        return _load(option, str(folder), None, trust_remote_code)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         if END_OF_TEXT not in json.loads((folder / "vocab.json").read_text(encoding="utf-8")):
             raise UserError(

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from train.data.cache import one_process_at_a_time
-from train.data.corpus import Corpus, megatron
+from train.data.corpus import INDICES, Corpus, megatron
 from train.data.pack import Contents, Sample
 from train.model.loss import IGNORE
 from train.recipe.errors import UserError
+from train.recipe.tasks import RESETS
 
 TRAINING, HELD_OUT, TEST = range(3)
 PARTS = ("training", "evaluation")
-CACHE = "cache/GPTDataset_indices"  # in a folder beside the corpus, as Megatron has it
 SURPLUS = 1.01  # of each corpus of a blend megatron-core lays out half a percent more than is used
 
 
@@ -182,9 +182,10 @@ def build(
     Raises:
         UserError: the index cannot be written.
     """
-    root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/{CACHE}").expanduser()
+    root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/cache/{INDICES}").expanduser()
     sizes = (num_samples, num_held_out)
-    flags = {name: getattr(recipe, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+    flags = {name: getattr(recipe, name) for name in RESETS}
+    ends = _Ends(rows, eod)
     folder = root / _name(blend, sizes, eod)
     try:
         if not folder.is_dir():
@@ -193,13 +194,12 @@ def build(
                 if not folder.is_dir():  # whole, or not there at all: a killed run leaves no half of an index
                     partial = folder.with_name(f"{folder.name}.partial")
                     shutil.rmtree(partial, ignore_errors=True)
-                    _datasets(blend, sizes, rows, eod, flags, partial)
+                    _datasets(blend, sizes, ends, flags, partial)
                     partial.rename(folder)
-        found = _datasets(blend, sizes, rows, eod, flags, folder)
+        found = _datasets(blend, sizes, ends, flags, folder)
     except OSError as error:
-        why = (
-            "it is no folder" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror or error
-        )
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        why = "it is no folder" if is_file else error.strerror or error
         raise UserError(
             f"the index of the samples cannot be kept in {root}: {why}. Name another folder with --data_cache_path"
         ) from None
@@ -223,27 +223,25 @@ def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
 
 
-def _datasets(
-    blend: Blend, sizes: tuple[int, int], rows: int, eod: int, flags: dict[str, bool], cache: Path
-) -> tuple[object, object]:
+def _datasets(blend: Blend, sizes: tuple[int, int], ends: _Ends, flags: dict[str, bool], cache: Path) -> tuple:
     """megatron-core's datasets of training and evaluation, None where there is none; the index is read from or put
     into `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
     weights = blend.weights
     if len(blend.corpora) > 1 and weights is None and sizes[TRAINING] > blend.samples_per_epoch(TRAINING):
         weights = blend.shares  # without weights megatron-core gives one pass and no more
-    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], _Ends(rows, eod), flags, cache)
+    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], ends, flags, cache)
     if not sizes[HELD_OUT]:
         return train, None
-    return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], _Ends(rows, eod), flags, cache)
+    return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], ends, flags, cache)
 
 
-def _dataset(blend: Blend, part: int, weights, count: int, tokenizer: _Ends, flags: dict[str, bool], cache: Path):
+def _dataset(blend: Blend, part: int, weights, count: int, ends: _Ends, flags: dict[str, bool], cache: Path):
     """megatron-core's dataset of one part."""
     core = megatron()
     config = core.gpt.GPTDatasetConfig(
         random_seed=blend.seed, sequence_length=blend.block_size,
         blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights), split=blend.split,
-        path_to_cache=str(cache), tokenizer=tokenizer, create_attention_mask=False, **flags,
+        path_to_cache=str(cache), tokenizer=ends, create_attention_mask=False, **flags,
     )  # fmt: skip
     config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
     sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]

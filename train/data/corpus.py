@@ -22,6 +22,7 @@ from train.recipe.errors import UserError, first_line
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
+INDICES = "GPTDataset_indices"  # the folder that training keeps beside a corpus, called as Megatron calls it
 PORTION = 1 << 22  # ids that are looked at in one go
 # What a tokenizer makes of these tells it from others that have the same vocabulary.
 PROBES = ("The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.", "def f(x):\n    return x[0] != 1_000",

@@ -2,15 +2,7 @@
 
 import os
 
-from train.data.blend import (
-    HELD_OUT,
-    TEST,
-    TRAINING,
-    Blend,
-    beyond_the_vocabulary,
-    build,
-    epochs,
-)
+from train.data.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
 from train.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from train.data.lengths import choose_length
 from train.data.order import FixedOrder, samples_of_run
@@ -18,9 +10,8 @@ from train.data.pack import TextData
 from train.data.prepare_text import DEFAULT_BLOCK_SIZE
 from train.model.tokenizer import load_tokenizer, producible_tokens
 from train.recipe.errors import UserError
-from train.recipe.tasks import ClmRecipe
+from train.recipe.tasks import RESETS, ClmRecipe
 
-RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 LOOKED_AT = 2**27  # ids of a corpus that nothing is known of, looked through before training
 
 

@@ -48,7 +48,9 @@ def load_tokenizer(recipe: ModelOptions, config):
     told = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
     if bare and (Path(name) / "config.json").exists():
-        config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
+        config = from_hub_or_folder(
+            option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
+        )
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind:
         # Meta's own code and published folders begin every text with the beginning-of-text token.

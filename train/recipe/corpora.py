@@ -56,32 +56,35 @@ class PrepareOptions(Recipe):
 
 
 @dataclass
-class JoinOptions(Recipe):
-    """Several corpora, one after another, as one"""
+class CorporaOptions(Recipe):
+    """Corpora that are there"""
 
-    input: list[str] | None = option(None, "Prefixes of corpora, in this order: what stands before .bin.")  # noqa: RUF009
-    output_prefix: str | None = option(None, "What the new corpus is called, without .bin.")
-    overwrite: bool = option(False, "Replace a corpus of that name.")
+    input: list[str] | None = option(None, "Prefixes of corpora: what stands before .bin.")  # noqa: RUF009
 
     def problems(self) -> list[str]:
         found = super().problems()
         if not self.input:
             found.append("no input: set --input to the prefixes of corpora, what stands before .bin")
+        return found
+
+
+@dataclass
+class JoinOptions(CorporaOptions):
+    """Several corpora, one after another, as one"""
+
+    output_prefix: str | None = option(None, "What the new corpus is called, without .bin.")
+    overwrite: bool = option(False, "Replace a corpus of that name.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
         if not self.output_prefix:
             found.append("no output: set --output_prefix to what the new corpus is to be called")
         return found
 
 
 @dataclass
-class InfoOptions(Recipe):
+class InfoOptions(CorporaOptions):
     """What corpora hold, and whether they are whole"""
 
-    input: list[str] | None = option(None, "Prefixes of corpora: what stands before .bin.")  # noqa: RUF009
     tokenizer: str | None = option(None, "Decodes the first document; by default the one that the corpus names.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not self.input:
-            found.append("no input: set --input to the prefixes of corpora, what stands before .bin")
-        return found

@@ -9,6 +9,7 @@ from train.recipe.options import Recipe, TrainingRecipe
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 GLUE_ON_THE_HUB = "nyu-mll/glue"
+RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # what happens at an end of document
 OF_TEXT = (  # options of data that is read as text, without effect on corpora
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_split_percentage",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
@@ -205,7 +206,7 @@ class CorpusOptions(Recipe):
     def problems(self) -> list[str]:
         found = super().problems()
         if not self.data_path:
-            names = ("split", "data_cache_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            names = ("split", "data_cache_path", *RESETS)
             return found + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
         useless = [name for name in OF_TEXT if self.is_changed(name)]
         found += [
