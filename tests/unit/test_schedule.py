@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from helpers import ROOT
 from transformers import get_scheduler
 
-from train.recipe import ClmRecipe, UserError
+from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.run.schedule import Schedule, make_schedule
 from train.strategy.deepspeed_json import adopt_scheduler, resolve_scheduler
 from train.strategy.engine import check_deepspeed_schedule
@@ -50,6 +51,38 @@ def test_warmup_as_a_ratio_is_counted_in_updates():
     schedule, warnings = make_schedule(ClmRecipe(warmup_ratio=0.1), 205)
     assert schedule.num_warmup == 21
     assert not warnings
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
+def test_the_decay_may_end_before_the_run(shape):
+    """As Megatron's --lr-decay-iters: the curve of a shorter run, then its smallest rate."""
+    options = {"lr_scheduler_type": shape, "learning_rate": 1.0, "min_lr_ratio": 0.1, "warmup_ratio": 0.1}
+    schedule, warnings = make_schedule(ClmRecipe(**options, lr_decay_steps=50), 80)
+    whole, _ = make_schedule(ClmRecipe(**options), 50)
+    assert not warnings
+    assert curve(schedule)[:50] == curve(whole)
+    assert curve(schedule)[50:] == pytest.approx([0.1] * 30)
+
+
+def test_a_decay_that_ends_in_the_warmup_is_refused_and_one_of_a_constant_announced():
+    with pytest.raises(UserError) as caught:
+        make_schedule(ClmRecipe(num_warmup_steps=20, lr_decay_steps=20), 50)
+    assert "lr_decay_steps = 20 and a warm-up of 20 updates" in caught.value.report()
+    _, warnings = make_schedule(ClmRecipe(lr_scheduler_type="constant", lr_decay_steps=20), 50)
+    assert "lr_decay_steps = 20 has no effect" in warnings[0]
+
+
+def test_the_published_345m_recipe_decays_until_320000_of_500000():
+    options = parse_recipe(ClmRecipe, ["--config", str(ROOT / "recipes" / "clm" / "gpt2-345m-pretrain.yaml")])
+    schedule, _ = make_schedule(options, options.max_train_steps)
+    assert schedule.num_warmup == 3200
+    assert schedule(319_000) > schedule(320_000) == schedule(499_999) == pytest.approx(1e-5)
+
+
+def test_deepspeeds_schedule_ends_where_the_recipes_does():
+    config = deepspeed("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto")
+    settle(config, recipe(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
+    assert config["scheduler"]["params"]["total_num_steps"] == 60
 
 
 def test_a_warmup_longer_than_the_run_is_announced():

@@ -221,12 +221,17 @@ class OptimizerOptions(Recipe):
     )
     num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
     warmup_ratio: float | None = option(
-        None, "Warm-up as a share of all updates, in place of its number.", minimum=0, aliases=("lr_warmup_fraction",)
+        None, "Warm-up as a share of the updates of the schedule (lr_decay_steps, else all).", minimum=0,
+        aliases=("lr_warmup_fraction",),
     )
     min_lr_ratio: float = option(
         0.0, "Smallest learning rate as a share of the peak (linear, cosine, wsd).", minimum=0
     )
-    wsd_decay_ratio: float = option(0.2, "Share of all updates in which wsd decays, at its end.", positive=True)
+    lr_decay_steps: int | None = option(
+        None, "Updates after which the learning rate is at its smallest and stays there; by default the whole run.",
+        positive=True, aliases=("lr_decay_iters",),
+    )  # fmt: skip
+    wsd_decay_ratio: float = option(0.2, "Share of these updates in which wsd decays, at its end.", positive=True)
     precision: str | None = option(
         None,
         "fp32, bf16 or fp16; by default what the accelerate YAML or the DeepSpeed JSON says, else fp32.",

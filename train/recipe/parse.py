@@ -41,7 +41,6 @@ ELSEWHERE = {  # names that users bring along from other programs
     "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
     "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
     "eval_iters": "say --max_eval_batches, batches of each process",
-    "lr_decay_iters": "the learning rate decays until the run ends (max_train_steps)",
     "num_layers": SHAPE,
     "hidden_size": SHAPE,
     "ffn_hidden_size": SHAPE,

@@ -328,5 +328,6 @@ def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmu
         owner.fill("scheduler.params.warmup_min_lr", 0, "the recipe's warm-up start")
         owner.fill("scheduler.params.warmup_max_lr", recipe.learning_rate, "learning_rate")
     if kind != "WarmupLR":
-        owner.fill("scheduler.params.total_num_steps", num_updates, "the number of updates")
+        decays = recipe.lr_decay_steps or num_updates
+        owner.fill("scheduler.params.total_num_steps", decays, "lr_decay_steps or else the number of updates")
     owner.stop_if_wrong()
