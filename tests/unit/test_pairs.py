@@ -9,7 +9,7 @@ from helpers import ROOT
 from train.recipe import ClmRecipe, UserError
 from train.strategy import launch as launch_module
 from train.strategy.batches import resolve_batches
-from train.strategy.deepspeed_json import read_config, resolve_config
+from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config, resolve_config
 from train.strategy.launch import Launch, read_launch
 from train.strategy.strategy import read_strategy
 
@@ -146,6 +146,14 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 3}}}, ["ratio = 3"]),
         ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, ["compute_grad_norm = false", "Remove it"]),
+        ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel is not supported", "data-parallel"]),
+        ({"sequence_parallel_size": 2}, ["sequence_parallel_size is not supported"]),
+        ({"pipeline": {"stages": 2}}, ["pipeline is not supported"]),
+        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning is not supported", "order of samples"]),
+        ({"data_efficiency": {"enabled": True}}, ["data_efficiency is not supported"]),
+        ({"amp": {"enabled": True}}, ["amp is not supported: DeepSpeed 0.19 has removed it"]),
+        ({"data_types": "fp32"}, ['data_types = "fp32"', "expected an object"]),
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
@@ -153,6 +161,36 @@ def test_wrong_types_and_unknown_keys(tmp_path, content, words):
         resolve(tmp_path, content, recipe())
     for word in words:
         assert word in caught.value.report(), caught.value.report()
+
+
+def test_keys_that_are_refused_are_those_that_deepspeed_has_removed():
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS as REMOVED
+
+    assert len(REMOVED) >= 8
+    assert not KNOWN_KEYS & REMOVED.keys()
+    assert not KNOWN_KEYS & REFUSED_KEYS.keys()
+
+
+@pytest.mark.parametrize("name", ["fp32", "torch.float32"])
+def test_deepspeeds_other_bf16_optimizer_is_refused(launched, tmp_path, name):
+    """It has none of the methods around which an update is judged."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    assert not hasattr(BF16_Optimizer, "_update_scale")
+    path = tmp_path / "mine.json"
+
+    def read(stage: int, precision: str, **zero):
+        zero = {"stage": stage, **zero}
+        path.write_text(json.dumps({"zero_optimization": zero, "data_types": {"grad_accum_dtype": name}}))
+        variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+        launched({}, **variables)
+        return read_strategy(recipe(precision=precision))
+
+    with pytest.raises(UserError, match=r"grad_accum_dtype = .* under ZeRO-1 and bf16 .*Set zero_optimization\.stage to 2"):
+        read(1, "bf16")
+    assert read(2, "bf16").deepspeed["data_types"] == {"grad_accum_dtype": name}
+    assert read(1, "fp32").precision == "fp32"
+    assert read(1, "bf16", offload_optimizer={"device": "cpu"}).precision == "bf16"
 
 
 def test_a_pair_is_found_from_another_folder(monkeypatch, tmp_path):

@@ -18,24 +18,33 @@ from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 ADAM_NAMES = ("adam", "adamw")
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
 KNOWN_KEYS = {
-    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comms_logger",
-    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
-    "data_efficiency", "data_types", "disable_allgather", "dump_state", "eigenvalue", "elasticity", "flops_profiler",
-    "fp16", "fp32_allreduce", "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor",
-    "memory_breakdown", "optimizer", "prescale_gradients", "progressive_layer_drop", "scheduler",
-    "sequence_parallel_size", "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel",
-    "tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wandb",
-    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
-    "seq_parallel_communication_data_type", "use_data_before_expert_parallelism", "pipeline", "nebula", "zenflow",
-    "load_universal_checkpoint", "comet", "weight_quantization", "vocabulary_size", "load_from_fp32_weights",
+    "activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_types", "disable_allgather", "dump_state",
+    "flops_profiler", "fp16", "fp32_allreduce", "gradient_accumulation_steps", "gradient_clipping",
+    "gradient_predivide_factor", "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
+    "steps_per_print", "tensorboard", "timers", "torch_autocast", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "wandb", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization", "zenflow", "load_universal_checkpoint", "comet",
+    "weight_quantization", "vocabulary_size", "load_from_fp32_weights",
+}  # fmt: skip
+_ONE_DIMENSION = "every process is a data-parallel one here, and would count samples that others count too"
+_DATA = "it belongs to DeepSpeed's own data loader, and the order of samples is this program's"
+REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot be used
+    "tensor_parallel": _ONE_DIMENSION, "pipeline": _ONE_DIMENSION, "sequence_parallel_size": _ONE_DIMENSION,
+    "seq_parallel_communication_data_type": _ONE_DIMENSION, "expert_parallel": _ONE_DIMENSION,
+    "use_data_before_expert_parallelism": _ONE_DIMENSION, "data_efficiency": _DATA, "curriculum_learning": _DATA,
+    **dict.fromkeys(("amp", "compression_training", "eigenvalue", "elasticity", "nebula", "progressive_layer_drop",
+                     "sparse_attention", "sparse_gradients"), "DeepSpeed 0.19 has removed it"),
 }  # fmt: skip
 EXAMPLES = {
+    "data_types": '{"grad_accum_dtype": "fp32"}',
     "bf16": '{"enabled": "auto"}',
     "fp16": '{"enabled": "auto"}',
     "zero_optimization": '{"stage": 2}',
     "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
     "scheduler": '{"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}',
 }
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's DtypeEnum
 SCHEDULERS = {  # DeepSpeed's names -> the recipe's
     "WarmupDecayLR": ("linear",),
     "WarmupLR": ("constant", "constant_with_warmup"),
@@ -63,7 +72,7 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
     problems = [f"{path}: {problem}" for problem in [*_strings_for_values(config), *_unknown_keys(config)]]
-    for name in ("bf16", "fp16", "zero_optimization", "optimizer", "scheduler"):
+    for name in EXAMPLES:
         if not isinstance(config.get(name, {}), dict):
             shown = json.dumps(config[name])
             problems.append(f"{path}: {name} = {shown}: expected an object, e.g. {EXAMPLES[name]}")
@@ -123,6 +132,11 @@ def _zero_problems(section: Any) -> list[str]:
     from deepspeed.runtime.zero import config as deepspeed
     from pydantic import ValidationError
 
+    if section.get("compute_grad_norm") is False:
+        return [
+            "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be judged before "
+            "the weights move. Remove it"
+        ]
     stated = {key: value for key, value in section.items() if value != "auto"}
     try:
         deepspeed.DeepSpeedZeroConfig(**stated)
@@ -149,7 +163,8 @@ def _zero_problem(found: dict, parts: dict[str, type], whole: type) -> str:
 
 def _unknown_keys(config: dict) -> list[str]:
     problems = []
-    for key in config.keys() - KNOWN_KEYS:
+    problems += [f"{key} is not supported: {REFUSED_KEYS[key]}. Remove it" for key in config.keys() & REFUSED_KEYS]
+    for key in config.keys() - KNOWN_KEYS - REFUSED_KEYS.keys():
         close = nearest(key, KNOWN_KEYS)
         remedy = f"Did you mean {close}?" if close else "Remove it"
         problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
@@ -287,6 +302,24 @@ def stated_precision(config: dict, source: str) -> str | None:
     if len(on) == 2:
         raise UserError(f'{source}: bf16 and fp16 are both enabled. Keep one, or write "auto" in both')
     return on[0] if on else ("fp32" if len(off) == 2 else None)
+
+
+def refuse_another_optimizer(config: dict, source: str, precision: str) -> None:
+    """Refuse what makes DeepSpeed take its BF16_Optimizer (runtime/engine.py, _do_optimizer_sanity_check).
+
+    That one has neither the norm nor the decision about overflow between which an update is judged (engine.py).
+
+    Raises:
+        UserError: gradients are to be added up in fp32 under ZeRO-1 and bf16, without offload.
+    """
+    zero, accumulated = config["zero_optimization"], config.get("data_types", {}).get("grad_accum_dtype")
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if zero.get("stage") == 1 and precision == "bf16" and accumulated in FP32_NAMES and not offloads:
+        raise UserError(
+            f"{source}: data_types.grad_accum_dtype = {accumulated!r} under ZeRO-1 and bf16 is not supported: there "
+            "DeepSpeed uses another optimizer, in which no update can be refused. Set zero_optimization.stage to 2, "
+            "or remove grad_accum_dtype"
+        )
 
 
 def adopt_scheduler(config: dict, source: str, recipe) -> None:

@@ -13,7 +13,7 @@ from train.recipe.errors import UserError
 from train.recipe.options import Recipe
 from train.strategy.batches import Batches, resolve_batches
 from train.strategy.builds import drop_abandoned_locks
-from train.strategy.deepspeed_json import read_config, resolve_config, stated_precision
+from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -207,6 +207,7 @@ def read_strategy(recipe: Recipe) -> Strategy:
     resolved, batches = resolve_config(config, source, recipe, launch)
     strategy = Strategy(launch, batches, recipe.precision, resolved, source)
     strategy.use_precision(recipe.precision)
+    refuse_another_optimizer(resolved, source, recipe.precision)
     return strategy
 
 
