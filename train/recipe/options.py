@@ -221,7 +221,9 @@ class OptimizerOptions(Recipe):
     )
     num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
     warmup_ratio: float | None = option(
-        None, "Warm-up as a share of the updates of the schedule (lr_decay_steps, else all).", minimum=0,
+        None,
+        "Warm-up as a share of the updates of the schedule (lr_decay_steps, else all).",
+        minimum=0,
         aliases=("lr_warmup_fraction",),
     )
     min_lr_ratio: float = option(
