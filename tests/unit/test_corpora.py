@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import platform
 import shutil
 import struct
 from pathlib import Path
@@ -322,7 +323,7 @@ def test_most_held_out_samples(tokenised, tmp_path):
 def test_an_index_is_whole_or_not_there(tokenised, tmp_path):
     whole = prepared(tokenised, tmp_path / "x").train[3]["input_ids"].tolist()
     (index,) = [path for path in (tmp_path / "x").iterdir() if path.is_dir()]
-    partial = index.with_name(f"{index.name}.partial")
+    partial = index.with_name(f"{index.name}.partial-{platform.node()}")
     index.rename(partial)  # as a kill leaves it
     for file in partial.glob("*.npy"):
         file.write_bytes(file.read_bytes()[:60])

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
 import warnings
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from train.data.corpus import INDICES, Corpus, megatron
 from train.data.pack import Contents, Sample
 from train.model.loss import IGNORE
 from train.recipe.errors import UserError
+from train.recipe.files import is_there, put_in_place
 from train.recipe.tasks import RESETS
 
 TRAINING, HELD_OUT, TEST = range(3)
@@ -188,14 +190,14 @@ def build(
     ends = _Ends(rows, eod)
     folder = root / _name(blend, sizes, eod)
     try:
-        if not folder.is_dir():
+        if not is_there(folder):
             root.mkdir(parents=True, exist_ok=True)
             with one_process_at_a_time(str(root)):
-                if not folder.is_dir():  # whole, or not there at all: a killed run leaves no half of an index
-                    partial = folder.with_name(f"{folder.name}.partial")
+                if not is_there(folder):  # whole, or not there at all: a killed run leaves no half of an index
+                    partial = folder.with_name(f"{folder.name}.partial-{platform.node()}")
                     shutil.rmtree(partial, ignore_errors=True)
                     _datasets(blend, sizes, ends, flags, partial)
-                    partial.rename(folder)
+                    put_in_place(partial, folder)
         found = _datasets(blend, sizes, ends, flags, folder)
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))

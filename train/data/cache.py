@@ -1,10 +1,11 @@
 """Where prepared data lives, and how the processes of a machine share the work of preparing it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.recipe.files import is_shared
 from train.recipe.options import SourceOptions
 
 
@@ -18,8 +19,26 @@ def cache_root(cache_dir: str | None) -> Path:
 
 
 def prepare_anew(recipe: SourceOptions) -> bool:
-    """Whether this process is to leave the cache aside: the first one, where the recipe asks for it."""
-    return recipe.overwrite_cache and int(os.environ.get("RANK", "0")) == 0
+    """Whether this process may put new tables in the place of cached ones: where the recipe asks for it.
+
+    A cache of the machine's own is renewed on each machine, by the process that comes first (`made_by_this_launch`);
+    one that machines share by rank 0 alone, since others may have mapped what a second one would replace.
+    """
+    return recipe.overwrite_cache and (_rank() == 0 or not is_shared(cache_root(recipe.cache_dir)))
+
+
+def made_by_this_launch(files: Iterable[Path]) -> bool:
+    """Whether some of these files are younger than the launcher of this machine's processes, which all of them ask."""
+    import psutil
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    began = psutil.Process(os.getppid()).create_time()
+    return any(file.stat().st_mtime >= began for file in files)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 @contextmanager
@@ -33,7 +52,7 @@ def one_process_at_a_time(cache_dir: str | None) -> Iterator[None]:
 
     root = cache_root(cache_dir)
     root.mkdir(parents=True, exist_ok=True)
-    if int(os.environ.get("RANK", "0")) != 0:
+    if _rank() != 0:
         from datasets.utils import disable_progress_bars
 
         disable_progress_bars()

@@ -28,6 +28,7 @@ FORMATS = {
 }  # fmt: skip
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
+FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file")
 HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 
@@ -234,6 +235,19 @@ def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> di
 
 
 # --------------------------------------------------------------------------------------------------------------- files
+
+
+def files_and_sizes(recipe) -> dict[str, str]:
+    """{option that names data: how many files it names here, their bytes, and a hash of their names and sizes}."""
+    named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
+    files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
+    corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]
+    found = {}
+    for option, paths in {**files, **({"data_path": corpora} if corpora else {})}.items():
+        sizes = [(path.name, path.stat().st_size) for path in paths]
+        digest = sha256(repr(sizes).encode()).hexdigest()[:8]
+        found[option] = f"{len(sizes):,} of {sum(size for _, size in sizes):,} bytes (names and sizes: {digest})"
+    return found
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:

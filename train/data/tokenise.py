@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
+from train.data.cache import made_by_this_launch
 from train.data.texts import NO_TEXT
 from train.recipe.errors import UserError
 
@@ -64,7 +65,7 @@ def encode_table(
         num_proc=workers,
         remove_columns=dataset.column_names,
         features=features,
-        load_from_cache_file=not overwrite,
+        load_from_cache_file=not overwrite or made_by_this_launch(cache.glob(f"tokens-{name}*.arrow")),
         cache_file_name=str(cache / f"tokens-{name}.arrow"),
         new_fingerprint=name,
         desc="Tokenising",

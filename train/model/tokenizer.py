@@ -2,11 +2,12 @@
 
 import hashlib
 import os
-import shutil
+import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from train.recipe.errors import UserError
+from train.recipe.files import is_there, put_in_place
 from train.recipe.options import ModelOptions
 
 END_OF_TEXT = "<|endoftext|>"
@@ -87,7 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
 
     name = hashlib.sha256(f"bpe-1 {vocab_size} {key}{' pairs-2' if pairs else ''}".encode()).hexdigest()[:20]
     folder = cache / f"tokenizer-{name}"
-    if not folder.is_dir():
+    if not is_there(folder):
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
         bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
         bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=list(dict.fromkeys(roles.values())))
@@ -95,10 +96,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
             bpe._tokenizer.post_processor = _marks(bpe)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
         trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **roles, **names)
-        partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+        partial = folder.with_name(f"{folder.name}.partial-{platform.node()}-{os.getpid()}")
         trained.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        put_in_place(partial, folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if len(tokenizer) < vocab_size:
         raise UserError(

@@ -19,7 +19,8 @@ import torch
 
 from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
-from train.run.checkpoints import STATE, Checkpoints, flaw
+from train.recipe.files import SECONDS_TO_APPEAR, appears, is_there
+from train.run.checkpoints import MANIFEST, STATE, Checkpoints, flaw
 from train.run.state_files import (
     StateFiles,
     entries_of_shares,
@@ -28,9 +29,9 @@ from train.run.state_files import (
     write_progress,
     write_share,
 )
+from train.strategy.machines import SHARED_REMEDY, check_same, everyones
 from train.strategy.state import KINDS
 
-SECONDS_FOR_THE_FILES_OF_OTHERS = 60  # until what another host has written is to be seen here
 Fill = Callable[[Path, dict[str, torch.Tensor] | None], None]
 
 
@@ -185,28 +186,30 @@ class Saver:
         Raises:
             UserError: the one that is named is no whole checkpoint.
         """
-        found: tuple[Path | None, list[str], str | None] = (None, [], None)
+        candidates = []
         if self.engine.is_main:
-            found = self._newest_whole() if wanted == "auto" else self._named(Path(wanted).expanduser())
-        folder, warnings, problem = self.engine.from_main(found)
-        if problem:
-            raise UserError(problem)
-        return folder, warnings
-
-    def _newest_whole(self) -> tuple[Path | None, list[str], None]:
+            is_named = wanted != "auto"
+            candidates = [Path(wanted).expanduser().resolve()] if is_named else list(self.checkpoints.resumable())
         warnings = []
-        for folder in self.checkpoints.resumable():
-            problem = flaw(folder)
+        for folder in self.engine.from_main(candidates):
+            problem = self._flaw(folder)
             if problem is None:
-                return folder, warnings, None
+                return folder, warnings
+            if wanted != "auto":
+                raise UserError(f"resume = {wanted!r}: {problem}. Name another")
             warnings.append(f"warning   {folder} is not used: {problem}")
-        return None, warnings, None
+        return None, warnings
 
-    def _named(self, folder: Path) -> tuple[Path | None, list[str], str | None]:
-        problem = named_checkpoint_problem(folder) or flaw(folder)
-        if problem:
-            return None, [], f"resume = {str(folder)!r}: {problem}. Name another"
-        return folder.resolve(), [], None
+    def _flaw(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint. Each rank reads a part of its files, and must see what rank 0 sees."""
+        engine, manifest = self.engine, folder / MANIFEST
+        problem = named_checkpoint_problem(folder) or (None if is_there(manifest) else f"{MANIFEST} is missing")
+        if problem := engine.from_main(problem):
+            return problem
+        seen = appears(lambda: is_there(manifest))
+        check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_REMEDY)
+        problems = everyones(flaw(folder, engine.accelerator.process_index, engine.world_size))
+        return next(filter(None, problems), None)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Put a checkpoint's state into the engine. Returns the progress of its run.
@@ -279,7 +282,7 @@ class _Save:
 
     def conclude(self, failure: str | None) -> str | None:
         """On the main process, once every rank's share is written or has failed. Returns what failed, if anything."""
-        self._until = 0.0 if failure else time.perf_counter() + SECONDS_FOR_THE_FILES_OF_OTHERS
+        self._until = 0.0 if failure else time.perf_counter() + SECONDS_TO_APPEAR
         self._thread.join()
         failure = failure or self.failure
         if failure:

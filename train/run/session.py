@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
+from train.recipe.files import appears, is_there
 from train.recipe.options import TrainingRecipe
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
@@ -21,9 +22,11 @@ from train.run.schedule import make_schedule
 from train.run.stopping import FAULT, Stop, exit_code
 from train.run.timeline import Timeline
 from train.run.witness import Witness, died_elsewhere
-from train.strategy.strategy import Strategy, read_strategy
+from train.strategy.machines import SHARED_REMEDY, check_same
+from train.strategy.strategy import COLLECTIVE_TIMEOUT, Strategy, read_strategy
 
 EXIT_OTHER_DIED = 1  # whoever died first has the cause
+LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 
 
 def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Session":
@@ -124,18 +127,47 @@ class Session:
         logging.getLogger("transformers.modeling_utils").addFilter(
             lambda line: "attention_mask" not in line.getMessage()
         )
-        self.witness.phase("load", patience=math.inf)
-        minutes = self.recipe.watchdog_minutes
+        self.witness.phase("load", patience=LONG)
+        silence = timedelta(minutes=self.recipe.watchdog_minutes)
         self.accelerator = self.strategy.accelerator(
-            timedelta(minutes=minutes + 5) if minutes else None,  # the witness is to speak first
+            max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the witness is to speak first
             log_with=self.trackers or None,
             project_dir=str(self.folder.path),
         )
         from train.run.memory_report import resident_bytes
 
         self.program_bytes = resident_bytes()
+        self._check_machines()
         self.timeline.mark("process group")
         return self.accelerator
+
+    def _check_machines(self) -> None:
+        """See that all ranks train the same run on the same files.
+
+        Raises:
+            UserError: one does not; it names the machine.
+        """
+        from train.data.sources import files_and_sizes
+        from train.run.folder import identity
+
+        recipe = self.recipe
+        options = identity(recipe, self.strategy.batches.global_batch)
+        check_same({f"option {name}": value for name, value in options.items()},
+                   "Start all machines with the same recipe and options")  # fmt: skip
+        check_same({f"{name} (files and their bytes)": files for name, files in files_and_sizes(recipe).items()},
+                   "Copy the data to all machines, or put it where all of them see it")  # fmt: skip
+        check_same({f"run to resume in output_dir = {str(self.folder.path)!r}": self.origin.wanted},
+                   SHARED_REMEDY)  # fmt: skip
+
+    def _check_output_folder(self) -> None:
+        """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
+        if self.recipe.save_strategy == "no":
+            return
+        written = self.folder.path / "recipe.yaml"
+        text = self.engine.from_main(written.read_text() if self.main else None)
+        seen = appears(lambda: is_there(written) and written.read_text() == text)
+        view = f"view of output_dir = {str(self.folder.path)!r}"
+        check_same({view: "the run" if seen else "no such run"}, f"{SHARED_REMEDY}, or --save_strategy no")
 
     def add_adapter(self, model) -> None:
         """Freeze the model and put a LoRA adapter into it, where the recipe asks for one.
@@ -155,7 +187,7 @@ class Session:
         from train.strategy.engine import prepare_engine
 
         recipe = self.recipe
-        self.witness.phase("prepare", patience=math.inf)
+        self.witness.phase("prepare", patience=LONG)
         if recipe.gradient_checkpointing:
             model.activation_checkpointing_enable()  # of a frozen model it lets gradients into the first block
         if recipe.torch_compile:
@@ -216,6 +248,7 @@ class Session:
         self.witness.advise(host_advice(recipe, self.strategy, engine, self.row_tokens))
         self.best = make_best(recipe, job.figures, job.evaluate is not None)
         self.keeper = keeper = Keeper(self, job, tokenizer, self.best)
+        check_same({"training data": keeper.data}, "Give all machines the same data and the same packages")
         keeper.resume()
         if self.main:
             self.environment = describe_environment(self.strategy.launch.command, engine.device)
@@ -223,6 +256,7 @@ class Session:
             size = self.strategy.batches.global_batch
             updates, goes_on_from = keeper.done.updates, keeper.goes_on_from
             self.folder.start(recipe, size, effective, self.environment, updates, goes_on_from)
+        self._check_output_folder()
         keeper.bring_the_best()
         note = start_trackers(self.accelerator, self.trackers, recipe, self.folder.path, self.task, keeper.done)
         if note:
@@ -308,7 +342,7 @@ class Session:
             self.say("", *self.keeper.why_stopped(self.stopped, self.length.num_updates))
             return
 
-        self.witness.phase("export", patience=math.inf)
+        self.witness.phase("export", patience=LONG)
         load_best = self.keeper.loads_best
         state = None if load_best else self.weights()
         if self.main:

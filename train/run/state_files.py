@@ -9,6 +9,7 @@ Nothing here is ever unpickled.
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def entries_of_shares(folder: Path) -> dict[str, dict[str, Any]]:
 
 def missing_shares(folder: Path, world_size: int) -> list[int]:
     """The ranks that have not finished writing."""
-    return [rank for rank in range(world_size) if not _file(folder, rank).with_suffix(".json").is_file()]
+    written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a single name was absent
+    return [rank for rank in range(world_size) if _file(folder, rank).with_suffix(".json").name not in written]
 
 
 def write_progress(folder: Path, progress: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-SHARED = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
+from train.recipe.files import is_shared
 
 
 def abandoned_locks(since: float = 0.0) -> list[Path]:
@@ -23,7 +23,7 @@ def abandoned_locks(since: float = 0.0) -> list[Path]:
         with suppress(OSError):
             if lock.stat().st_mtime >= since:
                 found.append(lock.resolve())
-    if not found or _is_shared(root):
+    if not found or is_shared(root):
         return []
     held = _open_files()
     return [lock for lock in found if lock not in held]
@@ -35,16 +35,6 @@ def drop_abandoned_locks() -> list[Path]:
     for lock in locks:
         lock.unlink(missing_ok=True)
     return locks
-
-
-def _is_shared(folder: Path) -> bool:
-    """Whether other machines may see this folder."""
-    import psutil
-
-    folder = folder.resolve()
-    around = [disk for disk in psutil.disk_partitions(all=True) if folder.is_relative_to(disk.mountpoint)]
-    kind = max(around, key=lambda disk: len(disk.mountpoint)).fstype if around else ""
-    return kind.startswith(SHARED)
 
 
 def _default_root() -> Path:

@@ -16,7 +16,9 @@ from train.strategy.builds import drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
+# that is read or written, an export. A rank that hangs is found by its watchdog.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
 
 
 @dataclass

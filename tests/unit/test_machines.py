@@ -1,0 +1,194 @@
+"""Several machines: caches that some share and some do not, and views that differ."""
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed as dist
+from helpers import refusal
+from test_saving import Alone, fill
+
+from train.data import cache
+from train.data.blend import put_in_place
+from train.recipe import ClmRecipe
+from train.recipe.files import appears, is_shared, is_there
+from train.run import saving
+from train.run.checkpoints import ASKED, Checkpoints
+from train.run.saving import Saver
+from train.strategy import machines
+from train.strategy.machines import check_same
+from train.strategy.strategy import COLLECTIVE_TIMEOUT
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Runs a function of the rank on several ranks at once, as threads; returns what each has returned or said."""
+
+    def run(function, count: int = 2) -> list:
+        values, meeting, rank_of = [None] * count, threading.Barrier(count, timeout=60), threading.local()
+
+        def gather(found: list, value) -> None:
+            values[rank_of.number] = value
+            meeting.wait()
+            found[:] = values
+            meeting.wait()
+
+        for name, replacement in (
+            ("is_initialized", lambda: True),
+            ("get_world_size", lambda: count),
+            ("all_gather_object", gather),
+        ):
+            monkeypatch.setattr(dist, name, replacement)
+        monkeypatch.setattr(machines.platform, "node", lambda: f"machine{rank_of.number}")
+        said = [None] * count
+
+        def work(rank: int) -> None:
+            rank_of.number = rank
+            try:
+                said[rank] = function(rank)
+            except Exception as error:
+                said[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    return run
+
+
+def test_the_machine_that_differs_is_named_on_all_ranks(ranks):
+    facts = [{"data": "10 files", "seed": 1}, {"data": "10 files", "seed": 1}, {"data": "9 files", "seed": 1}]
+    said = ranks(lambda rank: refusal(check_same, facts[rank], "Copy it"), 3)
+    assert set(said) == {
+        "error: rank 2, on machine machine2, has another data than rank 0, on machine machine0: 9 files, and there "
+        "10 files. Copy it"
+    }
+    assert ranks(lambda rank: check_same(facts[0], "Copy it"), 3) == [None] * 3
+
+
+class OneOf(Alone):
+    """An engine of one of two ranks that are threads."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.world_size, self.is_main, self.accelerator = 2, rank == 0, SimpleNamespace(process_index=rank)
+
+    def from_main(self, value):
+        return machines.everyones(value)[0]
+
+
+def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(ranks, tmp_path, monkeypatch):
+    alone = Saver(Checkpoints(tmp_path), Alone())
+    for update in (5, 9):
+        alone.save(update, ASKED, fill, alone.engine.weights, {"updates": update}, False)
+        assert not alone.settle()
+    read, whole = [], saving.flaw
+
+    def flaw(folder: Path, rank: int, num_ranks: int):
+        read.append((folder.name, rank, num_ranks))
+        return whole(folder, rank, num_ranks)
+
+    monkeypatch.setattr(saving, "flaw", flaw)
+
+    def choose(rank: int):
+        return Saver(Checkpoints(tmp_path), OneOf(rank)).choose("auto")
+
+    newest = tmp_path / "update_00000009"
+    assert ranks(choose) == [(newest, [])] * 2
+    assert sorted(read) == [(newest.name, 0, 2), (newest.name, 1, 2)]
+    assert len(list((newest / "state").iterdir())) + len(list((newest / "model").iterdir())) >= 3
+    for file in [path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json"]:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # whoever reads it: all leave the checkpoint
+        said = ranks(choose)
+        assert said[0] == said[1], said
+        assert said[0][0] == tmp_path / "update_00000005"
+        assert file.name in said[0][1][0]
+        file.write_bytes(content)
+
+
+def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, monkeypatch):
+    saver = Saver(Checkpoints(tmp_path / "0"), Alone())
+    saver.save(5, ASKED, fill, saver.engine.weights, {"updates": 5}, False)
+    assert not saver.settle()
+    this_rank = threading.local()
+
+    def seen(path: Path) -> bool:
+        return this_rank.number == 0 and is_there(path)
+
+    monkeypatch.setattr(saving, "is_there", seen)
+    monkeypatch.setattr(saving, "appears", lambda look: appears(look, 0.1))
+
+    def choose(rank: int):
+        this_rank.number = rank
+        return refusal(Saver(Checkpoints(tmp_path / "0"), OneOf(rank)).choose, "auto")
+
+    first, second = ranks(choose)
+    assert first == second
+    assert "rank 1, on machine machine1, has another view of" in first
+    assert "output_dir must be on a file system that all machines share" in first
+
+
+# ------------------------------------------------------------------------------------------------------------- caches
+
+
+def test_who_renews_a_cache(monkeypatch, tmp_path):
+    """On a disk of the machine's own each machine does, on a shared one rank 0 alone."""
+    recipe = ClmRecipe(cache_dir=str(tmp_path), overwrite_cache=True)
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setattr(cache, "is_shared", lambda folder: False)
+    assert cache.prepare_anew(recipe)
+    monkeypatch.setattr(cache, "is_shared", lambda folder: True)
+    assert not cache.prepare_anew(recipe)
+    monkeypatch.setenv("RANK", "0")
+    assert cache.prepare_anew(recipe)
+    assert not cache.prepare_anew(ClmRecipe(cache_dir=str(tmp_path)))
+
+
+def test_what_this_launch_has_renewed_is_not_renewed_again(monkeypatch, tmp_path):
+    table = tmp_path / "tokens.arrow"
+    table.write_text("")
+    launched = psutil.Process(os.getppid()).create_time()
+    for world_size, age, expected in ((2, 5, True), (2, -5, False), (1, 5, False)):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        os.utime(table, (launched + age, launched + age))
+        assert cache.made_by_this_launch([table]) is expected
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("nfs4", True), ("lustre", True), ("ext4", False), ("overlay", False)])
+def test_file_systems_that_machines_share(monkeypatch, tmp_path, kind, shared):
+    disks = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: disks)
+    assert is_shared(tmp_path / "cache") is shared
+
+
+def test_a_folder_that_another_machine_has_made_first_stays(tmp_path):
+    for name in ("mine.partial", "index"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    put_in_place(tmp_path / "mine.partial", tmp_path / "index")
+    assert (tmp_path / "index" / "file").read_text() == "index"
+    assert not (tmp_path / "mine.partial").exists()
+    with pytest.raises(OSError, match="No such file"):
+        put_in_place(tmp_path / "mine.partial", tmp_path / "other")
+
+
+def test_what_appears_late_is_waited_for(tmp_path):
+    looks = iter([False, False, True])
+    assert appears(lambda: next(looks), 60)
+    assert not appears(lambda: is_there(tmp_path / "never" / "here"), 0.0)
+
+
+def test_collectives_wait_longer_than_the_watchdog_is_patient():
+    """While rank 0 writes, reads or exports, the others wait for it in a collective."""
+    from datetime import timedelta
+
+    from train.run.session import LONG
+
+    assert timedelta(minutes=ClmRecipe().watchdog_minutes) * LONG < COLLECTIVE_TIMEOUT
