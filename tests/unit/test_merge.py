@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from train.cli import main
+from train.model.adapters import find_base, open_adapter
 from train.model.base_weights import differs, sample_weights
+from train.recipe import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft on the odd adapters that are made here
 
@@ -130,9 +132,24 @@ def test_the_merged_folder_is_base_and_adapter(build, family, capsys):
     assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= {
         file.name for file in output.iterdir()
     }
-    assert str(case.base) in (output / "README.md").read_text()
+    card = (output / "README.md").read_text()
+    assert f"base_model: {case.base.name}" in card
+    assert str(case.base.parent) not in card, "no path of this machine"
     assert "content" in AutoTokenizer.from_pretrained(output).chat_template
     assert not list(output.parent.glob("*partial*"))
+
+
+def test_a_base_of_which_the_name_is_left_is_found_in_the_runs_recipe(build, tmp_path):
+    """A run writes no path of its machine into the adapter; its recipe.yaml, one folder up or three, has it."""
+    case = build("llama")
+    case.edit("adapter_config.json", lambda content: content.update(base_model_name_or_path=f"./{case.base.name}"))
+    for place in ("model", "checkpoints/update_00000005/model"):
+        run = tmp_path / f"run of {place.partition('/')[0]}"
+        shutil.copytree(case.adapter, run / place)
+        (run / "recipe.yaml").write_text(f"model_name_or_path: {case.base}\n")
+        assert find_base(open_adapter(str(run / place)))[1] == str(case.base)
+    with pytest.raises(UserError, match=r"name it with --base"):
+        find_base(open_adapter(str(case.adapter)))
 
 
 @pytest.mark.parametrize(

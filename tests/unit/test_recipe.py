@@ -146,3 +146,16 @@ def test_the_recipe_room_is_light():
 
     code = "import sys, train.recipe; print([m for m in ('torch', 'accelerate', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_what_is_published_has_no_folder_of_this_machine():
+    recipe = ClmRecipe(
+        train_file=["/home/me/my texts/a.txt", "data/*.txt"], data_path="0.3 /home/me/a_document 0.7 /home/me/b_document",
+        model_name_or_path="/models/llama", tokenizer_name="org/name", output_dir="outputs/x", sample_prompt="/etc is",
+    )  # fmt: skip
+    published = recipe.to_publish()
+    assert published["train_file"] == ["a.txt", "data/*.txt"]
+    assert published["data_path"] == "0.3 a_document 0.7 b_document"
+    assert (published["model_name_or_path"], published["tokenizer_name"]) == ("llama", "org/name")
+    assert (published["output_dir"], published["sample_prompt"]) == ("outputs/x", "/etc is")
+    assert published.keys() == recipe.to_dict().keys()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from train.model.stored import (
     ADAPTER_PREFIX,
     has_tokenizer,
@@ -169,7 +171,7 @@ def find_base(
     file = folder.path / "adapter_config.json"
     option, name = base_option, base
     if not base:
-        option, name = f"base_model_name_or_path in {file}", folder.settings.get("base_model_name_or_path")
+        option, name = f"base_model_name_or_path in {file}", _named_base(folder)
     if not name:
         raise UserError(
             f"{file} names no base (base_model_name_or_path is empty): name it with {named_with}. "
@@ -182,6 +184,20 @@ def find_base(
         return option, name, read_config(option, name, trust_remote_code, **_revision(folder, base))
     except UserError as error:
         raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it with {named_with}") from None
+
+
+def _named_base(folder: AdapterFolder) -> str | None:
+    """The base that an adapter names: a hub name, or a folder. One of which only the name is left (lora.py, _origin)
+    is looked for in the recipe.yaml of the run that made the adapter."""
+    name = folder.settings.get("base_model_name_or_path")
+    if not name or not name.startswith("./") or Path(name).is_dir():
+        return name
+    for run in list(folder.path.resolve().parents)[:3]:
+        if (run / "recipe.yaml").is_file():
+            trained_on = (yaml.safe_load((run / "recipe.yaml").read_text()) or {}).get("model_name_or_path")
+            if trained_on and Path(trained_on).expanduser().is_dir():
+                return trained_on
+    return name
 
 
 def _revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:

@@ -39,6 +39,7 @@ from train.model.stored import (
     whole_or_nothing,
 )
 from train.recipe.errors import EXIT_USER_ERROR, UserError
+from train.recipe.files import without_folders
 from train.recipe.parse import parse_recipe
 from train.recipe.tools import ConvertOptions, FromMetaOptions, ToMetaOptions, parse_bytes
 
@@ -285,5 +286,5 @@ def _write_card(folder: Path, source: Path, notes: list[str]) -> None:
 
     write_card(folder, "\n".join([
         "---", "library_name: transformers", "tags: [zerofit]", "---", "", f"# {source.resolve().name}, converted", "",
-        f"{source} converted by zerofit {__version__}.", "", "```", *notes, "```", "",
+        f"{without_folders(str(source))} converted by zerofit {__version__}.", "", "```", *notes, "```", "",
     ]))  # fmt: skip

@@ -6,6 +6,7 @@ go on to work with the model that they know. What is left behind is a folder tha
 
 import copy
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -257,8 +258,13 @@ def _inside(model: torch.nn.Module, saved: list[str]) -> list[str]:
 
 
 def _origin(name: str | None) -> str | None:
-    """The base as others will find it: a hub name as it is, a folder by its whole path."""
-    return str(Path(name).expanduser().resolve()) if name and Path(name).expanduser().is_dir() else name
+    """The base as others will find it: a hub name as it is. A folder is no hub name, so it begins with a dot, and an
+    absolute path is left out (train/model/adapters.py finds it again in the run's recipe.yaml)."""
+    path = Path(name or "").expanduser()
+    if not name or not path.is_dir():
+        return name
+    local = path.resolve().name if path.is_absolute() else os.path.normpath(name)
+    return local if local.startswith("..") else f"./{local}"
 
 
 def _base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from train.model.adapters import Adapted, AdapterFolder, load_with_adapter, open_adapter
 from train.model.stored import be_quiet, check_output, read_config, read_model, read_tokenizer, whole_or_nothing
 from train.recipe.errors import UserError, first_line
+from train.recipe.files import without_folders
 from train.recipe.parse import parse_recipe
 from train.recipe.tools import MergeOptions
 
@@ -242,10 +243,11 @@ def _card(model, folder: AdapterFolder, adapted: Adapted, notes: list[str]) -> s
 
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = {name: folder.settings.get(name) for name in of_adapter}
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype, base = str(model.dtype).removeprefix("torch."), without_folders(adapted.base)
+    merged = f"The LoRA adapter {without_folders(str(folder.path))} merged into {base} in {dtype}"
     return "\n".join([
-        "---", "library_name: transformers", f"base_model: {adapted.base}", "tags: [zerofit]", "---", "",
+        "---", "library_name: transformers", f"base_model: {base}", "tags: [zerofit]", "---", "",
         f"# {_name(folder.path)}, merged", "",
-        f"The LoRA adapter {folder.path} merged into {adapted.base} in {dtype} by zerofit {__version__}.", "",
+        f"{merged} by zerofit {__version__}.", "",
         "```", *notes, "```", "", "```json", json.dumps(settings, indent=2), "```", "",
     ])  # fmt: skip

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # File systems that other machines may see as well (psutil's fstype begins with one of these).
 SHARED = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
@@ -41,6 +42,18 @@ def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> boo
             return False
         time.sleep(0.2)
     return True
+
+
+def without_folders(value: Any) -> Any:
+    """An option's value as others may see it: of absolute paths in it, alone or in a list, the last name is left."""
+    if isinstance(value, (list, tuple)):
+        return [without_folders(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    words = value.split(" ")  # of data_path: weights and prefixes
+    if sum(map(os.path.isabs, words)) == 1 and os.path.isabs(value):
+        return Path(value).name  # which may hold spaces
+    return " ".join(Path(word).name if os.path.isabs(word) else word for word in words)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.recipe.fields import option
+from train.recipe.files import without_folders
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
+TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold what a user has written
 TRACKERS = ("all", "wandb", "tensorboard", "none")
 
 
@@ -36,6 +38,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def to_publish(self) -> dict[str, Any]:
+        """The same for model cards and trackers, without the folders of this machine."""
+        return {name: value if name in TEXTS else without_folders(value) for name, value in self.to_dict().items()}
 
     def problems(self) -> list[str]:
         """What is wrong with this combination of options; empty if nothing is."""

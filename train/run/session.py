@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
-from train.recipe.files import appears, is_there
+from train.recipe.files import appears, is_there, without_folders
 from train.recipe.options import TrainingRecipe
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
@@ -412,16 +412,17 @@ def model_card(
     task: str, recipe: TrainingRecipe, results: dict[str, Any], environment: dict[str, Any], library: str
 ) -> str:
     """README.md of the exported model: what it is, how it was trained, what was measured."""
-    base = recipe.model_name_or_path
+    public = recipe.to_publish()
+    base = public["model_name_or_path"]
     front = ["---", f"library_name: {library}", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
-    corpora = [prefix for _, prefix in getattr(recipe, "blend", [])]
-    data = recipe.dataset_name or ", ".join(recipe.train_file or corpora)
+    corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
+    data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
     figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
     shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
-    options = {name: value for name, value in recipe.to_dict().items() if recipe.source(name)}
+    options = {name: value for name, value in public.items() if recipe.source(name)}
     return "\n".join([
         *front, "", f"# {recipe.run_name or 'A model trained with zerofit'}", "",
         f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}.", *measured, "",

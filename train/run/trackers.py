@@ -37,7 +37,7 @@ def start_trackers(
     if "wandb" in trackers and not os.environ.get("WANDB_MODE") and not _wandb_login():
         os.environ["WANDB_MODE"] = "offline"
         note = f"wandb: no login found, so the run is kept in {folder / 'wandb'}; `wandb sync` sends it later"
-    config = {name: _plain(value) for name, value in recipe.to_dict().items()}
+    config = {name: _plain(value) for name, value in recipe.to_publish().items()}
     wandb = {"name": recipe.run_name or folder.name, "dir": str(folder)}
     if "wandb" in done.trackers:
         wandb |= {"id": done.trackers["wandb"], "resume": "allow"}
