@@ -150,12 +150,12 @@ def test_the_recipe_room_is_light():
 
 def test_what_is_published_has_no_folder_of_this_machine():
     recipe = ClmRecipe(
-        train_file=["/home/me/my texts/a.txt", "data/*.txt"], data_path="0.3 /home/me/a_document 0.7 /home/me/b_document",
+        train_file=["/home/me/my texts/a.txt", "data/*.txt"], data_path=["0.3", "/me/a_document", "0.7", "/me/b"],
         model_name_or_path="/models/llama", tokenizer_name="org/name", output_dir="outputs/x", sample_prompt="/etc is",
     )  # fmt: skip
     published = recipe.to_publish()
     assert published["train_file"] == ["a.txt", "data/*.txt"]
-    assert published["data_path"] == "0.3 a_document 0.7 b_document"
+    assert published["data_path"] == ["0.3", "a_document", "0.7", "b"]
     assert (published["model_name_or_path"], published["tokenizer_name"]) == ("llama", "org/name")
     assert (published["output_dir"], published["sample_prompt"]) == ("outputs/x", "/etc is")
     assert published.keys() == recipe.to_dict().keys()

@@ -48,12 +48,7 @@ def without_folders(value: Any) -> Any:
     """An option's value as others may see it: of absolute paths in it, alone or in a list, the last name is left."""
     if isinstance(value, (list, tuple)):
         return [without_folders(one) for one in value]
-    if not isinstance(value, str):
-        return value
-    words = value.split(" ")  # of data_path: weights and prefixes
-    if sum(map(os.path.isabs, words)) == 1 and os.path.isabs(value):
-        return Path(value).name  # which may hold spaces
-    return " ".join(Path(word).name if os.path.isabs(word) else word for word in words)
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
