@@ -23,8 +23,8 @@ from train.model.loss import install_loss, model_loss
 from train.model.parameters import flops_per_token
 from train.model.settle import install_chosen_loss, settle_loss
 from train.recipe import ClmRecipe
-from train.run.folder import RunFolder
 from train.run.job import Job
+from train.run.lines import Lines
 from train.run.meters import make_meter
 from train.run.session import Session
 from train.run.timeline import Timeline
@@ -171,8 +171,8 @@ def train_bare(work: Workload, watch: Stopwatch, loss: str) -> None:
         watch.lap()
 
 
-class TimedFolder(RunFolder):
-    """The run's folder, with a lap taken after each line that it has written."""
+class TimedLines(Lines):
+    """A run's metrics.jsonl, with a lap taken after each line that is written."""
 
     def __init__(self, path: Path, watch: Stopwatch):
         super().__init__(path)
@@ -190,7 +190,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
 
     recipe = work.recipe(loss)
     session = Session("clm", recipe, Timeline())
-    session.folder = TimedFolder(session.folder.path, watch)
+    session.folder.metrics = TimedLines(session.folder.metrics.path, watch)
     session.plan(len(work.samples))
     session.start_processes()
     model = build_model(AutoModelForCausalLM, work.config, recipe, session.strategy, recipe.seed)
