@@ -1,7 +1,9 @@
 """The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,8 +83,12 @@ class Engine:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add this micro-batch's gradients; `last` of an update brings the ranks together."""
+    def accumulate(self, last: bool) -> AbstractContextManager:
+        """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add this micro-batch's gradients."""
         raise NotImplementedError
 
     def update(self, number: int, judge: Judge) -> None:
@@ -233,12 +239,12 @@ class TorchEngine(Engine):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model
 
-    def backward(self, loss, last):
-        if last or self.world_size == 1:
-            self.accelerator.backward(loss)
-        else:
-            with self.accelerator.no_sync(self.model):
-                self.accelerator.backward(loss)
+    def accumulate(self, last):
+        # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
+        return self.accelerator.no_sync(self.model) if self.world_size > 1 and not last else contextlib.nullcontext()
+
+    def backward(self, loss):
+        self.accelerator.backward(loss)
 
     def update(self, number, judge):
         for group in self.optimizer.param_groups:
@@ -251,7 +257,8 @@ class TorchEngine(Engine):
             self.optimizer.step()
         elif self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
-        self.optimizer.zero_grad(set_to_none=True)
+        # Of DDP, gradients are views of its buckets and stay so: made anew they would lie in memory beside them.
+        self.optimizer.zero_grad(set_to_none=self.world_size == 1)
 
     @property
     def learning_rate(self):
@@ -325,8 +332,11 @@ class DeepSpeedEngine(Engine):
         setattr(optimizer, norm_of, noted)
         optimizer._update_scale = judged
 
-    def backward(self, loss, last):
+    def accumulate(self, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def update(self, number, judge):

@@ -59,10 +59,11 @@ class Strategy:
             RuntimeError: the processes do not find each other (each would train alone, without a word).
         """
         import torch
-        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
         # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
         warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
             tell_deepspeed_of_a_cpu()
@@ -80,11 +81,14 @@ class Strategy:
                 ]
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
             kwargs["gradient_accumulation_steps"] = self.batches.accumulation
+        # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
+        # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         accelerator = Accelerator(
             cpu=on_cpu and self.deepspeed is None,
             mixed_precision={"fp32": "no"}.get(self.precision, self.precision),
             step_scheduler_with_optimizer=False,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout or COLLECTIVE_TIMEOUT, **backend)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout or COLLECTIVE_TIMEOUT, **backend), ddp],
             **kwargs,
         )
         if accelerator.num_processes != self.launch.world_size:
