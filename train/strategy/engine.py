@@ -10,6 +10,7 @@ import torch
 
 from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
+from train.strategy.buckets import fill_bucket_size
 from train.strategy.state import FlatState, OptimizerState, SharedState, WholeState
 from train.strategy.strategy import Strategy
 
@@ -290,7 +291,8 @@ class DeepSpeedEngine(Engine):
     def _prepare(self, model, recipe):
         from accelerate.utils import DummyOptim, DummyScheduler
 
-        config = self.strategy.deepspeed
+        config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
+        fill_bucket_size(plugin["zero_optimization"], model)
         if "optimizer" in config:  # DeepSpeed builds it from the JSON
             groups = decay_groups(model.parameters(), recipe.weight_decay)
             optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -299,7 +301,7 @@ class DeepSpeedEngine(Engine):
         self.has_scheduler = "scheduler" in config
         prepared = [model, optimizer]
         if self.has_scheduler:
-            self.accelerator.deepspeed_plugin.deepspeed_config["scheduler"] = config["scheduler"]  # resolved by now
+            plugin["scheduler"] = config["scheduler"]  # resolved by now
             prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
         self.engine = self.accelerator.prepare(*prepared)[0]
         self._judge_before_moving(self.engine.optimizer)
