@@ -9,10 +9,10 @@ MOST = 200_000_000  # elements; beyond this a bucket only takes memory
 def fill_bucket_size(zero: dict, model: torch.nn.Module) -> None:
     """Settle `reduce_bucket_size` (elements) of ZeRO-1 and ZeRO-2 in place, where "auto" or nothing stands there.
 
-    accelerate would make the square of the hidden size of "auto", so that each matrix is sent for itself, and DeepSpeed
-    two buffers of 5e8 elements of nothing. A sixteenth of the model makes some twenty messages of a backward pass,
-    which still overlap with it; its two buffers take an eighth of what the gradients of the whole model would. An
-    adapter's gradients are few, and go in one.
+    accelerate would make the square of the hidden size of "auto", so that each matrix is sent for itself; DeepSpeed
+    makes two buffers of 5e8 elements of nothing. A sixteenth of the model makes some twenty messages of a backward
+    pass, which still overlap with it; its two buffers take an eighth of what the gradients of the whole model would.
+    An adapter's gradients are few, and go in one.
     """
     if zero.get("stage") not in (1, 2) or zero.get("reduce_bucket_size", "auto") != "auto":
         return

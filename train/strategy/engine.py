@@ -62,6 +62,11 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
 
 
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; a copy of its own where it is a part of something larger, as under ZeRO-1 and ZeRO-2."""
+    return tensor.to("cpu", copy=tensor.untyped_storage().nbytes() > tensor.nbytes)
+
+
 class Engine:
     """Common to all strategies. Gradients of `backward` are averaged over ranks and summed over micro-batches."""
 
@@ -120,7 +125,9 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
-        raise NotImplementedError
+        if not self.is_main:
+            return None
+        return {name: _on_the_host(tensor.detach()) for name, tensor in self.module.state_dict().items()}
 
     def trained_state(self) -> dict[str, torch.Tensor] | None:
         """The same for the weights that are trained, and no others: each is gathered for itself."""
@@ -279,11 +286,6 @@ class TorchEngine(Engine):
         if loss_scale and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(loss_scale)
 
-    def state_dict(self):
-        if not self.is_main:
-            return None
-        return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
-
 
 class DeepSpeedEngine(Engine):
     """ZeRO of any stage, with or without offload."""
@@ -383,6 +385,8 @@ class DeepSpeedEngine(Engine):
             self.engine.empty_partition_cache()
 
     def state_dict(self):
+        if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
+            return super().state_dict()
         self._before_gathering()
         state = self.accelerator.get_state_dict(self.model)
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None

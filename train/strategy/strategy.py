@@ -31,6 +31,7 @@ class Strategy:
     notes: list[str] = field(default_factory=list)
     plugin: Any = None
     shares_devices: bool = False  # more processes than devices are welcome
+    device: Any = None  # this rank's torch.device, once the processes have started
 
     @property
     def shards_parameters(self) -> bool:
@@ -96,6 +97,7 @@ class Strategy:
                 f"the launcher started {self.launch.world_size} processes, and accelerate sees "
                 f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
             )
+        self.device = accelerator.device
         return accelerator
 
     def _share_devices(self, num_devices: int) -> bool:
@@ -145,6 +147,12 @@ class Strategy:
         import torch
 
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+
+    @property
+    def device_of_weights(self):
+        """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
+        device; None for the CPU, and where each rank keeps a share of them only."""
+        return None if self.shards_parameters or self.device is None or self.device.type == "cpu" else self.device
 
     def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
