@@ -21,6 +21,7 @@ from train.run.saving import Saver
 from train.run.sentinel import IN_A_ROW, Sentinel
 from train.run.stopping import FAULT, SAVE_FAILED, Stop
 from train.strategy.batches import Batches
+from train.strategy.devices import pins_memory
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,7 @@ def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batc
     sampler = MicroBatches(
         order, plan.total_samples, consumed, b.micro_batch, b.accumulation, b.world_size, rank, sort_key
     )
-    workers, pin = recipe.dataloader_num_workers, engine.device.type == "cuda"
-    return iter(loader(samples, sampler, job.collate, workers, pin))
+    return iter(loader(samples, sampler, job.collate, recipe.dataloader_num_workers, pins_memory(engine.device)))
 
 
 def _evaluation_is_due(recipe, plan: Plan, update: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
 from train.strategy.buckets import fill_bucket_size
+from train.strategy.devices import has_fused_adamw
 from train.strategy.state import FlatState, OptimizerState, SharedState, WholeState
 from train.strategy.strategy import Strategy
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # hundreds of launches. So neither is ever freed nor the group destroyed; train.recipe.errors.leave ends the process.
 NEVER_FREED: list["Engine"] = []
 Judge = Callable[[float], bool]
-FUSED_ADAMW_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
 
 def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule") -> "Engine":
@@ -41,7 +41,7 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
         lr=recipe.learning_rate,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
-        fused=True if device.type in FUSED_ADAMW_DEVICES else None,
+        fused=has_fused_adamw(device) or None,
     )
 
 

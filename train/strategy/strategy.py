@@ -39,6 +39,12 @@ class Strategy:
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the host moves the weights."""
+        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
+        return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+    @property
     def describe(self) -> str:
         """One line for the log."""
         processes = self.launch.world_size
@@ -62,14 +68,16 @@ class Strategy:
         import torch
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+        from train.strategy.devices import use_threads_of_share
+
         # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
         warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
             tell_deepspeed_of_a_cpu()
-            if not self.launch.threads_are_the_users:
-                torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        if (on_cpu or self.offloads_optimizer) and not self.launch.threads_are_the_users:
+            use_threads_of_share()
         if on_cpu and self.precision == "fp16":
             raise UserError("precision = fp16 needs a GPU: its loss scaling has no CPU kernels. Use bf16 or fp32")
         grouped = self.launch.world_size > 1 or self.deepspeed is not None
@@ -98,7 +106,16 @@ class Strategy:
                 f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
             )
         self.device = accelerator.device
+        self._hint_at_precision()
         return accelerator
+
+    def _hint_at_precision(self) -> None:
+        from train.strategy.devices import faster_precisions
+
+        ways = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
+        faster = [ways[each] for each in faster_precisions(self.device)] if self.precision == "fp32" else []
+        if faster:
+            self.notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
 
     def _share_devices(self, num_devices: int) -> bool:
         """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
@@ -154,6 +171,15 @@ class Strategy:
         device; None for the CPU, and where each rank keeps a share of them only."""
         return None if self.shards_parameters or self.device is None or self.device.type == "cpu" else self.device
 
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether there is a device, and it does not compute in bf16."""
+        import torch
+
+        from train.strategy.devices import has_bf16
+
+        return torch.accelerator.is_available() and has_bf16(torch.accelerator.current_accelerator()) is False
+
     def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
         if not self.shards_parameters or not hasattr(parameter, "ds_id"):
@@ -177,10 +203,10 @@ class Strategy:
         """
         if not self.shards_parameters:
             return contextlib.nullcontext()
-        import psutil
+        from train.run.memory_report import host_room
 
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, available = 4 * num_parameters * local, psutil.virtual_memory().available
+        needed, available = 4 * num_parameters * local, host_room()[0]
         if needed < available / 2:
             return self._whole()
         self.notes.append(
