@@ -245,7 +245,17 @@ class TorchEngine(Engine):
         self.optimizer = adamw(model, recipe, self.device)
         model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.world_size > 1:
+            self._put_gradients_into_buckets(model)
         return model
+
+    def _put_gradients_into_buckets(self, model) -> None:
+        """Let DDP make the gradients, as views of its buckets, in a backward pass that gives zeros.
+
+        Those of the first micro-batches would lie in memory beside the buckets, until the ranks meet.
+        """
+        model.reducer.prepare_for_backward([])
+        sum(0.0 * parameter.sum() for parameter in self.parameters).backward()
 
     def accumulate(self, last):
         # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
@@ -265,7 +275,7 @@ class TorchEngine(Engine):
             self.optimizer.step()
         elif self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
-        # Of DDP, gradients are views of its buckets and stay so: made anew they would lie in memory beside them.
+        # Of DDP, gradients are views of its buckets, and stay so.
         self.optimizer.zero_grad(set_to_none=self.world_size == 1)
 
     @property
