@@ -12,7 +12,8 @@ from helpers import ROOT, environment, tiny_model
 
 from train.model.loss import install_loss
 from train.recipe import ClmRecipe, Seq2SeqRecipe
-from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report
+from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report, take_stock
+from train.run.meters import MemoryMeter
 from train.run.progress import size
 from train.run.remedies import Held, Situation, remedies, smaller_batch
 from train.strategy.batches import Batches
@@ -244,6 +245,46 @@ def test_an_engine_is_measured(tiny_run):
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in message
     assert "offload" not in message, "on a CPU there is nothing to move to the host"
     assert any("batch_size" in line for line in host_advice(recipe, strategy, engine))
+
+
+def on_a_device(engine, monkeypatch, peak: int) -> None:
+    """Let the engine's device be another one than the CPU, whose allocator has had this peak."""
+    engine.accelerator.device = torch.device("meta")
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peak)
+
+
+def test_the_program_is_no_part_of_a_device_s_peak(tiny_run, monkeypatch):
+    """It is on the host: of a device's peak nothing is to be taken away but what the model holds there."""
+    recipe, strategy, engine = tiny_run
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    on_a_device(engine, monkeypatch, weights + 3 * 2**20)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+    found = take_stock(error, "forward", 1, recipe, strategy, engine, program_bytes=600 * 2**20)
+    assert (found.held.weights, found.held.rest) == (weights, 3 * 2**20)
+    assert found.activations == 4 * 2**20
+    batch = next(remedy for remedy in remedies(found) if "batch_size" in remedy.option)
+    assert batch.saves == 2 * 2**20  # half of the rows
+
+
+def test_on_a_cpu_the_program_is_no_activation(tiny_run, monkeypatch):
+    recipe, strategy, engine = tiny_run
+    monkeypatch.setattr(MemoryMeter, "peak_bytes", lambda self: 900 * 2**20)
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine, program_bytes=600 * 2**20)
+    assert found.held.rest == 300 * 2**20 - weights
+
+
+def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
+    """Its buckets do, once, whether there are gradients by now or not."""
+    recipe, strategy, engine = tiny_run
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        engine.model = torch.nn.parallel.DistributedDataParallel(engine.module, gradient_as_bucket_view=True)
+        found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found.held.gradients == found.due.gradients == weights
 
 
 def test_what_cannot_be_measured_is_left_out(tiny_run):

@@ -95,7 +95,7 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         phase: load, forward, loss, backward, update, evaluate or save; of any other, only what holds for the host.
         engine: where it exists by now; without it nothing is known of weights and optimizer.
         row_tokens: tokens of a training row; by default what the recipe's options of length say.
-        program_bytes: resident memory before the model was loaded, which on a CPU is no activation.
+        program_bytes: resident memory of the host before the model was loaded, which is no activation.
     """
     said, where = figures_of(error), is_out_of_memory(error) or "host"
     on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
@@ -140,11 +140,23 @@ def _held(engine, where: str, on_cpu: bool, offloads: dict[str, bool], program_b
     has_weights = on_cpu or (where == "host") == offloads["param"]
     has_optimizer = on_cpu or (where == "host") == offloads["optimizer"]
     sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
-    gradients = of_model * sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    gradients = of_model * _gradients(engine)
     weights, optimizer = has_weights * sizes["parameters"], has_optimizer * sizes["optimizer"]
-    peak = MemoryMeter(engine.device).peak_bytes() - program_bytes if of_model else resident_bytes()
+    peak = MemoryMeter(engine.device).peak_bytes() if of_model else resident_bytes()
+    if on_cpu:  # a device's allocator has never heard of the program
+        peak -= program_bytes
     held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
     return held, Held(gradients=of_model * gradients_due, optimizer=has_optimizer * optimizer_due)
+
+
+def _gradients(engine) -> int:
+    """Bytes of this rank's gradients. Under DDP they are views of its buckets, which are there from the beginning."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if isinstance(engine.model, DistributedDataParallel):
+        return sum(parameter.nbytes for parameter in trained)
+    return sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
 
 
 def _due(engine) -> tuple[int, int]:
