@@ -346,6 +346,8 @@ ENDINGS = [
      "out_of_memory", "host"),
     ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1, "out_of_memory", "device"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),
+    ("CUDA, rank 1: Last error:\nCuda failure 2 'out of memory'\n", 1, "out_of_memory", "device"),
+    ("    return data.pin_memory()\nRuntimeError: CUDA error: out of memory\n", 1, "out_of_memory", "host"),
     ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", ""),
     ("RuntimeError: can't start new thread\n", 1, "out_of_memory", "device"),
     ("  exitcode  : -11 (pid: 7)\n", 1, "killed", ""),

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 
 from train.model.parameters import true_numel
 from train.recipe.errors import first_line
@@ -17,12 +18,18 @@ from train.run.watch import GIB, RESUME, cgroups, field, read, room
 
 EXIT_OUT_OF_MEMORY = 87
 MOST_REMEDIES = 11  # so that the whole message has some 20 lines
-OF_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory", "HIP error: out of memory",
-             "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "HIPBLAS_STATUS_ALLOC_FAILED",
-             "XPU out of memory", "MPS backend out of memory")  # fmt: skip
-OF_HOST = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate",
-           "Cannot allocate memory", "std::bad_alloc", "bad allocation", "CUDA_ERROR_HOST_MEMORY",
-           "unable to mmap", "unable to allocate shared memory")  # fmt: skip
+# What says that memory ran out. A pinned block that is refused is host memory, in the words of a device's. NCCL's
+# words are those of its checks.h and alloc.h.
+PINNED = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
+OF_HOST = re.compile("|".join((
+    PINNED, "Failed to CUDA host alloc", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
+    "not enough memory: you tried to allocate", r"std::bad_alloc", "bad allocation", "unable to mmap",
+    "unable to allocate shared memory")), re.DOTALL)  # fmt: skip
+NO_HANDLE = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
+OF_DEVICE = re.compile("|".join((
+    "(?:CUDA|HIP|XPU) out of memory", "(?:CUDA|HIP) error: out of memory", "MPS backend out of memory",
+    "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", NO_HANDLE, r"Cuda failure (?:\d+ )?'out of memory'",
+    r"Failed to CUDA [cm]alloc")))  # fmt: skip
 LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
@@ -38,14 +45,26 @@ PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
 def is_out_of_memory(error: BaseException) -> str | None:
     """`device` or `host` if an error, or what it came from, says that memory ran out there; else None."""
     for one in _chain(error):
-        text = str(one)
-        if type(one).__name__ == "OutOfMemoryError" or any(words in text for words in OF_DEVICE):
+        if type(one).__name__ == "OutOfMemoryError":
             return "device"
         if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
             return "host"
-        if isinstance(one, RuntimeError) and any(words in text for words in OF_HOST):
-            return "host"
+        if isinstance(one, RuntimeError) and (where := memory_in(_with_its_line(one))):
+            return where
     return None
+
+
+def memory_in(text: str) -> str | None:
+    """`device` or `host`, if a text says that memory ran out there; else None."""
+    if OF_HOST.search(text):
+        return "host"
+    return "device" if OF_DEVICE.search(text) else None
+
+
+def _with_its_line(error: BaseException) -> str:
+    """The error's text, after the line of the program that it came from: that line knows of pinned memory."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line if frames else ''}\n{error}"
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -121,7 +140,8 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
         dataloader_workers=recipe.dataloader_num_workers, save_async=recipe.save_async is not False,
-        copies=_copies(recipe, held), **_of_model(engine, strategy, recipe, row_tokens or 0),
+        copies=_copies(recipe, held), is_sure=NO_HANDLE not in str(error),
+        **_of_model(engine, strategy, recipe, row_tokens or 0),
     )  # fmt: skip
 
 
@@ -256,6 +276,8 @@ def report(s: Situation) -> str:
     memory = "the device's memory" if s.where == "device" else "host memory"
     at = f" of update {s.update:,}" if s.update else ""
     lines = [f"out of memory: rank {s.rank} of {s.world_size}, {s.phase}{at}, {memory} ({s.strategy}, {s.precision})"]
+    if not s.is_sure:
+        lines.append("  cuBLAS could not be started: mostly for want of memory, but not always")
     lines += [f"  {line}" for line in _amounts(s)]
     if s.held.total:
         lines += [f"  held by this rank{_of_batch(s)}:", *("  " + line for line in table(_rows(s)).splitlines())]
