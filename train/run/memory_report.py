@@ -249,8 +249,6 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
     """Sizes that follow from the model's configuration."""
     if engine is None:
         return {}
-    import torch.nn.functional as F
-
     from train.model.loss import has_separate_body
 
     config = engine.module.config.get_text_config()
@@ -264,7 +262,7 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
         "layers": layers,
         "layer_inputs": rows * row_tokens * config.hidden_size * element * layers,
         "logits": rows * targets * config.vocab_size * (4 + element) if full else 0,
-        "can_chunk": full and hasattr(F, "linear_cross_entropy") and has_separate_body(engine.module),
+        "can_chunk": full and has_separate_body(engine.module),
     }
 
 
