@@ -150,6 +150,11 @@ def set_per_process_memory_fraction(fraction: float, device=None) -> None:
     _C.set_limit(index, int(_C.total(index) * fraction))
 
 
+def pinned_bytes() -> int:
+    """What pinned tensors take of the host; torch.cuda has it in host_memory_stats."""
+    return _C.pinned_bytes()
+
+
 # ----------------------------------------------------------------------------------------------------- random, streams
 
 default_generators = tuple(_C.default_generator(index) for index in range(_C.device_count()))

@@ -5,6 +5,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <bit>
 #include <iomanip>
 #include <map>
 #include <mutex>
@@ -146,6 +147,14 @@ inline DeviceAllocator g_allocator;
 
 inline std::mutex g_pinned_mutex;
 inline std::map<const char*, size_t> g_pinned;  // where each pinned block begins, and its size
+
+// What is taken of the host: torch's allocator of pinned memory rounds every block up to a power of two.
+inline int64_t pinned_bytes() {
+  std::lock_guard<std::mutex> lock(g_pinned_mutex);
+  int64_t bytes = 0;
+  for (const auto& [begin, size] : g_pinned) bytes += std::bit_ceil(size);
+  return bytes;
+}
 
 inline void unpin(void* context) {
   auto* host = static_cast<DataPtr*>(context);

@@ -320,5 +320,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int device) { Guard().setDevice(Device(kDeviceType, static_cast<DeviceIndex>(device))); });
   m.def("set_limit", [](int device, int64_t bytes) { g_accounts[device].limit = bytes; });
   m.def("total", [](int device) { return g_accounts[device].total; });
+  m.def("pinned_bytes", &pinned_bytes);
   m.def("default_generator", [](int device) { return default_generator(static_cast<DeviceIndex>(device)); });
 }
