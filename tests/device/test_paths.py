@@ -12,7 +12,7 @@ from conftest import GIB
 from folders import save_adapter, save_base, save_writer, small_tokenizer
 from helpers import ROOT, environment, launch, launched, updates
 from safetensors.torch import load_file
-from test_device import differences, on_device
+from test_device import differences, on_device, peak
 
 pytestmark = pytest.mark.long
 
@@ -76,6 +76,19 @@ def test_options_that_change_no_figure(runs, option):
         assert differences(runs("device", strategy, *option)[0], runs("device", strategy)[0]) == {
             "loss": 0, "grad_norm": 0, "learning_rate": 0,
         }  # fmt: skip
+
+
+def test_the_mask_of_packed_documents_is_held_once(runs):
+    """A mask takes T x T entries a row; attention that makes its own of it in each layer keeps as many masks as layers."""
+    more = {}
+    for layers in (2, 6):
+        model = f"n_layer={layers},n_head=2,n_embd=64,n_positions=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+        options = ("--config_overrides", model, "--block_size", "256", "--precision", "bf16", "--packing")
+        with_mask, without = (peak(runs("device", "single", *options, packing)[0]) for packing in
+                              ("documents", "concatenate"))  # fmt: skip
+        more[layers] = with_mask - without
+    mask = 2 * 2 * 256 * 256  # two rows in bf16
+    assert more[6] - more[2] < mask, more
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +227,8 @@ def test_what_is_written_and_merged_is_the_same_on_the_device(device, tmp_path):
 
 
 def test_those_for_gpus_that_need_no_real_one(device):
-    done = on_device(device, str(ROOT / "tests" / "gpu" / "test_accelerator.py"), "-k", "not fp16 and not fp32")
+    done = on_device(
+        device, str(ROOT / "tests" / "gpu" / "test_accelerator.py"), "-k", "not fp16 and not fp32 and not share"
+    )
     assert done.returncode == 0, done.stdout[-8000:]
     assert "skipped" not in done.stdout
