@@ -79,7 +79,7 @@ def test_options_that_change_no_figure(runs, option):
 
 
 def test_the_mask_of_packed_documents_is_held_once(runs):
-    """A mask takes T x T entries a row; attention that makes its own of it in each layer keeps as many masks as layers."""
+    """A mask has T x T entries a row; attention that makes its own of it in each layer keeps as many as layers."""
     more = {}
     for layers in (2, 6):
         model = f"n_layer={layers},n_head=2,n_embd=64,n_positions=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
