@@ -37,8 +37,8 @@ def cut(output: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2", "zero3_offload"])
 @pytest.mark.parametrize(("before", "after"), [("device", "device"), ("device", "cpu"), ("cpu", "device")])
+@pytest.mark.parametrize("strategy", ["single", "zero2"])
 def test_a_run_goes_on_on_the_device_and_off_it(runs, recipes, device, tmp_path, strategy, before, after):
     """With dropout: from the device to the device to the bit, and else as the CPU rounds."""
     options = (*DROPOUT, "--save_steps", "3")
@@ -113,7 +113,7 @@ def pretrained(recipes, base: Path, *more) -> list:
 def test_a_pretrained_model_or_an_adapter_on_it(recipes, device, base, tmp_path, lora):
     arguments = pretrained(recipes, base, *(["--lora"] if lora else []))
     reference = launch(tmp_path / "cpu", *arguments, strategy="single", processes=1)
-    for strategy, processes in (("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)):
+    for strategy, processes in (("single", 1), ("ddp", 2), ("zero3_offload", 2)):
         sizes = (16 * GIB,) * processes
         lines = launch(tmp_path / strategy, *arguments, strategy=strategy, processes=processes, **device(*sizes))
         largest = differences(lines, reference)
