@@ -97,18 +97,23 @@ def refusal(function, *args, **kwargs) -> str:
 
 
 def launch(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
-           task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> list[dict]:  # fmt: skip
+           task: str = "clm", cwd: Path = ROOT, timeout: int = 400, **variables: str) -> list[dict]:  # fmt: skip
     """Run `accelerate launch train/TASK.py` for real and return the lines of its metrics.jsonl."""
-    done = launched(output, *arguments, strategy=strategy, processes=processes, task=task, cwd=cwd, timeout=timeout)
+    done = launched(
+        output, *arguments, strategy=strategy, processes=processes, task=task, cwd=cwd, timeout=timeout, **variables
+    )
     assert done.returncode == 0, f"{' '.join(map(str, done.args))}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return metrics(output)
 
 
 def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
-             task: str = "clm", cwd: Path = ROOT, timeout: int = 400) -> subprocess.CompletedProcess:  # fmt: skip
-    """The same without a look at how it ended."""
+             task: str = "clm", cwd: Path = ROOT, timeout: int = 400,
+             **variables: str) -> subprocess.CompletedProcess:  # fmt: skip
+    """The same without a look at how it ended. `variables`: of its environment."""
     command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(**variables)
+    )
 
 
 def launch_command(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,

@@ -1,0 +1,100 @@
+"""The simulated device for tests: built once, and real launches of the product on it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import launch, launched
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "simulated"))
+import simgpu_build  # noqa: E402
+
+GIB = 2**30
+STDLIB = Path(json.__file__).parent / "*.py"  # text that every machine has
+
+
+@pytest.fixture(scope="session")
+def device():
+    """device(bytes, ...) -> what makes the environment of a launch one with simulated devices of these sizes."""
+    if simgpu_build.missing():
+        pytest.skip(f"the simulated device cannot be built: {simgpu_build.missing()}")
+    library = simgpu_build.build()
+
+    def environment(*sizes: int) -> dict[str, str]:
+        return {**simgpu_build.environment(library), "SIMGPU_MEMORY": ",".join(map(str, sizes))}
+
+    return environment
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> Path:
+    """Labelled texts and dialogues in one file: the first of five words is the label, the last one the reply."""
+    colours, lines = ("red", "blue", "green", "black"), []
+    for number in range(200):
+        words = [colours[(number * k) % 4] for k in range(1, 6)]
+        lines.append({"text": " ".join(words), "label": words[0], "dialogue": [" ".join(words), words[-1]]})
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="session")
+def recipes(rows, cache) -> dict[str, list]:
+    """Options of a short run of each task, from scratch and without dropout, whose noise depends on the layout.
+
+    Weights of the tasks that predict are drawn larger than usual, so that not all predictions are the same."""
+    common = ["--global_batch_size", "8", "--learning_rate", "1e-3", "--cache_dir", cache]
+    no_dropout = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    pairs = [*common, "--train_file", rows, "--train_tokenizer_vocab_size", "270", "--max_eval_samples", "10",
+             "--per_device_eval_batch_size", "3"]  # fmt: skip
+    return {
+        "clm": [
+            *common, "--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--block_size", "64",
+            "--config_overrides", f"n_layer=2,n_head=2,n_embd=64,n_positions=64,{no_dropout}", "--train_file", STDLIB,
+        ],
+        "cls": [
+            *pairs, "--model_type", "bert", "--config_overrides", "num_hidden_layers=2,hidden_size=64,"
+            "num_attention_heads=2,intermediate_size=128,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
+        ],
+        "seq2seq": [
+            *pairs, "--config_name", "blenderbot-400M-distill", "--config_overrides", "d_model=64,encoder_layers=1,"
+            "decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2,encoder_ffn_dim=128,"
+            "decoder_ffn_dim=128,dropout=0,init_std=0.3", "--val_max_target_length", "4", "--num_beams", "2",
+        ],
+    }  # fmt: skip
+
+
+class Runs:
+    """Launches of a short run, each made once in a session: its metrics, and its output folder."""
+
+    def __init__(self, folder: Path, recipes: dict[str, list], device):
+        self.folder, self.recipes, self.device, self.done = folder, recipes, device, {}
+
+    def __call__(self, where: str, strategy: str, *more, task: str = "clm", steps: int = 6) -> tuple[list[dict], Path]:
+        """`where`: cpu or device. Two processes and as many devices, but under `single`; micro-batches of 2."""
+        key = (where, strategy, *more, task, steps)
+        if key not in self.done:
+            output = self.folder / str(len(self.done))
+            self.done[key] = launch(output, *self._arguments(task, steps, more), **self._where(where, strategy),
+                                    strategy=strategy, task=task), output  # fmt: skip
+        return self.done[key]
+
+    def _arguments(self, task: str, steps: int, more) -> list:
+        return [*self.recipes[task], "--per_device_train_batch_size", "2", "--max_train_steps", steps, *more]
+
+    def _where(self, where: str, strategy: str, *sizes: int, processes: int | None = None) -> dict:
+        processes = processes or (1 if strategy == "single" else 2)
+        sizes = sizes or (16 * GIB,) * processes
+        return {"processes": processes, **(self.device(*sizes) if where == "device" else {})}
+
+    def within(self, output: Path, sizes: tuple[int, ...], strategy: str, *more, task: str = "clm", steps: int = 6):
+        """A run with devices of these sizes, however it ends."""
+        return launched(output, *self._arguments(task, steps, more), strategy=strategy, task=task,
+                        **self._where("device", strategy, *sizes))  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def runs(recipes, device, tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("device"), recipes, device)

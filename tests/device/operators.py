@@ -1,0 +1,160 @@
+"""The simulated device itself: errors, counters, limit, and the CPU's digits. test_device.py runs this on a device."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import loss_and_gradients, tiny_model
+
+DEVICE = torch.device("simgpu")
+accelerator = torch.accelerator
+
+
+def ones(*size: int) -> torch.Tensor:
+    return torch.ones(*size, device=DEVICE)
+
+
+MIXED = {
+    "addition": lambda: ones(3) + torch.ones(3),
+    "product": lambda: torch.ones(3, 3) @ ones(3, 3),
+    "embedding": lambda: F.embedding(torch.tensor([1]), ones(3, 3)),
+    "concatenation": lambda: torch.cat([torch.ones(3), ones(3)]),
+    "linear layer": lambda: torch.nn.Linear(3, 3).to(DEVICE)(torch.ones(2, 3)),
+    "cross entropy": lambda: F.cross_entropy(ones(3, 3), torch.zeros(3, dtype=torch.long)),
+    "where": lambda: torch.where(torch.ones(3, dtype=torch.bool), ones(3), 0.0),
+    "index on the device": lambda: torch.ones(3)[torch.tensor([1], device=DEVICE)],
+    "layer norm": lambda: F.layer_norm(torch.ones(2, 3), (3,), ones(3)),
+    "attention": lambda: F.scaled_dot_product_attention(ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), ones(1, 1, 2, 8)),
+    "in place": lambda: torch.ones(3).add_(ones(3)),
+    "optimizer": lambda: torch._foreach_add_([ones(3)], [torch.ones(3)]),
+    "generator": lambda: torch.randn(3, device=DEVICE, generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("operation", MIXED)
+def test_host_and_device_do_not_mix(operation):
+    with pytest.raises(RuntimeError, match="device"):
+        MIXED[operation]()
+
+
+def test_what_may_cross():
+    """As on CUDA: copies, scalar tensors, and indices on the host."""
+    assert (ones(3) + torch.tensor(2.0)).tolist() == [3, 3, 3]
+    assert ones(4)[torch.tensor([True, False, True, True])].shape == (3,)
+    with pytest.raises(TypeError, match="device type tensor to numpy"):
+        ones(3).numpy()
+    pinned = torch.arange(3.0).pin_memory()
+    assert pinned.is_pinned()
+    assert not torch.ones(3).is_pinned()
+    assert pinned.to(DEVICE, non_blocking=True).cpu().tolist() == [0, 1, 2]
+
+
+def test_views_results_and_copies_lie_where_they_should(tmp_path):
+    table = torch.arange(12.0, device=DEVICE).view(3, 4)
+    table.t()[1:, :2].add_(100)
+    assert table.cpu().tolist() == [[0, 101, 102, 103], [4, 105, 106, 107], [8, 9, 10, 11]]
+    assert torch.add(table, 1, out=torch.empty(0, device=DEVICE)).shape == (3, 4)
+    assert copy.deepcopy(torch.nn.Parameter(table)).device.type == "simgpu"
+    torch.save(table, tmp_path / "table.pt")
+    assert torch.load(tmp_path / "table.pt").device == torch.device("simgpu", 0)
+    assert torch.load(tmp_path / "table.pt", map_location="cpu").device.type == "cpu"
+
+
+def test_counters_are_exact():
+    before = accelerator.memory_allocated()
+    accelerator.reset_peak_memory_stats()
+    some = ones(1000)  # 4,000 bytes: eight blocks of 512
+    assert accelerator.memory_allocated() - before == 4096
+    more = some * 2 + 1
+    assert accelerator.memory_allocated() - before == 2 * 4096
+    assert accelerator.max_memory_allocated() - before == 3 * 4096
+    view, host = more[10:], more.cpu()
+    assert accelerator.memory_allocated() - before == 2 * 4096
+    del some, more, view, host
+    assert accelerator.memory_allocated() == before
+    assert torch.simgpu.memory_reserved() >= before + 3 * 4096
+    accelerator.empty_cache()
+    assert torch.simgpu.memory_reserved() == before
+
+
+@pytest.fixture
+def limit():
+    """limit(bytes): what may be allocated from here on, beyond what is."""
+    total = accelerator.get_memory_info()[1]
+    yield lambda more: torch.simgpu.set_per_process_memory_fraction((accelerator.memory_allocated() + more) / total)
+    torch.simgpu.set_per_process_memory_fraction(1.0)
+
+
+def test_beyond_the_limit_is_out_of_memory(limit):
+    """To the block, for tensors and for results of operators; nothing is lost by a refusal."""
+    column, row, before = ones(128, 1), ones(1, 128), accelerator.memory_allocated()
+    limit(2**16)
+    assert (column @ row).shape == (128, 128)  # 2**16 bytes
+    held = ones(1)
+    for refused in (lambda: torch.empty(2**14, device=DEVICE), lambda: column @ row):
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 64\.00 KiB\. GPU 0 has a total capacity"):
+            refused()
+    del held
+    assert accelerator.memory_allocated() == before
+    assert (column @ row).shape == (128, 128)
+
+
+def train(device: str, optimizer: dict, dtype: torch.dtype | None = None) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of five updates of a small network with dropout, its batch drawn on the host."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Dropout(0.1))
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8)).to(device)
+    stepper = torch.optim.AdamW(model.parameters(), 1e-2, **optimizer)
+    rows, labels = torch.randn(16, 32).to(device), torch.randint(8, (16,)).to(device)
+    torch.manual_seed(2)
+    figures = []
+    for _ in range(5):
+        with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = F.cross_entropy(model(rows), labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepper.step()
+        stepper.zero_grad()
+        figures.append((loss.item(), norm.item()))
+    return figures
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_training_has_the_cpus_digits(optimizer):
+    figures = train("simgpu", optimizer)
+    assert figures == train("cpu", optimizer)
+    assert figures[-1][0] < 0.7 * figures[0][0]
+
+
+def test_autocast_computes_as_on_cuda():
+    """Products in bf16 and the softmax in fp32; CUDA's lists differ from the CPU's, and so do the digits."""
+    with torch.autocast("simgpu", torch.bfloat16):
+        assert (ones(4, 4) @ ones(4, 4)).dtype == torch.bfloat16
+        assert ones(4).bfloat16().softmax(0).dtype == torch.float32
+    for ours, theirs in zip(train("simgpu", {}, torch.bfloat16), train("cpu", {}, torch.bfloat16)):
+        assert ours == pytest.approx(theirs, rel=0.02)
+
+
+def test_random_numbers_are_the_cpus_and_the_devices_own():
+    torch.manual_seed(3)
+    expected = torch.randn(5)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(5, device=DEVICE).cpu(), expected)
+    assert torch.equal(torch.randn(5), expected), "the device has drawn from a state of its own"
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    assert torch.equal(torch.randn(5, device=DEVICE, generator=generator).cpu(), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_models_have_the_cpus_digits(family, attention):
+    ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for device in ("cpu", "simgpu"):
+        model, batch = tiny_model(family, attention).to(device), ids.to(device)
+        found[device] = loss_and_gradients(model, "full", {"input_ids": batch, "labels": batch})
+    (loss, gradients), (expected, others) = found["simgpu"], found["cpu"]
+    assert loss.item() == expected.item()
+    assert len(gradients) > 10
+    assert all(torch.equal(gradient.cpu(), others[name]) for name, gradient in gradients.items())

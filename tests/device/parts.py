@@ -1,0 +1,108 @@
+"""Parts of the product that ask what kind of device they have. test_device.py runs this on a simulated one."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from train.data.collate import Batch, CausalCollator
+from train.run.checkpoints import ASKED, Checkpoints
+from train.run.evaluate import eval_batches
+from train.run.folder import describe_environment
+from train.run.loop import _micro_batches
+from train.run.saving import Saver
+from train.strategy.engine import adamw
+from train.strategy.state import WholeState
+
+DEVICE = torch.device("simgpu", 0)
+
+
+class Rows:
+    """Eight rows of four tokens."""
+
+    lengths = sort_key = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"input_ids": np.arange(4) + index, "labels": np.arange(4) + index}
+
+
+class Alone:
+    """An engine of one process and device, without accelerate; after one update."""
+
+    world_size, is_main, device = 1, True, DEVICE
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.accelerator = SimpleNamespace(process_index=0)
+        self.module = self.model = torch.nn.Linear(48, 7).to(DEVICE)  # 1,344 bytes: no power of two
+        self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
+        self.state = WholeState(self)
+        self.module(torch.ones(1, 48, device=DEVICE)).sum().backward()
+        self.torch_optimizer.step()
+
+    def alive(self) -> None:
+        pass
+
+    def loss_scale(self) -> dict:
+        return {}
+
+    def per_rank(self, values) -> list[list[float]]:
+        return [list(values)]
+
+    def gather_objects(self, share) -> list:
+        return [share]
+
+    def from_main(self, value):
+        return value
+
+
+def is_pinned(batch: Batch) -> bool:
+    assert len(batch.inputs) >= 2
+    return all(tensor.is_pinned() for tensor in batch.inputs.values())
+
+
+def test_batches_of_training_are_pinned():
+    recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
+    job = SimpleNamespace(recipe=recipe, train_set=Rows(), grouping="none", order=None, collate=CausalCollator(0))
+    sizes = SimpleNamespace(global_batch=4, micro_batch=2, accumulation=2, world_size=1)
+    plan = SimpleNamespace(batches=sizes, num_samples=8, total_samples=8)
+    batches = list(_micro_batches(job, Alone(), plan, 0))
+    assert len(batches) == 4
+    assert all(map(is_pinned, batches))
+    assert batches[0].to(DEVICE).inputs["input_ids"].device == DEVICE
+
+
+def test_batches_of_evaluation_are_pinned(monkeypatch):
+    seen, to = [], Batch.to
+    monkeypatch.setattr(Batch, "to", lambda batch, device: seen.append(is_pinned(batch)) or to(batch, device))
+    batches = list(eval_batches(Alone(), Rows(), CausalCollator(0), 2))
+    assert seen == [True] * len(batches) == [True] * 4
+    assert batches[0].inputs["input_ids"].device == DEVICE
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronous):
+    """And take no more of the host than what is copied: torch rounds each pinned block up to a power of two."""
+    engine, before = Alone(), torch.simgpu.pinned_bytes()
+    copied = 3 * sum(parameter.nbytes for parameter in engine.module.parameters())  # weights and two moments
+    saver = Saver(Checkpoints(tmp_path), engine, asynchronous=asynchronous)
+    saver.save(1, ASKED, lambda folder, weights: None, dict, {"updates": 1}, False)
+    pinned = torch.simgpu.pinned_bytes() - before
+    assert not saver.settle()
+    if asynchronous:
+        assert copied <= pinned <= 1.1 * copied + 512
+    else:
+        assert pinned == 0
+
+
+def test_the_record_names_the_devices():
+    assert describe_environment([], DEVICE)["hardware"]["gpus"] == ["simulated device 0"]
+
+
+def test_adamw_is_fused_where_torch_has_it():
+    recipe = SimpleNamespace(weight_decay=0.1, learning_rate=1.0, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-8)
+    assert adamw(torch.nn.Linear(2, 2).to(DEVICE), recipe, DEVICE).defaults["fused"] is True

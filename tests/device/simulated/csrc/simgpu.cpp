@@ -1,0 +1,325 @@
+// A simulated accelerator for PyTorch (PrivateUse1): host memory that is counted and limited as a GPU's, CPU kernels.
+//
+// Device tensors lie in ordinary host memory. Every operator without a kernel of its own here is run by the CPU's kernel
+// on CPU tensors that alias the same memory, without copies; what it allocates for results becomes device memory. So
+// the results are the CPU's, bit for bit; tensors of two devices cannot be mixed; and the allocator's figures are exact:
+// the same program has the same figures in every run.
+#include <ATen/autocast_mode.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <set>
+
+#include "aliases.h"
+#include "device.h"
+
+namespace simgpu {
+
+REGISTER_ALLOCATOR(kDeviceType, &g_allocator);
+REGISTER_HOST_ALLOCATOR(kDeviceType, &g_pinned_allocator);
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+using c10::IValue;
+const c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
+
+// ------------------------------------------------------------------------------------------ the CPU's kernel of anything
+
+// Applies `change` to every tensor within a value: a tensor, a list, or (collectives have them) a list of lists.
+template <typename Change>
+void map_tensors(IValue& value, const Change& change) {
+  if (value.isTensor()) {
+    value = change(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> made;
+    for (const Tensor& one : value.toTensorVector()) made.push_back(change(one));
+    value = made;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> made;
+    for (const std::optional<Tensor>& one : value.toOptionalTensorVector())
+      made.push_back(one ? std::optional<Tensor>(change(*one)) : std::nullopt);
+    value = made;
+  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
+    c10::List<c10::List<Tensor>> made;
+    for (const IValue& each : value.toListRef()) {
+      c10::List<Tensor> inner;
+      for (const Tensor& one : each.toTensorVector()) inner.push_back(change(one));
+      made.push_back(inner);
+    }
+    value = made;
+  }
+}
+
+// Operators that draw without being given a generator draw from the CPU's; for the call, that has the device's state.
+class BorrowedRandomState {
+ public:
+  explicit BorrowedRandomState(at::Generator& device) : device_(device), before_(cpu().get_state()) {
+    cpu().set_state(device_.get_state());
+  }
+  ~BorrowedRandomState() {
+    device_.set_state(cpu().get_state());
+    cpu().set_state(before_);
+  }
+
+ private:
+  static at::Generator& cpu() { return const_cast<at::Generator&>(at::detail::getDefaultCPUGenerator()); }
+  at::Generator& device_;
+  Tensor before_;
+};
+
+// Whether tensors of the host may stand beside the device's: as on CUDA, indices may lie on the CPU.
+bool takes_host_tensors(const std::string& name) {
+  static const std::set<std::string> names = {"aten::index", "aten::index_put", "aten::index_put_",
+                                              "aten::_index_put_impl_", "aten::_unsafe_index", "aten::set_"};
+  return names.count(name) > 0;
+}
+
+void check_devices(const std::string& name, const Aliases& call, const IValue& first) {
+  if (!call.has_device_tensors()) return;
+  if (takes_host_tensors(name)) {
+    TORCH_CHECK(
+        !first.isTensor() || call.is_alias(first.toTensor()),
+        "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
+    return;
+  }
+  TORCH_CHECK(
+      !call.has_host_tensors(), "Expected all tensors to be on the same device, but found at least two devices, ",
+      *call.device, " and cpu! (when running ", name, ")");
+}
+
+void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& name = schema.operator_name().name;
+  const auto first = stack->size() - schema.arguments().size();
+  Aliases call;
+  bool has_generator = false;
+  for (auto i = first; i < stack->size(); ++i) {
+    auto& value = (*stack)[i];
+    map_tensors(value, [&](const Tensor& tensor) { return call.alias(tensor); });
+    if (value.isDevice() && value.toDevice().type() == kDeviceType) {
+      const auto asked = value.toDevice();
+      if (!call.device) call.device = Device(kDeviceType, asked.has_index() ? asked.index() : t_current_device);
+      value = Device(c10::kCPU);
+    } else if (value.isGenerator()) {
+      const auto given = value.toGenerator();
+      TORCH_CHECK(
+          given.device().type() == kDeviceType, "Expected a '", c10::get_privateuse1_backend(),
+          "' device type for generator but found '", given.device().type(), "'");
+      value = inner_of(given);
+      has_generator = true;
+    }
+  }
+  if (!call.device) call.device = Device(kDeviceType, t_current_device);
+  if (!schema.arguments().empty()) check_devices(name, call, (*stack)[first]);
+  const c10::DeviceGuard guard(*call.device);
+  {
+    std::optional<BorrowedRandomState> state;
+    if (!has_generator && op.hasTag(at::Tag::nondeterministic_seeded))
+      state.emplace(inner_of(default_generator(call.device->index())));
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  call.take_over_resized();
+  for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
+    map_tensors((*stack)[i], [&](const Tensor& tensor) { return call.unalias(tensor); });
+}
+
+// --------------------------------------------------------------------------------- kernels that cannot be the CPU's own
+
+c10::DeviceGuard guard_of(std::optional<Device> device, std::optional<at::Layout> layout, std::optional<bool> pin) {
+  TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided, "the simulated device has strided tensors only");
+  TORCH_CHECK(!c10::pinned_memory_or_default(pin), "Only dense CPU tensors can be pinned");
+  return c10::DeviceGuard(c10::device_or_default(device));
+}
+
+Tensor empty(
+    c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  const auto guard = guard_of(device, layout, pin);
+  return at::detail::empty_generic(size, &g_allocator, kDeviceKeys, c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(
+    c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout, std::optional<Device> device, std::optional<bool> pin) {
+  const auto guard = guard_of(device, layout, pin);
+  return at::detail::empty_strided_generic(size, stride, &g_allocator, kDeviceKeys, c10::dtype_or_default(dtype));
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool) {  // the one thing that goes from one device to another
+  at::AutoDispatchBelowADInplaceOrView below;
+  Aliases of_from, of_to;
+  auto target = of_to.alias(to);
+  target.copy_(of_from.alias(from));
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar_dense(const Tensor& self) {
+  Aliases call;
+  return call.alias(self).item();
+}
+
+const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(self.device());
+  return at::native::resize_(self, size, format);
+}
+
+Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+  return at::cpu::as_strided(self, size, stride, offset);
+}
+
+Tensor view(const Tensor& self, c10::IntArrayRef size) { return at::native::view(self, size); }
+
+Tensor reshape_alias(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return at::native::_reshape_alias(self, size, stride);
+}
+
+Tensor& set_storage(Tensor& self, Storage source) { return at::native::set_(self, std::move(source)); }
+
+Tensor& set_storage_offset(
+    Tensor& self, Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return at::cpu::set_(self, std::move(source), offset, size, stride);
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
+
+// As between CPU and CUDA: Module.to() keeps the parameters' objects, and so optimizers and ties keep theirs.
+bool has_compatible_shallow_copy_type(const Tensor&, const Tensor&) { return true; }
+
+// Which attention kernel: the one that the CPU would take, so that the digits are the CPU's.
+int64_t fused_sdp_choice(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
+    bool causal, std::optional<double> scale, bool gqa) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  Aliases call;
+  const auto host_mask = mask ? std::optional<Tensor>(call.alias(*mask)) : std::nullopt;
+  return at::_fused_sdp_choice(
+      call.alias(query), call.alias(key), call.alias(value), host_mask, dropout, causal, scale, gqa);
+}
+
+Tensor convolution(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  Aliases call;
+  const auto host_bias = bias ? std::optional<Tensor>(call.alias(*bias)) : std::nullopt;
+  return call.unalias(at::convolution(
+      call.alias(input), call.alias(weight), host_bias, stride, padding, dilation, transposed, output_padding, groups));
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> mask) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  Aliases call;
+  const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
+  auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      call.alias(gradient), call.alias(input), call.alias(weight), c10::IntArrayRef(channels), stride, padding,
+      dilation, transposed, output_padding, groups, mask);
+  return {call.unalias(of_input), call.unalias(of_weight), call.unalias(of_bias)};
+}
+
+// -------------------------------------------------------------------------------------------------------- registration
+
+// Registers run_on_cpu for every operator of a namespace that the CPU has a kernel for. By name, since a composite kernel
+// would go before a fallback, and has other digits than the CPU's own.
+void run_all_on_cpu(torch::Library& library, const std::string& prefix, const std::set<std::string>& but) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto full = toString(name);
+    if (name.name.rfind(prefix, 0) != 0 || but.count(full)) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("resize_", resize);
+  m.impl("as_strided", as_strided);
+  m.impl("view", view);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Storage_storage_offset", set_storage_offset);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+  m.impl("record_stream", [](Tensor&, c10::Stream) {});
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  run_all_on_cpu(
+      m, "aten::",
+      {"aten::empty.memory_format", "aten::empty_strided", "aten::_local_scalar_dense", "aten::resize_",
+       "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::set_.source_Storage",
+       "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::_fused_sdp_choice"});
+}
+
+// Collectives of device tensors are those of the process group's CPU backend (gloo), on the same memory.
+TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) {
+  struct Quiet : c10::WarningHandler {  // torch warns of each of its own kernels that is replaced
+    void process(const c10::Warning&) override {}
+  } quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  run_all_on_cpu(m, "c10d::", {});
+}
+
+}  // namespace simgpu
+
+namespace at::autocast {
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // CUDA's lists of what is computed in which precision
+#define SIMGPU_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SIMGPU_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define SIMGPU_SET_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define SIMGPU_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(SIMGPU_LOWER)
+  AT_FORALL_FP32(SIMGPU_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(SIMGPU_SET_DTYPE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(SIMGPU_PROMOTE)
+}
+
+}  // namespace at::autocast
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simgpu::fused_sdp_choice)
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace simgpu;
+  m.def("init", [](const std::vector<int64_t>& bytes) {  // of each device
+    TORCH_CHECK(!bytes.empty() && bytes.size() <= kMostDevices, "1 to ", kMostDevices, " devices");
+    g_num_devices = static_cast<DeviceIndex>(bytes.size());
+    for (size_t i = 0; i < bytes.size(); ++i) g_accounts[i].total = g_accounts[i].limit = bytes[i];
+    at::RegisterPrivateUse1HooksInterface(new Hooks());
+  });
+  m.def("device_count", [] { return int(g_num_devices); });
+  m.def("current_device", [] { return int(t_current_device); });
+  m.def("set_device", [](int device) { Guard().setDevice(Device(kDeviceType, static_cast<DeviceIndex>(device))); });
+  m.def("set_limit", [](int device, int64_t bytes) { g_accounts[device].limit = bytes; });
+  m.def("total", [](int device) { return g_accounts[device].total; });
+  m.def("pinned_bytes", &pinned_bytes);
+  m.def("default_generator", [](int device) { return default_generator(static_cast<DeviceIndex>(device)); });
+}

@@ -1,0 +1,232 @@
+"""The simulated device in Python: torch.simgpu, as torch.cuda is of CUDA. Importing this registers the device.
+
+Environment:
+    SIMGPU_LIBRARY: the extension (simgpu_build.py); sitecustomize.py imports this module wherever it is set.
+    SIMGPU_MEMORY: bytes of each device, with commas between them ("1000000,2000000" are two devices); one of 16 GiB by
+        default. Processes that share a device have so much each.
+    SIMGPU_NAME: the device's type; simgpu by default. Libraries with lists of the types that they know (accelerate's
+        fp16) let "npu" pass.
+"""
+
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+NAME = os.environ.get("SIMGPU_NAME", "simgpu")
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("simgpu_c", os.environ["SIMGPU_LIBRARY"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_C = _load()
+_C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")])
+
+
+def _index(device=None) -> int:
+    if isinstance(device, int):
+        return device
+    found = None if device is None else torch.device(device).index
+    return _C.current_device() if found is None else found
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+_initialized = True  # torch.utils.checkpoint keeps a device's random state only where this says so
+
+
+def is_available() -> bool:
+    return True
+
+
+is_initialized = is_available
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def _lazy_init() -> None:
+    """torch calls it before anything else."""
+
+
+def device_count() -> int:
+    return _C.device_count()
+
+
+def current_device() -> int:
+    return _C.current_device()
+
+
+def set_device(device) -> None:
+    _C.set_device(_index(device))
+
+
+def synchronize(device=None) -> None:
+    """Nothing is asynchronous here."""
+
+
+def get_device_name(device=None) -> str:
+    return f"simulated device {_index(device)}"
+
+
+def get_device_capability(device=None) -> tuple[int, int]:
+    return 9, 0
+
+
+def get_device_properties(device=None) -> SimpleNamespace:
+    major, minor = get_device_capability(device)
+    return SimpleNamespace(
+        name=get_device_name(device), total_memory=_C.total(_index(device)), major=major, minor=minor,
+        multi_processor_count=1,
+    )  # fmt: skip
+
+
+class device:
+    """The context in which a device is the current one."""
+
+    def __init__(self, which):
+        self.index = _index(which)
+
+    def __enter__(self):
+        self.before = _C.current_device()
+        _C.set_device(self.index)
+
+    def __exit__(self, *_):
+        _C.set_device(self.before)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_stats(device=None):
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_allocated(device=None) -> int:
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device=None) -> int:
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device=None) -> int:
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device=None) -> int:
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device=None) -> None:
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+def set_per_process_memory_fraction(fraction: float, device=None) -> None:
+    index = _index(device)
+    _C.set_limit(index, int(_C.total(index) * fraction))
+
+
+def pinned_bytes() -> int:
+    """What pinned tensors take of the host; torch.cuda has it in host_memory_stats."""
+    return _C.pinned_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------- random, streams
+
+default_generators = tuple(_C.default_generator(index) for index in range(_C.device_count()))
+
+
+def manual_seed(seed: int) -> None:
+    default_generators[_C.current_device()].manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in default_generators:
+        generator.manual_seed(int(seed))
+
+
+def initial_seed() -> int:
+    return default_generators[_C.current_device()].initial_seed()
+
+
+def get_rng_state(device=None) -> torch.Tensor:
+    return default_generators[_index(device)].get_state()
+
+
+def set_rng_state(state: torch.Tensor, device=None) -> None:
+    default_generators[_index(device)].set_state(state.cpu())
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in default_generators]
+
+
+def set_rng_state_all(states) -> None:
+    for generator, state in zip(default_generators, states):
+        generator.set_state(state.cpu())
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority=0, **kwargs):
+        return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing=False, **_):
+        return super().__new__(cls, device=torch.device(NAME, _C.current_device()), enable_timing=enable_timing)
+
+
+def current_stream(device=None):
+    return torch.accelerator.current_stream(_index(device))
+
+
+default_stream = current_stream
+
+
+def set_stream(stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+class stream:
+    """The context in which a stream is the current one; None: nothing changes."""
+
+    def __init__(self, which):
+        self.which = which
+
+    def __enter__(self):
+        if self.which is not None:
+            self.before = current_stream()
+            set_stream(self.which)
+
+    def __exit__(self, *_):
+        if self.which is not None:
+            set_stream(self.before)
+
+
+torch.utils.rename_privateuse1_backend(NAME)
+torch._register_device_module(NAME, sys.modules[__name__])
+torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)

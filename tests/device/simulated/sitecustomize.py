@@ -1,0 +1,71 @@
+"""With this folder on PYTHONPATH and SIMGPU_LIBRARY set, every Python that imports torch has the simulated device.
+
+accelerate and DeepSpeed are told of it as they are imported. accelerate takes a device type that it does not know from
+ACCELERATE_TORCH_DEVICE; for several processes it has to be told that they are a MULTI_GPU job, over gloo.
+"""
+
+import importlib.machinery
+import os
+import sys
+
+
+class AfterImport(importlib.machinery.PathFinder):
+    """A finder that calls `changes[name](module)` as soon as a module of that name has been imported."""
+
+    def __init__(self, changes: dict):
+        self.changes = changes
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in self.changes:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None:
+            return None
+        run, change = spec.loader.exec_module, self.changes[fullname]
+
+        def exec_module(module):
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def register(torch) -> None:
+    import simgpu
+
+    rank = int(os.environ.get("LOCAL_RANK", "0")) % simgpu.device_count()  # processes may share devices
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simgpu.NAME}:{rank}"
+    simgpu.set_device(rank)
+
+
+def tell_accelerate(state) -> None:
+    def prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        if int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:
+            return backend or "gloo", state.DistributedType.MULTI_GPU
+        return backend, state.DistributedType.NO
+
+    state.PartialState._prepare_backend = prepare_backend
+
+
+def give_accelerate_a_scaler(modeling) -> None:
+    """accelerate asks for torch.cuda's scaler of fp16 gradients, whatever the device."""
+    import simgpu
+    import torch
+
+    modeling.get_grad_scaler = lambda distributed_type=None, **kwargs: torch.amp.GradScaler(simgpu.NAME, **kwargs)
+
+
+def tell_deepspeed(real_accelerator) -> None:
+    from simgpu_deepspeed import SimulatedAccelerator
+
+    real_accelerator.ds_accelerator = SimulatedAccelerator()
+
+
+if os.environ.get("SIMGPU_LIBRARY"):
+    sys.meta_path.insert(0, AfterImport({
+        "torch": register,
+        "accelerate.state": tell_accelerate,
+        "accelerate.utils.modeling": give_accelerate_a_scaler,
+        "deepspeed.accelerator.real_accelerator": tell_deepspeed,
+    }))  # fmt: skip

@@ -1,0 +1,96 @@
+"""The core: the simulated device is what it says, and the product's runs on it are those on the CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import GIB, HERE
+from helpers import ROOT, updates
+
+FIGURES = ("loss", "grad_norm", "learning_rate")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+
+
+def on_device(device, *arguments: str) -> subprocess.CompletedProcess:
+    """pytest in a Python that has a simulated device; this one must not have it, other tests run here."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000,
+                          env={**os.environ, **device(16 * GIB)})  # fmt: skip
+
+
+def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
+    """The largest relative difference of each figure over all updates."""
+    pairs = list(zip(updates(ours), updates(theirs), strict=True))
+    return {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in pairs) for name in FIGURES}
+
+
+def peak(lines: list[dict]) -> int:
+    return max(line["peak_memory_bytes"] for line in updates(lines))
+
+
+def held(output: Path) -> dict[str, int]:
+    """Bytes of rank 0's weights and optimizer state at the end."""
+    return json.loads((output / "environment.json").read_text())["bytes_held_by_rank_0"]
+
+
+def bytes_of(amount: str) -> float:
+    number, unit = amount.split()
+    return float(number.replace(",", "")) * UNITS[unit]
+
+
+def test_the_device_and_parts_of_the_product_on_it(device):
+    done = on_device(device, str(HERE / "operators.py"), str(HERE / "parts.py"))
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 35
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3"])
+def test_a_run_on_the_device_is_the_run_on_the_cpu(runs, strategy):
+    lines, output = runs("device", strategy)
+    assert "device: simgpu" in (output / "strategy.yaml").read_text()
+    reference, _ = runs("cpu", "single")
+    largest = differences(lines, reference)
+    assert all(value <= 1e-6 for value in largest.values()), largest
+    assert lines[-1]["eval_loss"] == pytest.approx(reference[-1]["eval_loss"], rel=1e-6)
+
+
+def test_no_state_is_held_twice_under_ddp(runs):
+    """The gradients lie in the buckets of DDP, which are as large; two micro-batches, so that there are some."""
+    lines, output = runs("device", "single")
+    weights = held(output)["parameters"]
+    assert peak(lines) > 4 * weights  # gradients and two moments
+    assert peak(runs("device", "ddp")[0]) - peak(lines) < weights / 2
+
+
+def test_out_of_memory_on_one_rank(runs, tmp_path):
+    """A block less than the peak of the same run is too little: `peak_memory_bytes` is the allocator's, to the block.
+
+    The report's rows are what the rank held: its weights, gradients and moments, and the rest of the peak.
+    """
+    lines, output = runs("device", "ddp")
+    room, weights = peak(lines) - 512, held(output)["parameters"]
+    done = runs.within(tmp_path / "run", (16 * GIB, room), "ddp")
+    assert "exitcode  : 87" in done.stderr
+    said = done.stderr
+    assert re.search(r"out of memory: rank 1 of 2, \w+ of update 2, the device's memory \(ddp, fp32\)", said), said
+    assert "rank 0 leaves in phase" in said
+    assert "[rank1]: Traceback" not in said
+    asked, free, total = (bytes_of(amount) for amount in re.search(
+        r"asked for (.*?); (.*?) of (.*?) free", said).groups())  # fmt: skip
+    assert total == pytest.approx(room, rel=0.02)
+    assert free < asked < room
+    table = re.search(r"held by this rank.*?:\n(.*?)\n  what would help", said, re.DOTALL)[1]
+    rows = {
+        name: bytes_of(amount) for name, amount in re.findall(r"^    (\S.*?)  +([\d,.]+ \w+)$", table, re.MULTILINE)
+    }
+    assert len(rows) == 4
+    assert rows["weights"] == pytest.approx(weights, rel=0.02)
+    assert rows["gradients"] == pytest.approx(weights, rel=0.02)
+    assert rows["optimizer state"] == pytest.approx(2 * weights, rel=0.05)
+    assert sum(rows.values()) == pytest.approx(room - free, rel=0.05)
+    assert rows["activations, logits and workspace"] > weights / 4

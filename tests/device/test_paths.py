@@ -1,0 +1,234 @@
+"""What a run can do beside training in fp32, on the simulated device: go on, adapt, compute in half precision, ..."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import GIB
+from folders import save_adapter, save_base, save_writer, small_tokenizer
+from helpers import ROOT, environment, launch, launched, updates
+from safetensors.torch import load_file
+from test_device import differences, on_device, peak
+
+pytestmark = pytest.mark.long
+
+DROPOUT = ("--config_overrides", "n_layer=2,n_head=2,n_embd=64,n_positions=64")
+
+
+def command(device, *arguments, sizes=(16 * GIB,), timeout: int = 580) -> subprocess.CompletedProcess:
+    """`zerofit ARGUMENTS` on devices of these sizes; on the CPU without any."""
+    variables = device(*sizes) if sizes else {}
+    return subprocess.run([sys.executable, "-m", "train.cli", *map(str, arguments)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=timeout, env=environment(**variables))  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints, resuming
+
+
+def cut(output: Path, to: Path) -> Path:
+    """A copy of a run of six updates as if it had been killed after the third."""
+    shutil.copytree(output, to, symlinks=True)
+    shutil.rmtree(to / "checkpoints" / "update_00000006")
+    shutil.rmtree(to / "model")
+    return to
+
+
+@pytest.mark.parametrize(("before", "after"), [("device", "device"), ("device", "cpu"), ("cpu", "device")])
+@pytest.mark.parametrize("strategy", ["single", "zero2"])
+def test_a_run_goes_on_on_the_device_and_off_it(runs, recipes, device, tmp_path, strategy, before, after):
+    """With dropout: from the device to the device to the bit, and else as the CPU rounds."""
+    options = (*DROPOUT, "--save_steps", "3")
+    whole, output = runs(before, strategy, *options)
+    run, processes = cut(output, tmp_path / "run"), 1 if strategy == "single" else 2
+    variables = device(*(16 * GIB,) * processes) if after == "device" else {}
+    again = launch(
+        run, *recipes["clm"], "--per_device_train_batch_size", "2", "--max_train_steps", "6", *options,
+        strategy=strategy, processes=processes, **variables,
+    )  # fmt: skip
+    assert len(updates(again)) == 6
+    largest = differences(again, whole)
+    assert max(largest.values()) <= (0 if before == after else 1e-6), largest
+
+
+def test_saves_in_the_background_hold_what_others_hold(runs):
+    """The weights and the optimizer's state, copied from the device while training goes on."""
+    held = []
+    for asynchronous in ("true", "false"):
+        _, output = runs("device", "zero2", "--save_steps", "2", "--save_async", asynchronous)
+        files = sorted((output / "checkpoints" / "update_00000004").rglob("*.safetensors"))
+        held.append([load_file(file) for file in files])
+    assert len(held[0]) >= 3, "the model, and the state of two ranks"
+    for ours, theirs in zip(*held, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+# ----------------------------------------------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("option", [("--dataloader_num_workers", "2"), ("--gradient_checkpointing", "true")])
+def test_options_that_change_no_figure(runs, option):
+    for strategy in ("single", "zero3"):
+        assert differences(runs("device", strategy, *option)[0], runs("device", strategy)[0]) == {
+            "loss": 0, "grad_norm": 0, "learning_rate": 0,
+        }  # fmt: skip
+
+
+def test_the_mask_of_packed_documents_is_held_once(runs):
+    """A mask has T x T entries a row; attention that makes its own of it in each layer keeps as many as layers."""
+    more = {}
+    for layers in (2, 6):
+        model = f"n_layer={layers},n_head=2,n_embd=64,n_positions=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+        options = ("--config_overrides", model, "--block_size", "256", "--precision", "bf16", "--packing")
+        with_mask, without = (peak(runs("device", "single", *options, packing)[0]) for packing in
+                              ("documents", "concatenate"))  # fmt: skip
+        more[layers] = with_mask - without
+    mask = 2 * 2 * 256 * 256  # two rows in bf16
+    assert more[6] - more[2] < mask, more
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A random Llama with its tokenizer, as a pretrained model lies in a folder."""
+    folder = tmp_path_factory.mktemp("base")
+    save_base(folder / "llama", small_tokenizer(folder))
+    return folder / "llama"
+
+
+def pretrained(recipes, base: Path, *more) -> list:
+    """The options of the recipe for clm, with a pretrained model in place of one from scratch."""
+    options, dropped = list(recipes["clm"]), ("--config_name", "--config_overrides", "--train_tokenizer_vocab_size")
+    for option in dropped:
+        at = options.index(option)
+        del options[at : at + 2]
+    return [*options, "--model_name_or_path", base, "--per_device_train_batch_size", "2", "--max_train_steps", "6",
+            *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_pretrained_model_or_an_adapter_on_it(recipes, device, base, tmp_path, lora):
+    arguments = pretrained(recipes, base, *(["--lora"] if lora else []))
+    reference = launch(tmp_path / "cpu", *arguments, strategy="single", processes=1)
+    for strategy, processes in (("single", 1), ("ddp", 2), ("zero3_offload", 2)):
+        sizes = (16 * GIB,) * processes
+        lines = launch(tmp_path / strategy, *arguments, strategy=strategy, processes=processes, **device(*sizes))
+        largest = differences(lines, reference)
+        assert all(value <= 1e-6 for value in largest.values()), (strategy, largest)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision(runs, recipes, device, tmp_path, strategy, precision):
+    """About as in fp32. accelerate has a list of the devices that have fp16; under DeepSpeed nobody asks."""
+    processes = 1 if strategy == "single" else 2
+    known = {"SIMGPU_NAME": "npu"} if precision == "fp16" and strategy in ("single", "ddp") else {}
+    lines = launch(
+        tmp_path / "run", *recipes["clm"], "--per_device_train_batch_size", "2", "--max_train_steps", "6",
+        "--precision", precision, strategy=strategy, processes=processes, **device(*(16 * GIB,) * processes), **known,
+    )  # fmt: skip
+    reference = updates(runs("cpu", "single")[0])
+    assert updates(lines)[0]["loss"] == pytest.approx(reference[0]["loss"], rel=5e-3)
+    assert updates(lines)[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=3e-2)
+    assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"]
+
+
+# ------------------------------------------------------------------------------------------------- the zerofit command
+
+
+@pytest.fixture
+def recipe(recipes, tmp_path) -> Path:
+    options = recipes["clm"]
+    content = {name.removeprefix("--"): str(value) for name, value in zip(options[::2], options[1::2])}
+    content = {name: yaml.safe_load(value) for name, value in content.items()}
+    content["learning_rate"] = 1e-3  # YAML has a string in 1e-3
+    file = tmp_path / "clm" / "small.yaml"
+    file.parent.mkdir()
+    file.write_text(yaml.safe_dump({**content, "per_device_train_batch_size": 2}))
+    return file
+
+
+def sizes_tried(output: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "size"]
+
+
+def test_the_largest_batch_within_a_limit_is_exact(device, recipe, tmp_path):
+    """Each strategy's largest batch has run in a fresh process within the limit, and one more row has not."""
+    limit, output = 12 * 2**20, tmp_path / "comparison"
+    done = command(
+        device, "compare", "--config", recipe, "--strategies", "ddp,zero2,zero3", "--num_processes", "2",
+        "--memory_limit", "12MiB", "--steps", "2", "--output", output, sizes=(16 * GIB, 16 * GIB),
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = [line.split() for line in done.stdout.splitlines() if line.startswith(("  ddp ", "  zero"))]
+    largest = {words[0]: int(words[1]) for words in found if words[1].isdigit()}
+    assert largest.keys() == {"ddp", "zero2", "zero3"}
+    assert largest["ddp"] < largest["zero2"] <= largest["zero3"]
+    tried = sizes_tried(output)
+    for strategy, size in largest.items():
+        fresh = {line["size"]: line for line in tried if line["fresh"] and line["strategy"] == strategy}
+        assert fresh[size]["outcome"] == "fits"
+        assert all(rank["reserved"] <= limit for rank in fresh[size]["ranks"])
+        assert (fresh[size + 1]["outcome"], fresh[size + 1]["where"]) == ("out_of_memory", "device")
+
+
+def test_ranks_share_a_device_only_to_be_compared(device, recipe, recipes, tmp_path):
+    done = launched(tmp_path / "run", *recipes["clm"], strategy="ddp", processes=2, **device(16 * GIB))
+    assert "num_processes: 2 on this machine, which has 1 device. Use --num_processes 1" in done.stderr
+    assert "[rank0]: Traceback" not in done.stderr
+    output = tmp_path / "comparison"
+    done = command(
+        device, "compare", "--config", recipe, "--strategies", "ddp,zero3_offload", "--num_processes", "2",
+        "--batch_sizes", "2,100000", "--memory_limit", "40MiB", "--steps", "2", "--output", output,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    outcomes = [(line["strategy"], line["size"], line["outcome"]) for line in sizes_tried(output)]
+    for strategy in ("ddp", "zero3_offload"):
+        assert (strategy, 2, "fits") in outcomes
+        assert (strategy, 100000, "out_of_memory") in outcomes
+
+
+def test_a_recipe_is_verified_on_devices(device, recipe, tmp_path):
+    done = command(
+        device, "verify", "--config", recipe, "--strategies", "zero2", "--updates", "6", "--kills", "1", "--output",
+        tmp_path / "proof", sizes=(16 * GIB, 16 * GIB),
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "verified: zero2 agrees with one process, and 1 kill has left no trace" in done.stdout
+
+
+def test_what_is_written_and_merged_is_the_same_on_the_device(device, tmp_path):
+    tokenizer = small_tokenizer(tmp_path)
+    save_writer(tmp_path / "writer", tokenizer)
+    save_adapter(tmp_path / "adapter", save_base(tmp_path / "base", tokenizer), tmp_path / "base")
+    found = {}
+    for where, sizes in (("cpu", ()), ("simgpu:0", (16 * GIB,))):
+        lines, merged = tmp_path / f"{where}.jsonl", tmp_path / f"merged-{where}"
+        flags = ("--prompt", "the License", "--max_new_tokens", "12", "--precision", "fp32", "--output", lines)
+        for more in ((), ("--do_sample", "true", "--seed", "3")):
+            done = command(device, "generate", "--model", tmp_path / "writer", *flags, *more, sizes=sizes)
+            assert done.returncode == 0, done.stderr
+            assert f"in float32 on {where}" in done.stdout + done.stderr
+            found.setdefault(where, []).append(lines.read_text())
+        done = command(device, "merge", "--adapter", tmp_path / "adapter", "--output", merged, sizes=sizes)
+        assert done.returncode == 0, done.stderr
+        found[where].append(load_file(merged / "model.safetensors"))
+    (*texts, weights), (*expected, others) = found["simgpu:0"], found["cpu"]
+    assert texts == expected
+    assert len(weights) > 10
+    assert all(tensor.equal(others[name]) for name, tensor in weights.items())
+
+
+# --------------------------------------------------------------------------------------------- the tests for real GPUs
+
+
+def test_those_for_gpus_that_need_no_real_one(device):
+    done = on_device(
+        device, str(ROOT / "tests" / "gpu" / "test_accelerator.py"), "-k", "not fp16 and not fp32 and not share"
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "skipped" not in done.stdout

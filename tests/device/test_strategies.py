@@ -1,0 +1,54 @@
+"""Every strategy on the simulated device against one process on the CPU, for all three tasks."""
+
+import json
+
+import pytest
+from helpers import metrics
+from test_device import differences, peak
+
+pytestmark = pytest.mark.long
+
+ALL = ("single", "ddp", "zero1", "zero2", "zero2_plain", "zero2_offload", "zero3", "zero3_offload_optimizer",
+       "zero3_offload")  # fmt: skip
+SOME = ("single", "ddp", "zero2", "zero3_offload")
+CASES = [("clm", each) for each in ALL] + [(task, each) for task in ("cls", "seq2seq") for each in SOME]
+
+
+@pytest.mark.parametrize(("task", "strategy"), CASES)
+def test_strategies_agree_with_the_cpu(runs, task, strategy):
+    (ours, output), (theirs, reference) = runs("device", strategy, task=task), runs("cpu", "single", task=task)
+    largest = differences(ours, theirs)
+    assert all(value <= 1e-6 for value in largest.values()), largest
+    held_out = {name: value for name, value in theirs[-1].items() if name.startswith("eval_")}
+    assert len(held_out) >= 2
+    assert {name: ours[-1][name] for name in held_out} == pytest.approx(held_out, rel=1e-5)
+    if task != "clm":
+        predicted, expected = (predictions(folder) for folder in (output, reference))
+        assert len(expected) == 10
+        assert len(set(expected)) > 1
+        assert predicted == expected
+
+
+def predictions(output) -> list[str]:
+    return [json.loads(line)["prediction"] for line in (output / "predictions.jsonl").read_text().splitlines()]
+
+
+def test_what_is_sharded_or_offloaded_is_not_on_the_device(runs):
+    """The peaks of the same run: each of these holds less on the device than the one before it."""
+    order = ("ddp", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload")
+    peaks = {strategy: peak(runs("device", strategy)[0]) for strategy in order}
+    assert sorted(peaks, key=peaks.get, reverse=True) == list(order), peaks
+    assert peak(runs("device", "zero2_offload")[0]) < peaks["zero2"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3"])
+def test_a_run_needs_what_its_peak_says(runs, tmp_path, strategy):
+    """On devices of just that size it is the same run; with a block less it ends for want of memory."""
+    lines, _ = runs("device", strategy)
+    sizes = (peak(lines),) if strategy == "single" else (peak(lines),) * 2
+    done = runs.within(tmp_path / "enough", sizes, strategy)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert differences(metrics(tmp_path / "enough"), lines) == {"loss": 0, "grad_norm": 0, "learning_rate": 0}
+    done = runs.within(tmp_path / "less", (sizes[0] - 512, *sizes[1:]), strategy)
+    assert done.returncode != 0
+    assert f"out of memory: rank 0 of {len(sizes)}, " in done.stderr
