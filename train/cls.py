@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
     from train.run.evaluate import eval_batches
-    from train.run.examples import evaluate_examples, figures_of
+    from train.run.examples import best_constant, evaluate_examples, figures_of
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import table
@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length},
+        baseline=lambda: best_constant(data.labels, data.held_out),
     )
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.model.settle import avoid_fp16_overflow, install_chosen_loss, settle_loss, settle_start_token
     from train.model.tokenizer import check_vocabulary, padding_token
     from train.run.evaluate import eval_batches, held_out_loss
-    from train.run.generation import FIGURES, evaluate_generation, generation_settings, shown
+    from train.run.generation import FIGURES, evaluate_generation, generation_settings, shown, trivial_answers
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import table
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
+        baseline=lambda: trivial_answers(data.validation),
     )
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
 
