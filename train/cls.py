@@ -1,7 +1,7 @@
 r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
 AutoModelForSequenceClassification.
 
-    accelerate launch train/cls.py --config recipes/cls/sst2-small.yaml
+    accelerate launch train/cls.py --config recipes/cls/stdlib-packages.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
         train/cls.py --config recipes/cls/deberta-xl-mrpc.yaml
     accelerate launch train/cls.py --model_name_or_path roberta-base --train_file reviews.csv \

@@ -63,15 +63,16 @@ def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
 def documented(path: Path, file: Path) -> Iterator[dict[str, str]]:
     """What has a docstring in a file: module, classes, functions and methods, in the order of the file.
 
-    Each is {package, top: the file and the top-level definition that it belongs to, name, text: the docstring,
-    code: of a function, without its docstring and comments; else empty}. Nothing where the file is not Python's.
+    Each is {package: empty for a module outside of any, top: the file and the top-level definition that it belongs to,
+    name, text: the docstring, code: of a function, without its docstring and comments; else empty}. Nothing comes of a
+    file that this Python cannot read: some of the library are templates, or broken on purpose.
     """
     try:
         with tokenize.open(path) as source:
             module = ast.parse(source.read())
     except (SyntaxError, UnicodeDecodeError):
-        return  # some files of the library are templates, or are broken on purpose
-    package = file.parts[0].removesuffix(".py")
+        return
+    package = file.parts[0] if len(file.parts) > 1 else ""
     for top in [module, *module.body]:
         for node in [module] if top is module else ast.walk(top):
             text = ast.get_docstring(node) if isinstance(node, (ast.Module, *DEFINITIONS)) else None
@@ -90,7 +91,7 @@ def _code(node: ast.AST) -> str:
 
 def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Records of stdlib-docstrings: nothing that two packages say, and no package's name in a text."""
-    counts = Counter(entry["package"] for entry in entries)
+    counts = Counter(entry["package"] for entry in entries if entry["package"])
     packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
     named = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
     records, said_by = [], {}
