@@ -11,6 +11,7 @@ venv=${1:?usage: setup.sh FOLDER}
 python=${PYTHON:-python3}
 chosen=$(cat "$venv/.torch" 2>/dev/null || true)
 choice=${TORCH:-$chosen}
+pinned=$(grep '^torch==' constraints.txt)
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
   echo "zerofit needs Python 3.11 or newer, and $python is $("$python" --version 2>&1 || true)." \
@@ -21,23 +22,28 @@ choice=${TORCH:-$chosen}
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 gpus=$("$venv/bin/python" train/strategy/devices.py)
 
+has_the_torch() {
+  local version=$pinned
+  case $choice in '' | cpu | cuda) ;; *) version='' ;; esac
+  [ "$choice" = "$chosen" ] && "$venv/bin/python" -c 'import sys, torch
+sys.exit(sys.argv[1] not in ("", "torch==" + torch.__version__.partition("+")[0]))' "$version" 2>/dev/null
+}
+
 install_torch() {
-  local torch words=() index=()
-  torch=$(grep '^torch==' constraints.txt)
+  local words=("$pinned")
   case ${choice:-${gpus:-cpu}} in
     cpu)
       # On Linux the default build brings CUDA. pip's own sources may have the CPU build, else torch's index does.
-      words=("$torch")
       if [ "$(uname -s)" = Linux ]; then
         local offered
-        offered=$("${pip[@]}" --dry-run --ignore-installed --no-deps --report - "$torch" 2>/dev/null || true)
+        offered=$("${pip[@]}" --dry-run --ignore-installed --no-deps --report - "$pinned" 2>/dev/null || true)
         case $offered in
           *+cpu* | *%2Bcpu*) ;;
-          *) index=(--index-url https://download.pytorch.org/whl/cpu) ;;
+          *) words+=(--index-url https://download.pytorch.org/whl/cpu) ;;
         esac
       fi
       ;;
-    cuda | NVIDIA*) words=("$torch") ;;
+    cuda | NVIDIA*) ;;
     AMD)
       echo "this machine has an AMD GPU, for which torch comes from an index of its own, one for each version of ROCm:" \
         "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started; or TORCH=cpu make setup" >&2
@@ -46,14 +52,12 @@ install_torch() {
     *) read -ra words <<<"$choice" ;;
   esac
   echo "installing ${words[*]} ..."
-  "$venv/bin/python" -m pip uninstall --quiet --yes torch 2>/dev/null || true  # pip takes 2.13.0 for 2.13.0+cpu
-  "${pip[@]}" "${words[@]}" ${index[@]+"${index[@]}"}
+  "$venv/bin/python" -m pip uninstall --quiet --yes torch 2>/dev/null || true  # pip takes 2.13.0+cpu for 2.13.0
+  "${pip[@]}" "${words[@]}"
   echo "$choice" >"$venv/.torch"
 }
 
-if ! "$venv/bin/python" -c 'import torch' 2>/dev/null || [ "$choice" != "$chosen" ]; then
-  install_torch
-fi
+has_the_torch || install_torch
 echo "installing the other dependencies ..."
 grep -v '^torch==' constraints.txt >"$venv/constraints.txt"  # torch is there, of the version that was chosen
 "${pip[@]}" --constraint "$venv/constraints.txt" --editable '.[trackers,dev,megatron]'

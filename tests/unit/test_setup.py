@@ -15,7 +15,7 @@ case "$*" in
   --version) echo "Python $FAKE_VERSION" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   *train/strategy/devices.py) echo "$FAKE_GPUS" ;;
-  "-c import torch") [ -e "$(dirname "$0")/../torch" ] ;;
+  "-c import sys, torch"*) [ -e "$(dirname "$0")/../torch" ] ;;
   -) cat >/dev/null && [ -z "$FAKE_UNSEEN" ] || exit 2 ;;
   *" torch"*) touch "$(dirname "$0")/../torch" ;;
 esac

@@ -99,7 +99,8 @@ def describe_device(device) -> str:
     import torch
 
     if device.type == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads a process"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''} a process"
     there = torch.accelerator.device_count()
     used = min(there, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     name = getattr(torch.get_device_module(device), "get_device_name", lambda device: device.type)(device)
