@@ -1,32 +1,50 @@
-# zerofit: `make train` and `make test` need nothing but Python 3.10 or newer; the other targets: `make help`.
+# zerofit: `make train` and `make test` need nothing but Python 3.11 or newer; the other targets: `make help`.
+# TORCH=cpu, TORCH=cuda or TORCH='torch --index-url URL' chooses the build of torch (scripts/setup.sh).
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+ONE    := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test test-unit test-launch test-gpu lint format bench clean
+.PHONY: help setup train train-cls train-seq2seq compare test test-all test-real test-unit test-launch test-gpu lint \
+  format bench clean
+ifdef TORCH
+.PHONY: $(READY)
+endif
 
 help:                ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)      ## create .venv and install the pinned dependencies
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON="$(PYTHON)" bash scripts/setup.sh "$(VENV)"
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash scripts/setup.sh "$(VENV)"
 	@touch $@
 
 train: $(READY)      ## train a small GPT-2 from scratch on Python's own source code: a few minutes on two CPU cores
-	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	  train/clm.py --config recipes/clm/stdlib-gpt2.yaml $(ARGS)
+	$(ONE) train/clm.py --config recipes/clm/stdlib-gpt2.yaml $(ARGS)
+
+train-cls: $(READY)  ## train a small BERT to tell which package of Python's library a docstring belongs to: the same
+	$(ONE) train/cls.py --config recipes/cls/stdlib-packages.yaml $(ARGS)
+
+train-seq2seq: $(READY) ## train a small BlenderBot to say what a function of Python's library does: the same
+	$(ONE) train/seq2seq.py --config recipes/seq2seq/stdlib-summaries.yaml $(ARGS)
 
 compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on this machine, 1 GiB a process: 6 to 8 minutes
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \
 	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 --memory_limit 1GiB --granularity 4 --steps 2 --output outputs/compare-small $(ARGS)
 
-test: $(READY)       ## all tests that need no GPU
-	$(BIN)/python -m pytest tests/unit tests/launch $(ARGS)
+test: $(READY)       ## the tests: all that need no GPU, but for the longest tables
+	$(BIN)/python -m pytest tests $(ARGS)
+
+test-all: $(READY)   ## with the longest tables
+	$(BIN)/python -m pytest tests -m "not gpu and not real" $(ARGS)
+
+test-real: $(READY)  ## the tests on published data and weights: make test-real DATA=path
+	$(if $(DATA),,$(error say where the data is: make test-real DATA=path))
+	ZEROFIT_REAL_DATA="$(abspath $(DATA))" $(BIN)/python -m pytest tests -m real $(ARGS)
 
 test-unit: $(READY)  ## the tests of single parts: seconds
 	$(BIN)/python -m pytest tests/unit $(ARGS)

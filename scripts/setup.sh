@@ -1,33 +1,78 @@
 #!/usr/bin/env bash
 # Create a virtual environment and install zerofit with pinned dependencies: setup.sh FOLDER
-# torch comes with CUDA where there is an NVIDIA GPU, and without where there is none (a few GB less).
+# torch comes with CUDA where the machine has an NVIDIA GPU, and without where it has none (a few GB less). To choose:
+#   TORCH=cpu                       no GPU, whatever the machine has
+#   TORCH=cuda                      with CUDA, for instance on a login node whose compute nodes have GPUs
+#   TORCH='torch --index-url URL'   any other build, such as ROCm's for AMD GPUs: what pip install is to be told
+# What was chosen holds until something else is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?usage: setup.sh FOLDER}
 python=${PYTHON:-python3}
+chosen=$(cat "$venv/.torch" 2>/dev/null || true)
+choice=${TORCH:-$chosen}
+pinned=$(grep '^torch==' constraints.txt)
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-  echo "zerofit needs Python 3.10 or newer, and $python is $("$python" --version). Try: make PYTHON=python3.12 ..." >&2
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+  echo "zerofit needs Python 3.11 or newer, and $python is $("$python" --version 2>&1 || true)." \
+    "Name another one: make PYTHON=python3.12 ..." >&2
   exit 2
 }
 "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+gpus=$("$venv/bin/python" train/strategy/gpus.py)
 
-if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-  torch=$(grep '^torch==' constraints.txt)
-  index=()
-  if [ "$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; then
-    # The default Linux build brings CUDA. Take the CPU build: pip's own sources may have it, else torch's index does.
-    offered=$("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
-      --no-deps --report - "$torch" 2>/dev/null || true)
-    case $offered in
-      *+cpu* | *%2Bcpu*) ;;
-      *) index=(--index-url https://download.pytorch.org/whl/cpu) ;;
-    esac
-  fi
-  echo "installing $torch ..."
-  "${pip[@]}" "$torch" ${index[@]+"${index[@]}"}
-fi
+has_the_torch() {
+  local version=$pinned
+  case $choice in '' | cpu | cuda) ;; *) version='' ;; esac
+  [ "$choice" = "$chosen" ] && "$venv/bin/python" -c 'import sys, torch
+sys.exit(sys.argv[1] not in ("", "torch==" + torch.__version__.partition("+")[0]))' "$version" 2>/dev/null
+}
+
+install_torch() {
+  local words=("$pinned")
+  case ${choice:-${gpus:-cpu}} in
+    cpu)
+      # On Linux the default build brings CUDA. pip's own sources may have the CPU build, else torch's index does.
+      if [ "$(uname -s)" = Linux ]; then
+        local offered
+        offered=$("${pip[@]}" --dry-run --ignore-installed --no-deps --report - "$pinned" 2>/dev/null || true)
+        case $offered in
+          *+cpu* | *%2Bcpu*) ;;
+          *) words+=(--index-url https://download.pytorch.org/whl/cpu) ;;
+        esac
+      fi
+      ;;
+    cuda | NVIDIA*) ;;
+    AMD)
+      echo "this machine has an AMD GPU, for which torch comes from an index of its own, one for each version of ROCm:" \
+        "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started; or TORCH=cpu make setup" >&2
+      exit 2
+      ;;
+    *) read -ra words <<<"$choice" ;;
+  esac
+  echo "installing ${words[*]} ..."
+  "$venv/bin/python" -m pip uninstall --quiet --yes torch 2>/dev/null || true  # pip takes 2.13.0+cpu for 2.13.0
+  "${pip[@]}" "${words[@]}"
+  echo "$choice" >"$venv/.torch"
+}
+
+has_the_torch || install_torch
 echo "installing the other dependencies ..."
-"${pip[@]}" --editable '.[trackers,dev,megatron]'
+grep -v '^torch==' constraints.txt >"$venv/constraints.txt"  # torch is there, of the version that was chosen
+"${pip[@]}" --constraint "$venv/constraints.txt" --editable '.[trackers,dev,megatron]'
+if [ "$choice" != cpu ]; then
+  "$venv/bin/python" - <<'PYTHON'
+import sys
+
+from train.recipe.errors import UserError
+from train.strategy.devices import check_devices
+
+try:
+    check_devices()
+except UserError as error:
+    print(f"{error.report()}. Or, for the CPU alone: TORCH=cpu make setup", file=sys.stderr)
+    sys.exit(2)
+PYTHON
+fi
 echo "ready: $venv"

@@ -1,7 +1,7 @@
 r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
 AutoModelForSequenceClassification.
 
-    accelerate launch train/cls.py --config recipes/cls/sst2-small.yaml
+    accelerate launch train/cls.py --config recipes/cls/stdlib-packages.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
         train/cls.py --config recipes/cls/deberta-xl-mrpc.yaml
     accelerate launch train/cls.py --model_name_or_path roberta-base --train_file reviews.csv \
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
     from train.run.evaluate import eval_batches
-    from train.run.examples import evaluate_examples, figures_of
+    from train.run.examples import best_constant, evaluate_examples, figures_of
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import table
@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length},
+        baseline=lambda: best_constant(data.labels, data.held_out),
     )
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 

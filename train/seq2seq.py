@@ -1,6 +1,6 @@
 r"""Encoder-decoder training, for dialogue above all: BlenderBot, BART, T5 and every other AutoModelForSeq2SeqLM.
 
-    accelerate launch train/seq2seq.py --config recipes/seq2seq/dialogue-small.yaml
+    accelerate launch train/seq2seq.py --config recipes/seq2seq/stdlib-summaries.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
         train/seq2seq.py --config recipes/seq2seq/blenderbot-400m-dialogue.yaml
     accelerate launch train/seq2seq.py --model_name_or_path t5-large --train_file articles.jsonl --precision bf16 \
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.model.settle import avoid_fp16_overflow, install_chosen_loss, settle_loss, settle_start_token
     from train.model.tokenizer import check_vocabulary, padding_token
     from train.run.evaluate import eval_batches, held_out_loss
-    from train.run.generation import FIGURES, evaluate_generation, generation_settings, shown
+    from train.run.generation import FIGURES, evaluate_generation, generation_settings, shown, trivial_answers
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import table
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
+        baseline=lambda: trivial_answers(data.validation),
     )
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
 

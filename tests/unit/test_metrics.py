@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from rouge_score import rouge_scorer
 from scipy import stats
 from sklearn import metrics as sk
 
+from train.data.examples import HeldOut
 from train.data.labels import Labels
 from train.recipe import ClsRecipe, UserError
 from train.run.best import Best, make_best
-from train.run.examples import figures_of
+from train.run.examples import best_constant, figures_of
 from train.run.generation import FIGURES
 from train.run.metrics import FOLDER, compute
 
@@ -169,3 +171,17 @@ def test_a_choice_that_cannot_be(options, is_evaluated, words):
     with pytest.raises(UserError) as caught:
         make_best(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated)
     assert words in caught.value.report()
+
+
+def held_out_labels(values: list, dtype) -> HeldOut:
+    return HeldOut(SimpleNamespace(labels=np.array(values, dtype)), texts=None, suffix="")
+
+
+def test_the_best_constant_of_classes():
+    (line,) = best_constant(Labels(("a", "b", "c")), [held_out_labels([0, 1, 1, 2], np.int64)])
+    assert line == "baseline    always b: accuracy 0.5000, f1_macro 0.2222, matthews_correlation 0.0000"
+
+
+def test_the_best_constant_of_numbers():
+    (line,) = best_constant(Labels(None), [held_out_labels([1.0, 3.0], np.float32)])
+    assert line == "baseline    always 2: mse 1.0000"

@@ -23,10 +23,11 @@ TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's del
 
 @dataclass
 class HeldOutPairs:
-    """The held-out samples, and the whole target of each as text."""
+    """The held-out samples, the whole target of each as text, and perhaps an answer that takes no learning."""
 
     samples: Rows
     targets: list[str]
+    baseline: list[str] | None = None
 
 
 @dataclass
@@ -74,7 +75,9 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     validation = None
     if "validation" in tables:
         table = first(tables["validation"], recipe.max_eval_samples)
-        validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:])
+        has_baseline = source.kind == "embedded" and "baseline" in source.parts["validation"].column_names
+        baseline = source.parts["validation"]["baseline"][: len(table)] if has_baseline else None
+        validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:], baseline)
     return PairData(Rows(train, COLUMNS), validation, tokenizer, widths, notes)
 
 

@@ -30,16 +30,17 @@ CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are
 BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file")
 HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
+EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # made from Python's own library (train/data/stdlib.py)
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 
 
 @dataclass
 class Source:
-    """What was read: `train`, the held-out parts that there are, and from which format (hub, json, csv, text, ...)."""
+    """What was read: `train`, the held-out parts that there are, and from what (hub, embedded, json, csv, ...)."""
 
     parts: dict[str, Dataset]
     kind: str
-    files: dict[str, list[Path]]  # of each part; empty for the hub
+    files: dict[str, list[Path]]  # of each part; empty where no option names files
 
     def where(self, part: str) -> str:
         """The name of a part for a message. Records are counted through all of its files."""
@@ -68,6 +69,10 @@ def read_source(
         UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach.
     """
     held_out = held_out or {"validation": HELD_OUT}
+    if recipe.dataset_name in EMBEDDED:
+        from train.data.stdlib import read_stdlib
+
+        return Source(read_stdlib(recipe.dataset_name, recipe), "embedded", {})
     if not recipe.train_file:
         return Source(_from_hub(recipe, held_out), "hub", {})
     options = {part: f"{part}_file" for part in ("train", *held_out)}

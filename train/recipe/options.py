@@ -147,7 +147,11 @@ class LoraOptions(Recipe):
 class SourceOptions(Recipe):
     """Where the data comes from"""
 
-    dataset_name: str | None = option(None, "A dataset on the hub, or a folder that the datasets library can load.")
+    dataset_name: str | None = option(
+        None,
+        "A dataset on the hub, or a folder that the datasets library can load. Made from Python's own library and not "
+        "from the hub: stdlib-docstrings (text, label: its package) and stdlib-functions (source, target).",
+    )
     dataset_config_name: str | None = option(None, "Its configuration.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009

@@ -6,6 +6,7 @@ What leaves a rank is two numbers an example: the class and its probability, or 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from train.data.collate import Batch
@@ -52,6 +53,26 @@ def evaluate_examples(
             figures |= compute("classification", predictions, truth, num_labels=len(labels.names))
     figures = engine.from_main(figures)
     return {f"eval_{name}{part.suffix}": value for name, value in figures.items()}
+
+
+def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
+    """For the log: what one and the same answer to every example reaches at best.
+
+    That is the most frequent label of the held-out part, or of numbers their mean: the constant with the least squared
+    error.
+    """
+    lines = []
+    for part in held_out:
+        truth = part.samples.labels
+        if labels.names is None:
+            answer, figures = f"{truth.mean():.4g}", {"mse": float(truth.var())}
+        else:
+            most = int(np.bincount(truth).argmax())
+            answer = labels.names[most]
+            figures = compute("classification", [most] * len(truth), truth.tolist(), num_labels=len(labels.names))
+        shown = ", ".join(f"{name}{part.suffix} {value:.4f}" for name, value in figures.items())
+        lines.append(f"baseline    always {answer}: {shown}")
+    return lines
 
 
 def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | None]]:

@@ -17,6 +17,7 @@ from train.run.folder import RunFolder
 from train.run.metrics import compute
 
 FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
+TRIVIAL = "the words of the function's name"  # what stdlib-functions has in its column `baseline`
 
 
 def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int]) -> dict[str, Any]:
@@ -48,6 +49,14 @@ def evaluate_generation(
         figures = compute("generation", texts, data.validation.targets)
     figures = engine.from_main(figures)
     return {f"eval_{name}": value for name, value in figures.items()}
+
+
+def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
+    """For the log: the figures of the data's own trivial answers, where it has some."""
+    if held_out is None or held_out.baseline is None:
+        return []
+    figures = compute("generation", held_out.baseline, held_out.targets)
+    return [f"baseline    {TRIVIAL}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())]
 
 
 def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer) -> Iterator[dict[str, str]]:

@@ -26,6 +26,7 @@ class Job:
         longest: how many tokens a row may have, by column: of `input_ids`, and of `labels` where they have a length of
             their own.
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
+        baseline: lines for the log: the held-out figures of answers that take no learning.
     """
 
     recipe: TrainingRecipe
@@ -38,3 +39,4 @@ class Job:
     grouping: str = "none"
     longest: dict[str, int] = field(default_factory=dict)
     order: Order | None = None
+    baseline: Callable[[], list[str]] | None = None

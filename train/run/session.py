@@ -22,6 +22,7 @@ from train.run.schedule import make_schedule
 from train.run.stopping import FAULT, Stop, exit_code
 from train.run.timeline import Timeline
 from train.run.witness import Witness, died_elsewhere
+from train.strategy.gpus import describe_device
 from train.strategy.machines import SHARED_REMEDY, check_same
 from train.strategy.strategy import COLLECTIVE_TIMEOUT, Strategy, read_strategy
 
@@ -212,6 +213,7 @@ class Session:
             f"model     {origin}: {self.parameters:,} parameters, {share} trained",
             *self._about_the_adapter(),
             f"strategy  {self.strategy.describe}",
+            f"device    {describe_device(self.engine.device)}",
             *lines,
             f"run       {length.num_updates:,} updates, {length.total_samples / length.num_samples:.3g} epochs; "
             f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
@@ -397,6 +399,7 @@ class Session:
         for name, value in after.items():
             was = f"{before[name]:.4f} -> " if name in before else ""
             lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
+        lines += self.job.baseline() if self.job.baseline else []
         if self.keeper.keeps_best and self.best.update is not None:
             where = "checkpoints/best, and model/ is that one" if load_best else "checkpoints/best; model/ is the last"
             lines.append(

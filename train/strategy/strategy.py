@@ -14,6 +14,7 @@ from train.recipe.options import Recipe
 from train.strategy.batches import Batches, resolve_batches
 from train.strategy.builds import drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
+from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
@@ -235,9 +236,10 @@ def read_strategy(recipe: Recipe) -> Strategy:
     Values that the recipe leaves open and the pair states are adopted into the recipe.
 
     Raises:
-        UserError: any contradiction, with both values and both sources.
+        UserError: any contradiction, with both values and both sources; a GPU that torch does not see.
     """
     launch = read_launch()
+    check_devices()
     if not launch.deepspeed:
         recipe.precision = _settle_precision(recipe, [(launch.precision, launch.source)])
         return Strategy(launch, resolve_batches(recipe, launch.world_size), recipe.precision, None, launch.source)

@@ -1,0 +1,109 @@
+"""A GPU that the machine has and torch does not see: told of before anything is read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import refusal
+
+from train.strategy import gpus
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Path:
+    """The root of a file system without gpus, for a torch that sees none."""
+    monkeypatch.setattr(gpus, "ROOT", tmp_path)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for name in ("ACCELERATE_USE_CPU", *gpus.VISIBLE.values(), *sum(gpus.ALSO_VISIBLE.values(), ())):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def put(file: Path, text: str = "") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def put_amd(root: Path, node: int, simd_count: int, own_bytes: int) -> None:
+    put(root / "dev/kfd")
+    folder = root / f"sys/class/kfd/kfd/topology/nodes/{node}"
+    put(folder / "properties", f"cpu_cores_count 0\nsimd_count {simd_count}\nname\n")
+    put(folder / "mem_banks/0/properties", f"heap_type {int(own_bytes > 0)}\nsize_in_bytes {own_bytes}\n")
+
+
+def test_a_machine_without_a_gpu(machine):
+    put(machine / "dev/null")
+    put_amd(machine, 0, simd_count=0, own_bytes=0)  # the CPU's node
+    put_amd(machine, 1, simd_count=8, own_bytes=2**29)  # the processor's own graphics
+    assert gpus.gpus_of_the_machine() == {}
+    gpus.check_devices()
+
+
+def test_nvidia(machine, monkeypatch):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        put(machine / "dev" / name)
+    assert gpus.gpus_of_the_machine() == {"NVIDIA": 2}
+    monkeypatch.setattr(torch.version, "cuda", None)
+    message = refusal(gpus.check_devices)
+    assert "2 NVIDIA GPUs" in message
+    for words in ("built without CUDA", "TORCH=cuda make setup", "CUDA_VISIBLE_DEVICES= accelerate launch"):
+        assert words in message
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    message = refusal(gpus.check_devices)
+    assert "built for CUDA 13.0" in message
+    assert "driver is too old" in message
+
+
+def test_nvidia_out_of_reach_of_a_container(machine):
+    put(machine / "proc/driver/nvidia/gpus/0000:01:00.0/information")
+    assert gpus.gpus_of_the_machine() == {"NVIDIA": 1}
+    assert "1 NVIDIA GPU," in refusal(gpus.check_devices)
+
+
+def test_amd(machine, monkeypatch):
+    put_amd(machine, 0, simd_count=0, own_bytes=0)
+    put_amd(machine, 1, simd_count=304, own_bytes=64 * 2**30)
+    assert gpus.gpus_of_the_machine() == {"AMD": 1}
+    monkeypatch.setattr(torch.version, "hip", None)
+    message = refusal(gpus.check_devices)
+    assert "1 AMD GPU," in message
+    assert "built without ROCm" in message
+    assert "HIP_VISIBLE_DEVICES= accelerate launch" in message
+
+
+def test_torch_sees_one(machine, monkeypatch):
+    put(machine / "dev/nvidia0")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    gpus.check_devices()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ACCELERATE_USE_CPU", "True"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
+     ("NVIDIA_VISIBLE_DEVICES", "void")],
+)  # fmt: skip
+def test_the_cpu_is_asked_for(machine, monkeypatch, name, value):
+    put(machine / "dev/nvidia0")
+    refusal(gpus.check_devices)
+    monkeypatch.setenv(name, value)
+    gpus.check_devices()
+
+
+def test_a_run_asks_before_it_reads_anything(machine, monkeypatch):
+    from train.recipe import ClmRecipe, parse_recipe
+    from train.strategy.strategy import read_strategy
+
+    put(machine / "dev/nvidia0")
+    recipe = parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "none.txt"])
+    assert "1 NVIDIA GPU," in refusal(read_strategy, recipe)
+
+
+def test_what_the_log_says(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert gpus.describe_device(torch.device("cpu")) == "CPU, 2 threads a process"
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert gpus.describe_device(torch.device("cuda", 0)) == "2 x NVIDIA L4 of the 4 that this machine has"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert gpus.describe_device(torch.device("cuda", 0)) == "4 x NVIDIA L4"

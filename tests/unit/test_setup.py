@@ -1,0 +1,93 @@
+"""scripts/setup.sh, driven by a Python that writes down what it is asked to do."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+# As `python -m venv FOLDER` it puts itself there. It has no torch, and the GPUs that FAKE_GPUS names.
+FAKE = """#!/usr/bin/env bash
+echo "$@" >>"$FAKE_LOG"
+case "$*" in
+  *version_info*) [ "$FAKE_VERSION" != 3.10.9 ] ;;
+  --version) echo "Python $FAKE_VERSION" ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *train/strategy/gpus.py) echo "$FAKE_GPUS" ;;
+  "-c import sys, torch"*) [ -e "$(dirname "$0")/../torch" ] ;;
+  -) cat >/dev/null && [ -z "$FAKE_UNSEEN" ] || exit 2 ;;
+  *" torch"*) touch "$(dirname "$0")/../torch" ;;
+esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """Run setup.sh. Returns (exit code, what it printed, the arguments of each `pip install`)."""
+    fake = tmp_path / "python"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+
+    def run(torch: str = "", gpus: str = "", version: str = "3.11.9", unseen: str = "") -> tuple[int, str, list[str]]:
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        environment = {**os.environ, "PYTHON": str(fake), "TORCH": torch, "FAKE_LOG": str(log), "FAKE_GPUS": gpus,
+                       "FAKE_VERSION": version, "FAKE_UNSEEN": unseen}  # fmt: skip
+        done = subprocess.run(["bash", "scripts/setup.sh", str(tmp_path / "venv")], cwd=ROOT, env=environment,
+                              text=True, capture_output=True, timeout=60)  # fmt: skip
+        lines = log.read_text().splitlines()
+        installs = [line.partition("--disable-pip-version-check ")[2] for line in lines if " install " in line]
+        return done.returncode, done.stdout + done.stderr, [line for line in installs if "--dry-run" not in line]
+
+    return run
+
+
+def pinned() -> str:
+    return next(line for line in Path(ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+
+
+def test_an_old_python_is_told_of(setup):
+    code, said, installs = setup(version="3.10.9")
+    assert code == 2
+    assert "needs Python 3.11 or newer" in said
+    assert "is Python 3.10.9" in said
+    assert "make PYTHON=" in said
+    assert not installs
+
+
+@pytest.mark.parametrize(
+    ("torch", "gpus", "words"),
+    [
+        ("", "", "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
+        ("", "NVIDIA", "torch==2.13.0"),
+        ("cpu", "NVIDIA", "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
+        ("cuda", "", "torch==2.13.0"),
+        ("torch --index-url https://example.org/rocm", "AMD", "torch --index-url https://example.org/rocm"),
+    ],
+)
+def test_which_torch(setup, torch, gpus, words):
+    code, said, installs = setup(torch, gpus)
+    assert code == 0, said
+    assert installs[0] == words.replace("torch==2.13.0", pinned())
+    assert installs[-1].endswith(".[trackers,dev,megatron]")
+
+
+def test_the_choice_holds_until_there_is_another(setup):
+    assert len(setup("cuda")[2]) == 2
+    assert len(setup()[2]) == 1
+    assert len(setup("cuda")[2]) == 1
+    assert len(setup("cpu")[2]) == 2
+
+
+def test_amd_is_told_what_to_do(setup):
+    code, said, installs = setup(gpus="AMD")
+    assert code == 2
+    assert "ROCm" in said
+    assert "TORCH='torch --index-url URL' make setup" in said
+    assert not installs
+
+
+def test_a_gpu_that_torch_does_not_see_fails_the_setup(setup):
+    assert setup(gpus="NVIDIA", unseen="1")[0] == 2
+    assert setup("cpu", gpus="NVIDIA", unseen="1")[0] == 0

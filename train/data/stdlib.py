@@ -1,0 +1,148 @@
+"""Two data sets that every machine has: what Python's own library says about its functions, classes and modules.
+
+`stdlib-docstrings` (text, label): which package a docstring belongs to, of the NUM_PACKAGES that have most docstrings.
+`stdlib-functions` (source, target, baseline): from a function without its docstring to the docstring's first sentence;
+`baseline` is the words of the function's name.
+
+Top-level classes and functions are held out whole, about HELD_OUT_PERCENT of them, chosen by a hash of their names.
+What is held out and says the same as something that is trained on is left out. Which records there are depends on
+nothing but the library that this Python has.
+"""
+
+import ast
+import platform
+import re
+import sysconfig
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Value
+
+from train.data.cache import cache_root, prepare_anew
+from train.data.sources import name_for_the_cache
+from train.data.tokenise import encode_table
+from train.recipe.options import SourceOptions
+
+NUM_PACKAGES = 12
+HELD_OUT_PERCENT = 12
+MIN_WORDS = 3  # shorter texts say too little: "Constructor.", "See above."
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+MASK = "..."  # stands where a docstring names one of the packages
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
+
+
+def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
+    """The training and the held-out part of one of EMBEDDED (train/data/sources.py).
+
+    Reading the library takes seconds, and is done once: the result is in the cache.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
+    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
+    table = name_for_the_cache(table, platform.python_version(), stamps)
+
+    def look(batch: dict) -> dict:
+        found = [entry for file in batch["file"] for entry in documented(root / file, Path(file))]
+        return {column: [entry[column] for entry in found] for column in TABLE}
+
+    entries = encode_table(table, look, TABLE, (), cache_root(recipe.cache_dir), overwrite=prepare_anew(recipe))
+    records = _docstrings(entries.to_list()) if name == "stdlib-docstrings" else _functions(entries.to_list())
+    parts = _split(records)
+    return {
+        part: name_for_the_cache(Dataset.from_list(rows), name, part, entries._fingerprint)
+        for part, rows in parts.items()
+    }
+
+
+def documented(path: Path, file: Path) -> Iterator[dict[str, str]]:
+    """What has a docstring in a file: module, classes, functions and methods, in the order of the file.
+
+    Each is {package: empty for a module outside of any, top: the file and the top-level definition that it belongs to,
+    name, text: the docstring, code: of a function, without its docstring and comments; else empty}. Nothing comes of a
+    file that this Python cannot read: some of the library are templates, or broken on purpose.
+    """
+    try:
+        with tokenize.open(path) as source:
+            module = ast.parse(source.read())
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    package = file.parts[0] if len(file.parts) > 1 else ""
+    for top in [module, *module.body]:
+        for node in [module] if top is module else ast.walk(top):
+            text = ast.get_docstring(node) if isinstance(node, (ast.Module, *DEFINITIONS)) else None
+            if text:
+                named = getattr(top, "name", "")  # a definition may stand in an `if` or a `try`
+                yield {"package": package, "top": f"{file}:{named}", "name": getattr(node, "name", ""), "text": text,
+                       "code": _code(node)}  # fmt: skip
+
+
+def _code(node: ast.AST) -> str:
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return ""
+    node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(node)
+
+
+def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Records of stdlib-docstrings: nothing that two packages say, and no package's name in a text."""
+    counts = Counter(entry["package"] for entry in entries if entry["package"])
+    packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
+    named = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
+    records, said_by = [], {}
+    for entry in entries:
+        if entry["package"] in packages:
+            text = named.sub(MASK, entry["text"])
+            said_by.setdefault(_words(text), set()).add(entry["package"])
+            records.append({"text": text, "label": entry["package"], "top": entry["top"], "says": _words(text)})
+    return [record for record in records if len(said_by[record["says"]]) == 1]
+
+
+def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Records of stdlib-functions."""
+    records = []
+    for entry in entries:
+        if entry["code"]:
+            target = first_sentence(entry["text"])
+            records.append({"source": in_words(entry["code"]), "target": target, "baseline": in_words(entry["name"]),
+                            "top": entry["top"], "says": _words(target)})  # fmt: skip
+    return records
+
+
+def first_sentence(text: str) -> str:
+    """Of a docstring, in one line: up to its first full stop, or empty line."""
+    paragraph = " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", paragraph)[0]
+
+
+def in_words(code: str) -> str:
+    """The words of a piece of code, names taken apart: `def getSize(self, depth=3)` is "def get size self depth 3".
+
+    So a small model finds the words of the code again in what is said about it.
+    """
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", code.replace("_", " "))
+    return " ".join(re.findall(r"[A-Za-z]+|[0-9]+", apart)).lower() or code
+
+
+def _split(records: list[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
+    parts = {"train": [], "validation": []}
+    for record in records:
+        if len(record["says"]) >= MIN_WORDS:
+            drawn = int(sha256(record["top"].encode()).hexdigest(), 16) % 100
+            parts["validation" if drawn < HELD_OUT_PERCENT else "train"].append(record)
+    trained = {record["says"] for record in parts["train"]}
+    parts["validation"] = [record for record in parts["validation"] if record["says"] not in trained]
+    for rows in parts.values():
+        for record in rows:
+            del record["top"], record["says"]
+    return parts
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The words of a text, by which two texts are compared: letters only, without case."""
+    return tuple(re.findall(r"[a-z]+", text.lower()))
