@@ -10,7 +10,8 @@ from .texts import Entry, entries
 PLACES = {  # what is asked about in Japanese; one name lies outside the basic multilingual plane
     "東京": "日本の首都", "富士山": "日本で一番高い山", "琵琶湖": "日本で一番大きい湖", "信濃川": "日本で一番長い川",
     "京都": "古いお寺の多い町", "北海道": "日本の北にある島", "沖縄": "日本の南にある島々", "𠮷野": "桜で名高い山",
-    "大阪": "食べ物のおいしい町", "奈良": "鹿のいる公園のある町",
+    "大阪": "食べ物のおいしい町", "奈良": "鹿のいる公園のある町", "青森": "りんごの町", "長野": "山の多い県",
+    "静岡": "お茶の県",
 }  # fmt: skip
 JAPANESE = [f"{place}は{about}です。" for place, about in PLACES.items()]
 

@@ -15,10 +15,10 @@ PADS = [f"__FP16_PAD_{number}__" for number in range(4)]
 
 
 def write_tokenizers(folder: Path) -> None:
-    texts = documents()
+    texts = [*documents(), *(f" {text}" for text in JAPANESE * 40)]  # few: most of its characters stay bytes
     _write_byte_level(folder / "tokenizers" / "gpt2", texts, 3000, last=["<|endoftext|>"])
     _write_byte_level(folder / "tokenizers" / "blenderbot", texts, 2000, first=MARKS, last=PADS)
-    write_sentencepiece(folder / "tokenizers" / "llama", [*texts, *JAPANESE * 20], 2000)
+    write_sentencepiece(folder / "tokenizers" / "llama", texts, 2000)
 
 
 def _write_byte_level(
