@@ -98,9 +98,9 @@ def test_classification_and_dialogue_train_too(tmp_path, cache, task, strategy, 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "zero3_offload", "zero3_offload_optimizer"])
-def test_an_adapter_trains_on_a_frozen_model(tmp_path, cache, stories, strategy, precision):
+def test_an_adapter_trains_on_a_frozen_model(tmp_path, cache, llama, strategy, precision):
     lines = launch(
-        tmp_path / "run", "--model_name_or_path", stories, *ADAPTER, "--precision", precision, "--cache_dir", cache,
+        tmp_path / "run", "--model_name_or_path", llama, *ADAPTER, "--precision", precision, "--cache_dir", cache,
         strategy=strategy, processes=1,
     )  # fmt: skip
     assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"] - 0.5
@@ -110,10 +110,10 @@ def test_an_adapter_trains_on_a_frozen_model(tmp_path, cache, stories, strategy,
 
 @pytest.mark.parametrize("option", ["--load_in_4bit", "--load_in_8bit"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero2"])
-def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, stories, strategy, option):
+def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, llama, strategy, option):
     pytest.importorskip("bitsandbytes")
     lines = launch(
-        tmp_path / "run", "--model_name_or_path", stories, *ADAPTER, option, "--precision", "bf16", "--cache_dir",
+        tmp_path / "run", "--model_name_or_path", llama, *ADAPTER, option, "--precision", "bf16", "--cache_dir",
         cache, strategy=strategy, processes=1,
     )  # fmt: skip
     assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"] - 0.5
