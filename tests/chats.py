@@ -1,10 +1,8 @@
-"""Real tokenizers, real instructions, and conversations made into token ids."""
+"""Tokenizers of each kind, instructions, and conversations made into token ids."""
 
-import functools
 import json
 
 import pytest
-from conftest import SHARED
 
 from train.data.chat import ChatEncoder
 from train.data.instructions import Form
@@ -13,10 +11,10 @@ from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer
 from train.recipe import ClmRecipe, UserError, parse_recipe
 
-TOKENIZERS = {  # of GPT-2 (byte-level), of Llama 2 (byte fallback), and a small one of Llama's kind
-    "gpt2": ("--config_name", "gpt2", "--tokenizer_name", str(SHARED / "tokenizers" / "gpt2")),
-    "llama2": ("--config_name", "llama-2-7b", "--tokenizer_name", str(SHARED / "tokenizers" / "llama2")),
-    "stories": ("--model_name_or_path", str(SHARED / "models" / "stories260K" / "hf")),
+TOKENIZERS = {  # byte-level, with byte fallback, and a small one with byte fallback that came with a model
+    "gpt2": ("tokenizers/gpt2", "--config_name", "gpt2", "--tokenizer_name"),
+    "llama": ("tokenizers/llama", "--config_name", "llama-2-7b", "--tokenizer_name"),
+    "small": ("models/llama/hf", "--model_name_or_path"),
 }
 INSTRUCTION = Form("instruction", "instruction", "output", "input")
 PROMPT = Form("prompt", "prompt", "completion", plain=True)
@@ -34,27 +32,26 @@ LONG_TALK = [
 ANSWERS = [message["content"] for message in LONG_TALK if message["role"] == "assistant"]
 
 
-def tokenizer_of(name: str):
-    """A real tokenizer, with no template installed yet; tests that use it are skipped where the data is absent."""
-    tokenizer = _loaded(name)
-    tokenizer.chat_template = None
-    return tokenizer
+class Tokenizers:
+    """tokenizers(NAME) is one of TOKENIZERS with no template installed yet; each is loaded once."""
+
+    def __init__(self, data):
+        self._data, self._loaded = data, {}
+
+    def __call__(self, name: str):
+        if name not in self._loaded:
+            folder, *flags = TOKENIZERS[name]
+            recipe = parse_recipe(ClmRecipe, [*flags, str(self._data(folder)), "--train_file", "a.json"])
+            self._loaded[name] = load_tokenizer(recipe, load_configuration(recipe))
+        self._loaded[name].chat_template = None
+        return self._loaded[name]
 
 
-@functools.cache
-def _loaded(name: str):
-    if not SHARED.is_dir():
-        pytest.skip(f"{SHARED} is not there: this test reads real tokenizers")
-    recipe = parse_recipe(ClmRecipe, [*TOKENIZERS[name], "--train_file", "a.json"])
-    return load_tokenizer(recipe, load_configuration(recipe))
-
-
-@functools.cache
-def real_records() -> list[dict]:
-    """Real instructions, English and Japanese, with and without an input."""
+def short_instructions(data) -> list[dict]:
+    """Instructions, English and Japanese, with and without an input."""
     found = []
-    for name in ("alpaca_en_demo", "ja_qa"):
-        some = json.loads((SHARED / "instruct" / f"{name}.json").read_text())[:400]
+    for name in ("english", "japanese"):
+        some = json.loads(data(f"instruct/{name}.json").read_text())[:400]
         short = [record for record in some if sum(map(len, record.values())) < 700]
         found += [record for record in short if record["input"]][:12]
         found += [record for record in short if not record["input"]][:12]

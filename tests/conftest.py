@@ -1,4 +1,4 @@
-"""Shared by all tests: an own cache, no hub, and the real data beside the checkout."""
+"""Shared by all tests: an own cache, no hub, and the data that tests read."""
 
 import os
 import sys
@@ -6,19 +6,77 @@ from pathlib import Path
 
 import pytest
 
+PUBLISHED = {  # what takes the place of the material's parts; others have the same name
+    "text/train.txt": "text/tinystories_a.txt",
+    "text/valid.txt": "wikitext-2/valid.txt",
+    "dialogue/keyed.json": "dialogue/valid_freq.json",
+    "dialogue/talks.json": "dialogue/blended_skill_talk_val.json",
+    "instruct/english.json": "instruct/alpaca_en_demo.json",
+    "instruct/japanese.json": "instruct/ja_qa.json",
+    "tokenizers/blenderbot": "tokenizers/blenderbot-400M-distill",
+    "tokenizers/llama": "tokenizers/llama2",
+    "models/llama/hf": "models/stories260K/hf",
+    "models/llama/meta": "models/stories260K/meta",
+    "megatron/first_document": "megatron/ag_news_prompt_inputs_document",
+    "megatron/second_document": "megatron/ag_news_prompt_targets_document",
+}
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["WANDB_MODE"] = "offline"
-sys.path.insert(0, str(ROOT / "tests"))  # helpers.py
+sys.path.insert(0, str(ROOT / "tests"))  # helpers.py, material
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> str:
     """A folder for prepared data, one for the whole session."""
     return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def material(request, tmp_path_factory) -> Path:
+    """Texts, records, tokenizers and a trained Llama, made here: material/__init__.py says what is where."""
+    from material import make_material
+
+    cache = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
+    return make_material(cache.mkdir("material") if cache else tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="session")
+def llama(material) -> Path:
+    """A small Llama that was trained for some seconds: 260,032 parameters, GQA 8/4, a bare tokenizer.model."""
+    return material / "models" / "llama" / "hf"
+
+
+@pytest.fixture(scope="session")
+def real() -> Path:
+    """Published data and weights, for the tests that are marked so: the folder that ZEROFIT_REAL_DATA names."""
+    folder = Path(os.environ.get("ZEROFIT_REAL_DATA", ""))
+    if not os.environ.get("ZEROFIT_REAL_DATA") or not folder.is_dir():
+        pytest.fail("tests marked `real` read published data: set ZEROFIT_REAL_DATA to its folder (docs/real-data.md)")
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session", params=["made", pytest.param("real", marks=pytest.mark.real)])
+def data(request) -> "Data":
+    """For tests that say the same of made and of published data; with the latter they are marked."""
+    if request.param == "made":
+        return Data(request.getfixturevalue("material"))
+    return Data(request.getfixturevalue("real"), PUBLISHED)
+
+
+class Data:
+    """data(NAME) is the path of what is called so in the material, or of what is published in its place."""
+
+    def __init__(self, folder: Path, names: dict[str, str] | None = None):
+        self._folder, self._names = folder, names
+        self.real = names is not None
+
+    def __call__(self, name: str) -> Path:
+        return self._folder / (self._names.get(name, name) if self._names else name)
 
 
 @pytest.fixture(scope="session")

@@ -119,15 +119,14 @@ def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     assert "ddp holds 2 a process" in said
 
 
-def test_examples_with_an_adapter_beside_the_whole_model(tmp_path, cache):
-    mrpc = ROOT.parent / "shared" / "data" / "glue" / "MRPC"
+def test_examples_with_an_adapter_beside_the_whole_model(material, tmp_path, cache):
     output = tmp_path / "comparison"
     code, said = run(
         None, output, "--task", "cls", "--strategies", "zero2,zero2:lora=true", "--batch_sizes", "4",
         "--memory_limit", "1GiB", "--model_type", "bert", "--config_overrides",
         "num_hidden_layers=2,hidden_size=256,num_attention_heads=2,intermediate_size=512",
-        "--train_tokenizer_vocab_size", "2000", "--train_file", str(next(mrpc.glob("*train*"))), "--task_name", "mrpc",
-        "--max_length", "96", "--cache_dir", cache,
+        "--train_tokenizer_vocab_size", "2000", "--train_file", str(material / "glue/MRPC/train.tsv"),
+        "--task_name", "mrpc", "--max_length", "96", "--cache_dir", cache,
     )  # fmt: skip
     assert code == 0, said
     whole, adapter = journal(output, "size")
@@ -140,14 +139,14 @@ def test_examples_with_an_adapter_beside_the_whole_model(tmp_path, cache):
     assert largest == {"zero2": "4", "zero2:lora=true": "4"}
 
 
-def test_pairs_are_generated_from_too(tmp_path, cache):
-    dialogue = ROOT.parent / "shared" / "data" / "dialogue" / "blended_skill_talk_val.json"
+@pytest.mark.long
+def test_pairs_are_generated_from_too(material, tmp_path, cache):
     output = tmp_path / "comparison"
     code, said = run(
         None, output, "--task", "seq2seq", "--strategies", "zero3", "--batch_sizes", "2", "--memory_limit", "2GiB",
-        "--train_file", str(dialogue), "--max_train_samples", "300", "--max_source_length", "40",
-        "--max_target_length", "24", "--cache_dir", cache, "--tokenizer_name",
-        str(ROOT.parent / "shared" / "data" / "tokenizers" / "blenderbot-400M-distill"), *SMALL_BLENDERBOT[:4],
+        "--train_file", str(material / "dialogue/talks.json"), "--max_train_samples", "300",
+        "--max_source_length", "40", "--max_target_length", "24", "--cache_dir", cache, "--tokenizer_name",
+        str(material / "tokenizers" / "blenderbot"), *SMALL_BLENDERBOT[:4],
         "--val_max_target_length", "16", "--per_device_eval_batch_size", "64",
     )  # fmt: skip
     assert code == 0, said
@@ -158,12 +157,16 @@ def test_pairs_are_generated_from_too(tmp_path, cache):
         assert evaluated["reserved"] > trained["reserved"], "64 rows of the greatest length against 2"
 
 
-def test_mistakes_cost_no_search(recipe, tmp_path):
-    """A limit below what a process needs, and a mistake of the recipe, are told after a launch of each strategy."""
-    code, said = run(recipe, tmp_path / "low", "--strategies", "ddp,zero2", "--memory_limit", "100MiB")
+@pytest.mark.parametrize("strategies", ["ddp", pytest.param("ddp,zero2", marks=pytest.mark.long)])
+def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp_path, strategies):
+    code, said = run(recipe, tmp_path / "low", "--strategies", strategies, "--memory_limit", "100MiB")
     assert code == 2
     assert "MiB before there is a model or a batch, and may have 100 MiB" in said
-    assert len(journal(tmp_path / "low", "launch")) == 2, "one for each strategy"
+    assert len(journal(tmp_path / "low", "launch")) == len(strategies.split(",")), "one for each strategy"
+
+
+def test_mistakes_cost_no_search(recipe, tmp_path):
+    """A mistake of the recipe is told after one launch, and one of the comparison after none."""
     code, said = run(recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB",
                      "--train_file", "nowhere.txt")  # fmt: skip
     assert code == 2

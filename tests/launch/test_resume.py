@@ -1,24 +1,20 @@
-"""Runs that are left and go on: under another strategy, with other processes, after signals, and around faults."""
+"""Runs that are ended and go on: by signals, by a rank's death, for want of memory, by the clock, and around faults.
+
+(That a run which goes on under another strategy is the run that was left alone: test_agreement.py.)
+"""
 
 import json
 import random
-import shutil
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from helpers import ROOT, environment, launch, launch_command, launched, metrics, updates
-
-STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "hf"
-TEXT = ROOT.parent / "shared" / "data" / "text" / "tinystories_a.txt"
-SHORT = [
-    "--model_name_or_path", STORIES, "--train_file", TEXT, "--block_size", "64", "--per_device_train_batch_size", "4",
-    "--learning_rate", "1e-3", "--record_samples", "true", "--validation_split_percentage", "1",
-]  # fmt: skip
 
 
 def largest_difference(name: str, ours: list[dict], theirs: list[dict]) -> float:
@@ -30,36 +26,11 @@ def samples(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_under_any_strategy_with_any_number_of_processes(tmp_path):
-    """2 -> 1 -> 2 processes and ddp -> zero2 -> zero3 -> zero3_offload -> ddp, against the first leg uninterrupted."""
-    output, run = tmp_path / "run", [*SHORT, "--max_train_steps", "12", "--save_steps", "2"]
-    whole = updates(launch(output, *run, strategy="ddp", processes=2))
-    ledger = samples(output)
-    assert [line["update"] for line in ledger] == list(range(1, 13))
-    legs, before = [(2, "zero2", 1), (4, "zero3", 2), (6, "zero3_offload", 2), (8, "ddp", 2)], 2
-    for start, strategy, processes in legs:
-        for update in range(start + 2, 13, 2):
-            shutil.rmtree(output / "checkpoints" / f"update_{update:08}")
-        shutil.rmtree(output / "model")  # as if it had been killed before
-        done = launched(output, *run, strategy=strategy, processes=processes)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert f"after update {start}, written under" in done.stdout
-        assert ("the accumulation follows" in done.stdout) == (processes != before)
-        before = processes
-        lines = metrics(output)
-        assert [line["update"] for line in lines] == list(range(13)), "each update once"
-        assert largest_difference("loss", updates(lines), whole) < 1e-5
-        assert largest_difference("grad_norm", updates(lines), whole) < 1e-4
-        assert largest_difference("learning_rate", updates(lines), whole) == 0
-        assert samples(output) == ledger
-    assert (output / "checkpoints" / "latest").resolve().name == "update_00000012"
-
-
 class Run:
     """A run in the background, its output in a file."""
 
     def __init__(self, folder: Path, *arguments, strategy: str, processes: int):
-        self.output, self.log = folder / "run", folder / "log"
+        self.output, self.log = folder / "run", folder / f"{strategy}.log"
         command = launch_command(self.output, *arguments, strategy=strategy, processes=processes)
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
@@ -83,47 +54,87 @@ class Run:
         return self.log.read_text()
 
 
-def test_signals_and_the_clock_end_a_run_in_order(tmp_path):
-    arguments = [*SHORT, "--max_train_steps", "3000"]
-    run = Run(tmp_path, *arguments, strategy="ddp", processes=2)
+@dataclass
+class Leg:
+    """What a launch has said, and the updates and samples that were on record when it had ended."""
+
+    said: str
+    made: list[dict]
+    samples: list[dict]
+
+    @classmethod
+    def of(cls, said: str, output: Path) -> "Leg":
+        return cls(said, updates(metrics(output)), samples(output))
+
+
+@dataclass
+class Legs:
+    """One run in four launches, each of which goes on where the first one has saved."""
+
+    output: Path
+    signal: Leg
+    exit_code: int
+    exported: bool
+    death: Leg
+    dead: int
+    memory: Leg
+    clock: Leg
+
+
+@pytest.fixture(scope="module")
+def legs(llama, material, cache, tmp_path_factory) -> Legs:
+    """Ended by SIGTERM (ddp), a rank's death (zero2), a rank's want of memory (ddp), and the clock (one process)."""
+    folder = tmp_path_factory.mktemp("legs")
+    arguments = [
+        "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--block_size", "64",
+        "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--record_samples", "true",
+        "--max_eval_samples", "16", "--max_train_steps", "3000", "--cache_dir", cache,
+    ]  # fmt: skip
+    run = Run(folder, *arguments, strategy="ddp", processes=2)
+    output = run.output
     run.wait_for_updates(5)
     run.launcher.send_signal(signal.SIGTERM)  # which it passes on to both processes
-    assert "stopped     by SIGTERM after update" in run.said()
-    output, made = run.output, updates(metrics(run.output))
-    assert 4 <= len(made) < 3000
-    assert (output / "checkpoints" / "latest").resolve().name == f"update_{len(made):08}"
-    assert json.loads((output / "environment.json").read_text())["exit_code"] == 85
-    assert not (output / "model").exists()
+    by_signal = Leg.of(run.said(), output)
+    exit_code = json.loads((output / "environment.json").read_text())["exit_code"]
+    exported = (output / "model").exists()
+
+    run = Run(folder, *arguments, strategy="zero2", processes=2)
+    run.wait_for_updates(len(by_signal.made) + 5)
+    dead = run.rank(1)
+    dead.kill()
+    by_death = Leg.of(run.said(), output)
+
+    run = Run(folder, *arguments, strategy="ddp", processes=2)
+    run.wait_for_updates(len(by_signal.made) + 5)
+    rank = run.rank(1)
+    held = int(Path(f"/proc/{rank.pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    rank.rlimit(psutil.RLIMIT_DATA, (held + 2**19, held + 2**19))
+    by_memory = Leg.of(run.said(), output)
 
     done = launched(output, *arguments, "--max_hours", "1e-6", processes=1)
-    assert "exit status 85" in done.stderr
-    assert f"after update {len(made)}, written under ddp, number of processes 2" in done.stdout
-    assert f"stopped     by max_hours after update {len(made) + 1:,}" in done.stdout
-    lines = updates(metrics(output))
-    assert [line["update"] for line in lines] == list(range(1, len(made) + 2))
-    assert lines[:-1] == made
+    by_clock = Leg.of(done.stdout + done.stderr, output)
+    return Legs(output, by_signal, exit_code, exported, by_death, dead.pid, by_memory, by_clock)
 
 
-def test_who_dies_is_spoken_for_and_nobody_waits_for_it(tmp_path):
-    run = Run(tmp_path, *SHORT, "--max_train_steps", "3000", strategy="zero2", processes=2)
-    run.wait_for_updates(5)
-    rank = run.rank(1)
-    rank.kill()
-    said = run.said()
-    assert f"rank 1 (pid {rank.pid}) ended without a word in phase" in said
+def test_a_signal_ends_a_run_in_order(legs):
+    assert "stopped     by SIGTERM after update" in legs.signal.said
+    assert 4 <= len(legs.signal.made) < 3000
+    assert legs.exit_code == 85
+    assert not legs.exported
+    assert (legs.output / "checkpoints" / f"update_{len(legs.signal.made):08}").is_dir()
+
+
+def test_who_dies_is_spoken_for_and_nobody_waits_for_it(legs):
+    said = legs.death.said
+    assert f"rank 1 (pid {legs.dead}) ended without a word in phase" in said
     assert "SIGKILL" in said
     assert "rank 0 leaves in phase" in said
     assert "another process is gone" in said
     assert "[rank0]: Traceback" not in said
 
 
-def test_a_rank_without_memory_says_what_held_it_and_what_would_help(tmp_path):
-    run = Run(tmp_path, *SHORT, "--max_train_steps", "3000", strategy="ddp", processes=2)
-    run.wait_for_updates(5)
-    rank = run.rank(1)
-    held = int(Path(f"/proc/{rank.pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024
-    rank.rlimit(psutil.RLIMIT_DATA, (held + 2**19, held + 2**19))
-    said = run.said()
+def test_a_rank_without_memory_says_what_held_it_and_what_would_help(legs):
+    said = legs.memory.said
     assert "out of memory: rank 1 of 2, " in said
     assert "exitcode  : 87" in said
     table, remedies = said.partition("held by this rank")[2].split("what would help, by what it saves:")
@@ -133,13 +144,33 @@ def test_a_rank_without_memory_says_what_held_it_and_what_would_help(tmp_path):
     assert "[rank1]: Traceback" not in said
 
 
+def test_the_clock_ends_a_run_in_order(legs):
+    assert "exit status 85" in legs.clock.said
+    assert f"stopped     by max_hours after update {len(legs.signal.made) + 1:,}" in legs.clock.said
+
+
+@pytest.mark.parametrize("leg", ["death", "memory", "clock"])
+def test_each_goes_on_where_the_run_was_saved(legs, leg):
+    """What was made before stays as it is, and each makes the same updates of the same samples after it."""
+    saved, ours, theirs = legs.signal, getattr(legs, leg), legs.memory if leg == "death" else legs.death
+    begun = len(saved.made)
+    assert f"after update {begun}, written under ddp" in ours.said
+    assert [line["update"] for line in ours.made] == list(range(1, len(ours.made) + 1)), "each update once"
+    assert ours.made[:begun] == saved.made
+    common = min(len(ours.made), len(theirs.made))
+    assert common > begun
+    assert largest_difference("loss", ours.made[begun:common], theirs.made[begun:common]) < 1e-5
+    assert ours.samples[:begun] == saved.samples
+    assert ours.samples[:common] == theirs.samples[:common]
+
+
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory) -> list:
+def poisoned(llama, tmp_path_factory) -> list:
     """A model in which one word is NaN, texts of which one has that word, and the options to train on them."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("poisoned")
-    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
     config = AutoConfig.for_model(
         "llama", vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=False,
@@ -164,13 +195,13 @@ def poisoned(tmp_path_factory) -> list:
 
 
 def check_fault(output: Path, action: str) -> int:
-    """The fault's record: the sample is named with its text, on the rank that had it. Returns the update."""
-    (fault,) = [json.loads(line) for line in (output / "faults.jsonl").read_text().splitlines()]
+    """The last fault's record: the sample is named with its text, on the rank that had it. Returns the update."""
+    fault = [json.loads(line) for line in (output / "faults.jsonl").read_text().splitlines()][-1]
     assert fault["action"] == action
     assert fault["reason"] == "loss is nan"
     broken = [part for part in fault["micro_batches"] if part["loss"] != part["loss"]]
     assert len(fault["micro_batches"]) == 2
-    assert len(broken) == 1, "one rank only"
+    assert len(broken) == 1, "one micro-batch only"
     (index,) = [index for index in broken[0]["samples"] if fault["heads"][str(index)].startswith("Z Z Z")]
     assert index == 37
     assert len(fault["heads"]) == 8
@@ -178,9 +209,17 @@ def check_fault(output: Path, action: str) -> int:
 
 
 def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path):
-    skipped, rewound, stopped = tmp_path / "skip", tmp_path / "rewind", tmp_path / "stop"
-    skip = launch(skipped, *poisoned, "--on_fault", "skip", strategy="ddp", processes=2)
-    at = check_fault(skipped, "skip")
+    """`stop`, gone on with `skip` in one process, against `rewind` under ZeRO-3: the same run without that update."""
+    stopped, rewound = tmp_path / "stop", tmp_path / "rewind"
+    done = launched(stopped, *poisoned, strategy="zero2", processes=2)
+    assert "exitcode  : 86" in done.stderr
+    at = check_fault(stopped, "stop")
+    assert f"stopped     by a fault after update {at - 1} of 12: update {at}: loss is nan" in done.stdout
+    assert "--on_fault skip" in done.stdout
+    assert (stopped / "checkpoints" / "latest").resolve().name == f"update_{at - 1:08}"
+
+    skip = launch(stopped, *poisoned, "--on_fault", "skip", processes=1)
+    assert check_fault(stopped, "skip") == at
     assert [line["update"] for line in skip] == list(range(1, 13))
     assert skip[at - 1]["fault"] == "loss is nan"
     good = [line for line in skip if line["update"] != at]
@@ -194,14 +233,4 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path):
     again = metrics(rewound)
     assert [line["update"] for line in again] == list(range(1, 13)), "each update once"
     assert largest_difference("loss", [line for line in again if line["update"] != at], good) < 1e-5
-    assert samples(rewound) == [line for line in samples(skipped) if line["update"] != at]
-
-    done = launched(stopped, *poisoned, strategy="zero2", processes=2)
-    assert "exitcode  : 86" in done.stderr
-    assert check_fault(stopped, "stop") == at
-    assert f"stopped     by a fault after update {at - 1} of 12: update {at}: loss is nan" in done.stdout
-    assert "--on_fault skip" in done.stdout
-    assert (stopped / "checkpoints" / "latest").resolve().name == f"update_{at - 1:08}"
-    more = launch(stopped, *poisoned, "--on_fault", "skip", processes=1)
-    assert [line["update"] for line in more] == list(range(1, 13))
-    assert largest_difference("loss", [line for line in more if line["update"] != at], good) < 1e-5
+    assert samples(rewound) == [line for line in samples(stopped) if line["update"] != at]

@@ -13,9 +13,7 @@ from chats import (
     TOKENIZERS,
     encoded,
     encoder_of,
-    real_records,
     refusal,
-    tokenizer_of,
 )
 
 from train.data.chat import overlap
@@ -102,8 +100,8 @@ def as_messages(record: dict) -> dict:
 @pytest.mark.parametrize(
     ("form", "in_form"), [(INSTRUCTION, as_instruction), (PROMPT, as_prompt), (CHAT, as_messages)]
 )
-def test_the_labels_of_real_records_token_by_token(form, in_form, template, name):
-    tokenizer, records = tokenizer_of(name), real_records()
+def test_the_labels_of_records_token_by_token(tokenizer_of, records, form, in_form, template, name):
+    tokenizer = tokenizer_of(name)
     asked = [in_form(record) for record in records]
     rows = encoded(encoder_of(tokenizer, form, template), asked)
     assert len(rows) == len(records) >= 30
@@ -123,7 +121,7 @@ def test_the_labels_of_real_records_token_by_token(form, in_form, template, name
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
-def test_every_assistant_turn_is_trained(template, name):
+def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     tokenizer = tokenizer_of(name)
     encoder = encoder_of(tokenizer, CHAT, template)
     (row,) = encoded(encoder, [{"messages": LONG_TALK}])
@@ -137,9 +135,9 @@ def test_every_assistant_turn_is_trained(template, name):
     assert row["labels"][0] == IGNORE
 
 
-def test_the_text_of_llama_2_chat():
+def test_the_text_of_llama_2_chat(tokenizer_of):
     """The form of Meta's own code and of Elyza's models, byte for byte."""
-    tokenizer = tokenizer_of("llama2")
+    tokenizer = tokenizer_of("llama")
     install_template(tokenizer, "llama-2-chat")
     assert render(tokenizer, LONG_TALK[:5])[0] == (
         "<s>[INST] <<SYS>>\nあなたは誠実で優秀な日本人のアシスタントです。\n<</SYS>>\n\n日本で一番高い山は? [/INST] "
@@ -149,7 +147,7 @@ def test_the_text_of_llama_2_chat():
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
-def test_the_model_is_asked_with_what_it_was_trained_on(template, name):
+def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, name):
     """The prompt that transformers makes for an answer is what stands before the trained part, token by token: so in
     Llama-2's form the space before an answer is trained on, where it is a token of its own (Japanese)."""
     tokenizer = tokenizer_of(name)
@@ -166,7 +164,7 @@ def test_the_model_is_asked_with_what_it_was_trained_on(template, name):
     assert asked == tokenizer.apply_chat_template(LONG_TALK[:2], add_generation_prompt=True)["input_ids"]
 
 
-def test_a_token_that_spans_prompt_and_answer_is_trained():
+def test_a_token_that_spans_prompt_and_answer_is_trained(tokenizer_of):
     tokenizer = tokenizer_of("gpt2")
     encoder = encoder_of(tokenizer, PROMPT, None)
     texts = [("The sky is", " blue."), ("空は ", "青い"), ("The sky is ", "blue.")]
@@ -186,8 +184,8 @@ def test_tokens_and_characters():
     assert not overlap(offsets, []).any()
 
 
-def test_training_on_the_prompt_too():
-    tokenizer = tokenizer_of("llama2")
+def test_training_on_the_prompt_too(tokenizer_of):
+    tokenizer = tokenizer_of("llama")
     for block_size in (4096, 8):
         (row,) = encoded(encoder_of(tokenizer, CHAT, "llama-2-chat", block_size, True), [{"messages": LONG_TALK}])
         assert list(row["labels"]) == [IGNORE, *row["input_ids"][1:]]
@@ -195,8 +193,8 @@ def test_training_on_the_prompt_too():
         assert row["is_cut"] == (block_size == 8)
 
 
-def test_answers_in_a_prompt_are_not_trained():
-    tokenizer = tokenizer_of("llama2")
+def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
+    tokenizer = tokenizer_of("llama")
     form = Form("prompt", "prompt", "completion")
     (row,) = encoded(
         encoder_of(tokenizer, form, "instruction"), [{"prompt": LONG_TALK[:4], "completion": LONG_TALK[4:]}]
@@ -229,7 +227,7 @@ def chatml(tokenizer, template: str = CHATML, eos: str = "<|im_end|>"):
         (CHATML.replace("message['content']", "message['content'] | trim"), "<|im_end|>", "<|im_end|>", "<|im_end|>"),
     ],
 )  # fmt: skip
-def test_the_tokenizers_own_template(template, eos, end, last_end):
+def test_the_tokenizers_own_template(tokenizer_of, template, eos, end, last_end):
     tokenizer = chatml(tokenizer_of("gpt2"), template, eos)
     encoder = encoder_of(tokenizer, CHAT, None)
     assert encoder.template.note == "template  the tokenizer's own chat template"
@@ -242,7 +240,7 @@ def test_the_tokenizers_own_template(template, eos, end, last_end):
     assert tokenizer.chat_template == template
 
 
-def test_a_named_template_takes_the_place_of_the_tokenizers_own(tmp_path):
+def test_a_named_template_takes_the_place_of_the_tokenizers_own(tokenizer_of, tmp_path):
     tokenizer = chatml(tokenizer_of("gpt2"))
     assert "(in place of the tokenizer's own)" in install_template(tokenizer, "instruction").note
     assert written(tokenizer, LONG_TALK[1:3]).startswith("### Instruction:\n日本")
@@ -253,11 +251,11 @@ def test_a_named_template_takes_the_place_of_the_tokenizers_own(tmp_path):
     assert tokenizer.chat_template == CHATML
 
 
-def test_the_templates_that_there_are():
+def test_the_templates_that_there_are(tokenizer_of):
     assert known_templates() == ["instruction", "instruction-ja", "llama-2-chat", "none"]
     for name in known_templates():
         assert named_template(name) == (TEMPLATES / f"{name}.jinja").read_text()
-        for tokenizer in (tokenizer_of("gpt2"), tokenizer_of("llama2")):
+        for tokenizer in (tokenizer_of("gpt2"), tokenizer_of("llama")):
             install_template(tokenizer, name)
             text = written(tokenizer, LONG_TALK[1:3])
             begins = tokenizer.bos_token == "<s>" or name == "llama-2-chat"
@@ -268,7 +266,7 @@ def test_the_templates_that_there_are():
     assert "There are instruction, instruction-ja, llama-2-chat, none" in message
 
 
-def test_a_tokenizer_with_several_templates_or_without_an_end():
+def test_a_tokenizer_with_several_templates_or_without_an_end(tokenizer_of):
     tokenizer = copy.deepcopy(tokenizer_of("gpt2"))
     tokenizer.chat_template = {"chat": CHATML, "tools": CHATML}
     assert "several chat templates (chat, tools) and no default one" in refusal(install_template, tokenizer, None)
@@ -286,7 +284,7 @@ def test_a_tokenizer_with_several_templates_or_without_an_end():
         ("a\n{% if messages %}\nb", ["mine.jinja', line 3: ", "'endif'"]),
     ],
 )
-def test_a_template_that_is_not_valid(tmp_path, template, words):
+def test_a_template_that_is_not_valid(tokenizer_of, tmp_path, template, words):
     (tmp_path / "mine.jinja").write_text(template)
     message = refusal(install_template, tokenizer_of("gpt2"), str(tmp_path / "mine.jinja"))
     for word in words:
@@ -309,7 +307,7 @@ def test_a_template_that_is_not_valid(tmp_path, template, words):
          "what it writes after the last answer depends on the answer"),
     ],
 )  # fmt: skip
-def test_a_template_that_fails_on_a_record(tmp_path, template, words):
+def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, words):
     (tmp_path / "mine.jinja").write_text(template)
     encoder = encoder_of(tokenizer_of("gpt2"), CHAT, str(tmp_path / "mine.jinja"))
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi?"},

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, real_records, refusal, tokenizer_of
+from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, refusal
 from helpers import tiny_model
 
 from train.data.chat import show
@@ -18,9 +18,9 @@ from train.recipe import ClmRecipe, parse_recipe
 
 
 @pytest.fixture
-def prepare(stories, cache):
+def prepare(data, cache):
     def run(path, *flags: str):
-        model = ["--model_name_or_path", str(stories), "--block_size", "256", "--cache_dir", cache]
+        model = ["--model_name_or_path", str(data("models/llama/hf")), "--block_size", "256", "--cache_dir", cache]
         more = ["--train_file", str(path), "--validation_split_percentage", "0", *map(str, flags)]
         recipe = parse_recipe(ClmRecipe, [*model, *more])
         return prepare_text(recipe, load_configuration(recipe))
@@ -29,9 +29,9 @@ def prepare(stories, cache):
 
 
 @pytest.fixture
-def short(tmp_path):
-    """A file of real records that are short enough for small blocks."""
-    cut = [{**record, "input": record["input"][:20]} for record in real_records()]
+def short(records, tmp_path):
+    """A file of records that are short enough for small blocks."""
+    cut = [{**record, "input": record["input"][:20]} for record in records]
     kept = [record for record in cut if sum(len(text.encode()) for text in record.values()) < 300]
     assert sum(not record["output"].isascii() for record in kept) >= 5
     asked = [{**record, "instruction": f"{n} {record['instruction']}"} for n in range(3) for record in kept]
@@ -140,9 +140,9 @@ def write(path, records: list[dict]):
     return path
 
 
-def test_answers_beyond_the_block_are_counted(tmp_path, prepare):
+def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     some = asked([5, 5, 50, 5, 120, 5, 300, 5, 5, 50], [90, 2, 2, 2, 2, 2, 90, 2, 2, 40])
-    whole = encoded(encoder_of(tokenizer_of("stories"), PROMPT, "none"), some)
+    whole = encoded(encoder_of(tokenizer_of("small"), PROMPT, "none"), some)
     path = write(tmp_path / "a.jsonl", some)
     data = prepare(path, "--packing", "none", "--block_size", "100")
     kept = [row for n, row in enumerate(whole) if n not in (4, 6)]
@@ -175,7 +175,7 @@ def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):
         assert "Choose a larger one (they have up to " in message
 
 
-def test_a_sample_is_shown(tmp_path, prepare):
+def test_a_sample_is_shown(tokenizer_of, tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [{"messages": LONG_TALK}, *({"messages": LONG_TALK[1:3]} for _ in range(9))])
     data = prepare(path, "--chat_template", "llama-2-chat", "--block_size", "512")
     heading, *lines = data.shown
@@ -233,7 +233,7 @@ def test_the_record_that_a_template_fails_on_is_named(tmp_path, prepare, workers
     assert f"{path}, record 34: chat_template = '{template}' fails on it: line 3: it is bad" in message
 
 
-def test_a_tokenizer_without_offsets(monkeypatch):
+def test_a_tokenizer_without_offsets(tokenizer_of, monkeypatch):
     tokenizer = tokenizer_of("gpt2")
     monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda self: False))
     assert "GPT2Tokenizer) does not say which characters" in refusal(encoder_of, tokenizer, CHAT, "instruction")

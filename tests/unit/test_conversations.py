@@ -154,9 +154,9 @@ def test_any_other_json_is_left_to_the_library(tmp_path, text):
 
 
 @pytest.fixture(scope="module")
-def blenderbot(shared):
-    """flags -> an encoder with the real tokenizer of BlenderBot."""
-    folder = shared / "tokenizers" / "blenderbot-400M-distill"
+def blenderbot(data):
+    """flags -> an encoder with BlenderBot's tokenizer."""
+    folder = data("tokenizers/blenderbot")
     flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name", str(folder), "--train_file", "a.jsonl"]
     config = load_configuration(parse_recipe(Seq2SeqRecipe, flags))
     tokenizer = load_tokenizer(parse_recipe(Seq2SeqRecipe, flags), config)
@@ -200,18 +200,18 @@ def test_turns_are_joined_by_the_models_separator(blenderbot):
 
 @pytest.mark.parametrize("prefix", ["", "Answer: "])
 def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
+    tokenizer = blenderbot().tokenizer
+    texts = [prefix + "  ".join(LONG[-n:]) for n in range(1, 9)]
+    needed = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
     seen = set()
-    for width in range(12, 80):  # from one turn to all
+    for width in range(needed[0], needed[-1] + 2):
         encoder = blenderbot(width, 8, "--source_prefix", prefix)
-        fits = [len(encoder.tokenizer(prefix + "  ".join(LONG[-n:]), add_special_tokens=False)["input_ids"]) < width
-                for n in range(1, 9)]  # fmt: skip
-        kept = sum(fits)
+        kept = sum(length <= width for length in needed)
         encoded = encoder.encode([Pair(LONG, "x")])
         (ids,) = encoded["input_ids"]
         assert len(ids) <= width
         assert decoded(encoder, ids) == (prefix + "  ".join(LONG[-kept:])).strip(), width
-        whole = len(encoder.tokenizer(prefix + "  ".join(LONG), add_special_tokens=False)["input_ids"])
-        assert encoded["truncated"] == [whole + 1 - len(ids)]
+        assert encoded["truncated"] == [needed[-1] - len(ids)]
         seen.add(kept)
     assert seen == set(range(1, 9))
 
@@ -333,22 +333,22 @@ def test_a_trained_tokenizer_marks_sources_and_targets(tmp_path, prepare):
     assert data.widths == (128, 5)
 
 
-def test_real_conversations(shared, tmp_path, cache):
-    """Of Topical-Chat's own file, with BlenderBot's own tokenizer: every turn after the first is a reply."""
-    whole = json.loads((shared / "dialogue" / "valid_freq.json").read_text())
-    talks = dict(list(whole.items())[:30])
+def test_conversations_as_topical_chat_has_them(data, tmp_path, cache):
+    """With BlenderBot's tokenizer, from its bare files: every turn after the first is a reply."""
+    whole = json.loads(data("dialogue/keyed.json").read_text())
+    talks = dict(list(whole.items())[:70])
     (tmp_path / "talks.json").write_text(json.dumps(talks))
     flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name",
-             str(shared / "tokenizers" / "blenderbot-400M-distill"), "--cache_dir", cache, "--train_file",
+             str(data("tokenizers/blenderbot")), "--cache_dir", cache, "--train_file",
              str(tmp_path / "talks.json"), "--validation_split_percentage", "10"]  # fmt: skip
     recipe = parse_recipe(Seq2SeqRecipe, flags)
-    data = prepare_pairs(recipe, load_configuration(recipe))
-    held_out = data.validation.samples
-    assert len(data.train) + len(held_out) == sum(len(talk["content"]) - 1 for talk in talks.values()) > 500
-    assert data.train.contents.truncated > 0
-    assert max(len(data.train[index]["input_ids"]) for index in range(100)) <= 128
+    prepared = prepare_pairs(recipe, load_configuration(recipe))
+    held_out = prepared.validation.samples
+    assert len(prepared.train) + len(held_out) == sum(len(talk["content"]) - 1 for talk in talks.values()) > 500
+    assert prepared.train.contents.truncated > 0
+    assert max(len(prepared.train[index]["input_ids"]) for index in range(100)) <= 128
     said = {turn["message"].strip() for talk in talks.values() for turn in talk["content"]}
-    assert set(data.validation.targets) <= said
+    assert set(prepared.validation.targets) <= said
 
 
 def test_a_turn_in_parts_is_one_text():

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import ROOT
 from safetensors.torch import load_file
+from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from train.cli import main
@@ -21,11 +22,9 @@ from train.model.meta_folder import MetaFolder
 from train.model.meta_forward import meta_logits
 from train.model.meta_tokenizer import special_tokens
 
-STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K"
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the weights of stories260K are not here")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,48 +86,55 @@ def edit_weights(folder: Path, change, number: int = 0) -> None:
     torch.save(tensors, file)
 
 
-# -------------------------------------------------------------------------------------------------------- real weights
+# ----------------------------------------------------------------------------------------- weights that know something
 
 
-@needs_stories
-def test_metas_weights_give_transformers_logits(tmp_path, capsys):
+def test_metas_weights_give_transformers_logits(data, tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("Once upon a time, there was a little girl named Lily. She liked to play outside. " * 9)
+    known = "Once upon a time, there was a little girl named Lily. She liked to play outside. " * 9
+    text.write_text(known if data.real else data("text/valid.txt").read_text()[:3000])
     more = ("--check_text", str(text), "--max_shard_size", "300kB")
-    run("meta-to-hf", STORIES / "meta", tmp_path / "hf", *more)
+    run("meta-to-hf", data("models/llama/meta"), tmp_path / "hf", *more)
     shown = capsys.readouterr().out
     assert "47 weights there and back" in shown
     mean_loss = float(shown.split("mean loss")[1].split()[0])
-    assert 0 < mean_loss < 2.5, "it knows such texts"
+    assert 0 < mean_loss < (2.5 if data.real else math.log(512) - 1.5), "it knows such texts"
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
     assert max(file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")) < 310_000
-    torch.testing.assert_close(logits(tmp_path / "hf"), logits(STORIES / "hf"), rtol=0, atol=1e-5)
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", STORIES / "hf"))
+    torch.testing.assert_close(logits(tmp_path / "hf"), logits(data("models/llama/hf")), rtol=0, atol=1e-5)
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", data("models/llama/hf"))
+    )
     assert ours == theirs
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert tokenizer("Once upon a time")["input_ids"] == [1, 403, 407, 261, 378]
+    plain = SentencePieceProcessor(model_file=str(data("models/llama/meta") / "tokenizer.model"))
+    assert tokenizer("Once upon a time")["input_ids"] == plain.encode("Once upon a time", add_bos=True)
+    if data.real:
+        assert tokenizer("Once upon a time")["input_ids"] == [1, 403, 407, 261, 378]
     assert tokenizer.model_max_length == 512
 
 
-@needs_stories
 @pytest.mark.parametrize("shards", [2, 4])
-def test_real_weights_in_shards(tmp_path, shards):
-    run("hf-to-meta", STORIES / "hf", tmp_path / "meta", "--shards", str(shards))
+def test_weights_in_shards(data, tmp_path, shards):
+    run("hf-to-meta", data("models/llama/hf"), tmp_path / "meta", "--shards", str(shards))
     assert len(list((tmp_path / "meta").glob("consolidated.*.pth"))) == shards
     run("meta-to-hf", tmp_path / "meta", tmp_path / "hf")
-    torch.testing.assert_close(logits(tmp_path / "hf"), logits(STORIES / "hf"), rtol=0, atol=1e-5)
-    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (STORIES / "hf" / "tokenizer.model").read_bytes()
+    torch.testing.assert_close(logits(tmp_path / "hf"), logits(data("models/llama/hf")), rtol=0, atol=1e-5)
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (
+        data("models/llama/hf") / "tokenizer.model"
+    ).read_bytes()
 
 
-@needs_stories
-def test_back_to_what_meta_had(tmp_path):
-    run("hf-to-meta", STORIES / "hf", tmp_path / "meta")
-    ours, theirs = (torch.load(folder / "consolidated.00.pth") for folder in (tmp_path / "meta", STORIES / "meta"))
+def test_back_to_what_meta_had(data, tmp_path):
+    run("hf-to-meta", data("models/llama/hf"), tmp_path / "meta")
+    ours, theirs = (
+        torch.load(folder / "consolidated.00.pth") for folder in (tmp_path / "meta", data("models/llama/meta"))
+    )
     assert len(theirs) == 48
     assert ours.keys() == theirs.keys()
     assert all(same_bits(ours[name], theirs[name]) for name in theirs)
     params, of_meta = (
-        json.loads((folder / "params.json").read_text()) for folder in (tmp_path / "meta", STORIES / "meta")
+        json.loads((folder / "params.json").read_text()) for folder in (tmp_path / "meta", data("models/llama/meta"))
     )
     assert {name: params[name] for name in of_meta} == of_meta
 
@@ -252,13 +258,13 @@ class Harmful:
         return os.mkdir, (self.folder,)
 
 
-def test_a_file_that_would_execute_code(tmp_path, meta, capsys):
+def test_a_file_that_would_execute_code(material, tmp_path, meta, capsys):
     made = tmp_path / "was-executed"
     torch.save({"norm.weight": Harmful(made)}, meta / "consolidated.00.pth")
     assert "would execute posix.mkdir. It was not read" in refused(capsys, meta, tmp_path / "hf")
     assert not made.exists()
-    content = (STORIES / "meta" / "consolidated.00.pth") if STORIES.is_dir() else ROOT / "LICENSE"
-    (meta / "consolidated.00.pth").write_bytes(content.read_bytes()[:5000])
+    whole = (material / "models" / "llama" / "meta" / "consolidated.00.pth").read_bytes()
+    (meta / "consolidated.00.pth").write_bytes(whole[:5000])
     assert "consolidated.00.pth is broken" in refused(capsys, meta, tmp_path / "hf")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer, tools_in_this_process
 from helpers import environment, tiny_deberta
+from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from train.cli import main
@@ -503,7 +504,15 @@ def test_a_folder_without_a_tokenizer(tmp_path, tokenizer, generate):
     assert "no tokenizer" in generate("--model", tmp_path / "model", "--prompt", "a", expect=2).err
 
 
-def test_a_folder_with_bare_vocabulary_files(stories, generate):
-    """A real Llama, whose folder has a tokenizer.model and nothing that says what it is."""
-    done = generate("--model", stories, "--prompt", "Once upon a time", "--max_new_tokens", 16)
-    assert done.out.startswith(", there was a little girl named Lily.")
+def test_a_folder_with_bare_vocabulary_files(data, generate):
+    """A Llama whose folder has a tokenizer.model and nothing that says what it is."""
+    folder, prompt = data("models/llama/hf"), "Once upon a time"
+    plain = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    ids = torch.tensor([plain.encode(prompt, add_bos=True)])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    written = plain.decode(model.generate(ids, do_sample=False, max_new_tokens=16)[0].tolist())
+    done = generate("--model", folder, "--prompt", prompt, "--max_new_tokens", 16)
+    assert done.out.strip() == written.removeprefix(prompt).strip()
+    assert len(done.out.split()) >= 2
+    if data.real:
+        assert done.out.startswith(", there was a little girl named Lily.")

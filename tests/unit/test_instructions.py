@@ -202,9 +202,9 @@ def test_records_that_are_of_no_use(form, record, words):
 
 
 @pytest.fixture
-def prepare(stories, cache):
+def prepare(llama, cache):
     def run(path, *flags: str):
-        model = ["--model_name_or_path", str(stories), "--block_size", "256", "--cache_dir", cache]
+        model = ["--model_name_or_path", str(llama), "--block_size", "256", "--cache_dir", cache]
         recipe = parse_recipe(ClmRecipe, [*model, "--train_file", str(path), *map(str, flags)])
         return prepare_text(recipe, load_configuration(recipe))
 

@@ -33,8 +33,7 @@ from train.model.tokenizer import END_OF_TEXT, load_tokenizer
 from train.recipe.errors import UserError
 
 pytest.importorskip("megatron.core")
-SHARED = ROOT.parent / "shared" / "data"
-FOLDERS = {"gpt2": "tokenizers/gpt2", "llama2": "tokenizers/llama2", "stories": "models/stories260K/hf"}
+FOLDERS = {"gpt2": "tokenizers/gpt2", "llama": "tokenizers/llama", "small": "models/llama/hf"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,20 +43,23 @@ def _tools():
 
 
 @pytest.fixture(scope="module")
-def tokenizers(shared) -> dict:
+def tokenizers(data) -> dict:
     """Those that training loads from the folders with the configurations of the models."""
     found = {}
     for name, folder in FOLDERS.items():
         config = GPT2Config() if name == "gpt2" else LlamaConfig()
-        asked = SimpleNamespace(tokenizer_name=str(shared / folder), model_name_or_path=None, trust_remote_code=False)
+        asked = SimpleNamespace(tokenizer_name=str(data(folder)), model_name_or_path=None, trust_remote_code=False)
         found[name] = load_tokenizer(asked, config)
     return found
 
 
-def articles(file: Path) -> list[str]:
-    """WikiText's articles."""
+def documents(file: Path) -> list[str]:
+    """Those between marks, or in a file without any WikiText's articles."""
+    text = file.read_text(encoding="utf-8")
+    if END_OF_TEXT in text:
+        return text.split(END_OF_TEXT)
     found: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in text.splitlines(keepends=True):
         if not found or (line.startswith(" = ") and not line.startswith(" = =")):
             found.append("")
         found[-1] += line
@@ -65,10 +67,12 @@ def articles(file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def texts(shared) -> list[str]:
-    """WikiText-2's validation articles and a third of the stories, an empty document among them."""
-    stories = (shared / "text" / "tinystories_a.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
-    return [*articles(shared / "wikitext-2" / "valid.txt"), "", *stories[:1000]]
+def texts(data) -> list[str]:
+    """Over a thousand, among them an empty one, one of white space, and some that are not English."""
+    japanese = json.loads(data("instruct/japanese.json").read_text())[:40]
+    other = [record["instruction"] + record["input"] + record["output"] for record in japanese]
+    some, more = documents(data("text/valid.txt")), documents(data("text/train.txt"))
+    return [" \n", *some, "", *other, *more[:1000]]
 
 
 def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -83,7 +87,7 @@ def lines(texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """A folder with a byte-level tokenizer of 300 tokens, without a network and without ../shared."""
+    """A folder with a byte-level tokenizer of 300 tokens, without a network."""
     folder = tmp_path_factory.mktemp("small")
     small_tokenizer(folder / "cache").save_pretrained(folder / "tokenizer")
     return folder / "tokenizer"
@@ -134,18 +138,18 @@ def texts_in(prefix: object, tokenizer) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(lines, texts, tokenizers, shared, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+def made(lines, texts, tokenizers, data, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     """{tokenizer: (our corpus, the reference)}."""
     found = {}
-    for name in ("gpt2", "llama2"):
+    for name in ("gpt2", "llama"):
         folder = tmp_path_factory.mktemp(name)
-        ours = prepared(folder, lines, shared / FOLDERS[name], "--append_eod", "--workers", 2)
+        ours = prepared(folder, lines, data(FOLDERS[name]), "--append_eod", "--workers", 2)
         reference(folder / "reference", texts, tokenizers[name])
         found[name] = ours, folder / "reference"
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
     ours, expected = made[name]
     assert content(ours) == content(expected)
@@ -154,7 +158,7 @@ def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
     assert corpus.documents == len(texts) > 1000
     assert corpus.dtype is np.uint16
     assert len(corpus.data) == len(texts) - (name == "gpt2")  # Llama's empty document has its first token
-    assert np.diff(corpus.data.document_indices)[empty] == (name == "llama2")
+    assert np.diff(corpus.data.document_indices)[empty] == (name == "llama")
     card = corpus.card
     assert (card.documents, card.tokens, card.eod) == (len(texts), corpus.tokens, tokenizers[name].eos_token_id)
     assert card.largest_id == corpus.ids().max()
@@ -162,31 +166,30 @@ def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_the_number_of_workers_does_not_matter(made, lines, shared, tmp_path, workers):
-    ours = prepared(tmp_path, lines, shared / FOLDERS["gpt2"], "--append_eod", "--workers", workers)
+def test_the_number_of_workers_does_not_matter(made, lines, data, tmp_path, workers):
+    ours = prepared(tmp_path, lines, data(FOLDERS["gpt2"]), "--append_eod", "--workers", workers)
     assert content(ours) == content(made["gpt2"][0])
 
 
-def test_without_an_end_and_without_the_memo(lines, texts, tokenizers, shared, tmp_path, capsys):
+def test_without_an_end_and_without_the_memo(lines, texts, tokenizers, data, tmp_path, capsys):
     some = write_lines(tmp_path / "some.jsonl", texts[-300:])
     for more in ((), ("--word_memo", "false", "--overwrite")):
-        ours = prepared(tmp_path, some, shared / FOLDERS["stories"], "--workers", 1, *more)
+        ours = prepared(tmp_path, some, data(FOLDERS["small"]), "--workers", 1, *more)
         assert "hint: documents do not end with </s>" in capsys.readouterr().out
-        reference(tmp_path / "reference", texts[-300:], tokenizers["stories"], end=False)
+        reference(tmp_path / "reference", texts[-300:], tokenizers["small"], end=False)
         assert content(ours) == content(tmp_path / "reference")
         assert read_card(str(ours)).eod is None
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2", "llama2"])
-def test_the_whole_of_wikitext(shared, tokenizers, tmp_path, name):
-    stories = (shared / "text" / "tinystories_a.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
-    texts = articles(shared / "wikitext-2" / "train.txt") + stories
+@pytest.mark.parametrize("data", [pytest.param("real", marks=pytest.mark.real)], indirect=True)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_whole_of_wikitext(data, tokenizers, tmp_path, name):
+    texts = documents(data("wikitext-2/train.txt")) + documents(data("text/train.txt"))
     source = write_lines(tmp_path / "texts.jsonl", texts)
     reference(tmp_path / "reference", texts, tokenizers[name])
     for workers in (1, 2, 4):
         more = ("--append_eod", "--overwrite", "--workers", workers)
-        assert content(prepared(tmp_path, source, shared / FOLDERS[name], *more)) == content(tmp_path / "reference")
+        assert content(prepared(tmp_path, source, data(FOLDERS[name]), *more)) == content(tmp_path / "reference")
 
 
 def test_a_slow_tokenizer_and_a_large_vocabulary():
@@ -287,7 +290,7 @@ def test_the_memo_is_the_plain_tokenizer(tokenizers, name):
     assert memo.old
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_long_document_goes_in_portions(tokenizers, texts, name, monkeypatch):
     tokenizer = tokenizers[name]
     text = " ".join([*texts[:8], "a  b \n \n c", *nasty_texts([])[:60]])
@@ -366,11 +369,11 @@ def test_a_wrong_memo_stops_the_work(tokenizers, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- tokenizers
 
 
-def test_names_of_tokenizers(shared, tokenizers, tmp_path):
+def test_names_of_tokenizers(data, tokenizers, tmp_path):
     same = {
-        "gpt2": [shared / "tokenizers/gpt2"],
-        "llama2": [shared / "tokenizers/llama2", shared / "tokenizers/llama2/tokenizer.model"],
-        "stories": [shared / "models/stories260K/hf", shared / "models/stories260K/meta"],
+        "gpt2": [data("tokenizers/gpt2")],
+        "llama": [data("tokenizers/llama"), data("tokenizers/llama") / "tokenizer.model"],
+        "small": [data("models/llama/hf"), data("models/llama/meta")],
     }
     for name, places in same.items():
         tokenizers[name].save_pretrained(tmp_path / name)
@@ -394,7 +397,7 @@ def test_a_tiktoken_file(tmp_path):
         assert found.eos_token == "<|end_of_text|>"
 
 
-def test_tokenizers_that_are_none(shared, tmp_path, capsys):
+def test_tokenizers_that_are_none(data, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "vocab.json").write_text("{}")
     write_lines(tmp_path / "a.jsonl", ["a"])
@@ -403,7 +406,7 @@ def test_tokenizers_that_are_none(shared, tmp_path, capsys):
         (tmp_path / "nowhere", "there is no such folder"),
         (tmp_path / "vocab.json", "is one file of a tokenizer. Name its folder"),
         (tmp_path / "a.jsonl", "is no tokenizer"),
-        (shared / "tokenizers/blenderbot-400M-distill", "its vocab.json has no <|endoftext|>"),
+        (data("tokenizers/blenderbot"), "its vocab.json has no <|endoftext|>"),
     ):
         words = ("--input", tmp_path / "a.jsonl", "--output_prefix", tmp_path / "b", "--tokenizer", place)
         assert said in refused(capsys, *words)
@@ -689,7 +692,7 @@ def test_joined_is_one_pass(small, tmp_path, texts, capsys):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_what_is_not_joined(small, tmp_path, made, capsys):
+def test_what_is_not_joined(data, tokenizers, small, tmp_path, made, capsys):
     source = write_lines(tmp_path / "a.jsonl", ["one"])
     with_end = prepared(tmp_path, source, small, "--append_eod")
     (tmp_path / "other").mkdir()
@@ -698,7 +701,7 @@ def test_what_is_not_joined(small, tmp_path, made, capsys):
     assert "have end 0 and no end of documents" in refused(capsys, "merge", "--input", with_end, without_end, *output)
     assert main(["prepare", "merge", *map(str, ("--input", with_end, made["gpt2"][0], *output))]) == 2
     said = capsys.readouterr().err
-    assert "have end 0 and end 50256" in said
+    assert f"have end 0 and end {tokenizers['gpt2'].eos_token_id}" in said
     assert "which is another one" in said
     assert "is one of the corpora" in refused(
         capsys, "merge", "--input", with_end, "--output_prefix", with_end, "--overwrite"
@@ -707,14 +710,14 @@ def test_what_is_not_joined(small, tmp_path, made, capsys):
     assert "has no card (.json)" in refused(capsys, "merge", "--input", with_end, without_end, *output)
     assert prepare("merge", "--input", without_end, without_end, *output) == 0
     assert "none of them has a card" in capsys.readouterr().out
-    published = SHARED / "megatron" / "ag_news_prompt_inputs_document"
+    published = data("megatron/first_document")
     assert "ids of type uint16 and" in refused(
         capsys, "merge", "--input", without_end, published, *output, "--overwrite"
     )
 
 
-def test_published_corpora_open(shared, tmp_path, capsys):
-    prefixes = [shared / "megatron" / f"ag_news_prompt_{name}_document" for name in ("inputs", "targets")]
+def test_corpora_without_a_card_are_joined(data, tmp_path, capsys):
+    prefixes = [data(f"megatron/{name}_document") for name in ("first", "second")]
     assert prepare("info", "--input", *prefixes) == 0
     said = capsys.readouterr().out
     assert said.count("documents    100 (0 empty), 100 sequences") == 2
@@ -724,14 +727,14 @@ def test_published_corpora_open(shared, tmp_path, capsys):
     assert open_corpus("input", str(tmp_path / "joined")).documents == 200
 
 
-def test_info_on_a_good_corpus(made, texts, tokenizers, shared, capsys):
+def test_info_on_a_good_corpus(made, texts, tokenizers, data, capsys):
     assert prepare("info", "--input", f"{made['gpt2'][0]}.idx") == 0
     said = capsys.readouterr().out
     assert f"{len(texts):,} (1 empty), {len(texts) - 1:,} sequences" in said
     assert tokenizer_fingerprint(tokenizers["gpt2"])[:16] in said
-    assert "end          id 50256" in said
+    assert f"end          id {tokenizers['gpt2'].eos_token_id}" in said
     assert "document 0   ' \\n<|endoftext|>'" in said
-    assert prepare("info", "--input", made["gpt2"][0], "--tokenizer", shared / FOLDERS["stories"]) == 0
+    assert prepare("info", "--input", made["gpt2"][0], "--tokenizer", data(FOLDERS["small"])) == 0
     assert "is another tokenizer than the one that made the corpus" in capsys.readouterr().out
 
 
