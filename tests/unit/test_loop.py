@@ -69,7 +69,7 @@ def collate(pairs) -> Batch:
 
 
 def job_of(**options) -> Job:
-    recipe = ClmRecipe(num_train_epochs=UPDATES * 8 / SAMPLES, logging_steps=100, **options)
+    recipe = ClmRecipe(num_train_epochs=UPDATES * 8 / SAMPLES, logging_steps=100, dataloader_num_workers=0, **options)
     return Job(recipe, Samples(), collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
 
 
