@@ -83,7 +83,8 @@ def test_the_mask_of_packed_documents_is_held_once(runs):
     more = {}
     for layers in (2, 6):
         model = f"n_layer={layers},n_head=2,n_embd=64,n_positions=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
-        options = ("--config_overrides", model, "--block_size", "256", "--precision", "bf16", "--packing")
+        options = ("--config_overrides", model, "--block_size", "256", "--document_separator", "paragraph",
+                   "--precision", "bf16", "--packing")  # fmt: skip
         with_mask, without = (peak(runs("device", "single", *options, packing)[0]) for packing in
                               ("documents", "concatenate"))  # fmt: skip
         more[layers] = with_mask - without

@@ -18,7 +18,8 @@ CASES = [("clm", each) for each in ALL] + [(task, each) for task in ("cls", "seq
 def test_strategies_agree_with_the_cpu(runs, task, strategy):
     (ours, output), (theirs, reference) = runs("device", strategy, task=task), runs("cpu", "single", task=task)
     largest = differences(ours, theirs)
-    assert all(value <= 1e-6 for value in largest.values()), largest
+    most = 1e-6 if task == "clm" else 1e-5  # larger weights let rounding grow
+    assert all(value <= most for value in largest.values()), largest
     held_out = {name: value for name, value in theirs[-1].items() if name.startswith("eval_")}
     assert len(held_out) >= 2
     assert {name: ours[-1][name] for name in held_out} == pytest.approx(held_out, rel=1e-5)
