@@ -1,10 +1,11 @@
 """The worked example of docs/continual-pretraining.md: a real pretrained Llama, continued, against one from scratch.
 
-    python benchmarks/continual.py [--updates 250] [--processes 2]
+    python benchmarks/continual.py [--weights FOLDER] [--text FILE] [--updates 250] [--processes 2]
 
-Runs the commands of recipes/clm/stories-continual.yaml (convert, prepare, train under zero2) in a temporary folder,
-then the same training under zero3, and from scratch. Writes outputs/continual.svg, and the table of the guide to
-outputs/continual.md.
+The guide's figures are of karpathy's stories260K in Meta's layout and of TinyStories (docs/real-data.md); without
+--weights and --text it takes the tests' own small Llama, and the text that it was trained on. Runs the commands of
+recipes/clm/stories-continual.yaml (convert, prepare, train under zero2) in a temporary folder, then the same training
+under zero3, and from scratch. Writes outputs/continual.svg, and the table of the guide to outputs/continual.md.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 from foot import foot
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
+sys.path.insert(0, str(ROOT / "tests"))
 BIN = Path(sys.executable).parent
 RUNS = {
     "continued, zero2": ("zero2", True),
@@ -29,18 +30,25 @@ COLOURS = ("#08519c", "#969696")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weights", type=Path, help="a Llama in Meta's layout; with none, the tests' own")
+    parser.add_argument("--text", type=Path, help="documents with a line <|endoftext|> between them")
     parser.add_argument("--updates", type=int, default=250)
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
+    if not (args.weights and args.text):
+        from material import make_material
+
+        made = make_material(ROOT / "outputs" / "material")
+        args.weights, args.text = args.weights or made / "models/llama/meta", args.text or made / "text/train.txt"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run(BIN / "zerofit", "convert", "meta-to-hf", "--input", SHARED / "models/stories260K/meta", "--output",
-            folder / "hf", "--check_text", SHARED / "text/tinystories_a.txt")  # fmt: skip
-        run(BIN / "zerofit", "prepare", "--input", SHARED / "text/tinystories_a.txt", "--output_prefix",
+        run(BIN / "zerofit", "convert", "meta-to-hf", "--input", args.weights, "--output",
+            folder / "hf", "--check_text", args.text)  # fmt: skip
+        run(BIN / "zerofit", "prepare", "--input", args.text, "--output_prefix",
             folder / "stories", "--tokenizer", folder / "hf", "--append_eod", "--workers", "2")  # fmt: skip
         curves = {label: train(folder, strategy, continued, args) for label, (strategy, continued) in RUNS.items()}
     (ROOT / "outputs").mkdir(exist_ok=True)
-    draw(curves, ROOT / "outputs" / "continual.svg")
+    draw(curves, f"{args.weights.parent.name} on {args.text.name}", ROOT / "outputs" / "continual.svg")
     text = "\n".join(
         [
             *table(curves),
@@ -89,7 +97,7 @@ def difference(curves: dict[str, list[dict]]) -> str:
     return f"zero2 and zero3: the losses of {len(ours)} updates differ by at most {largest:.1e} (relative)."
 
 
-def draw(curves: dict[str, list[dict]], file: Path) -> None:
+def draw(curves: dict[str, list[dict]], title: str, file: Path) -> None:
     """Both curves on the left, the continued one alone on the right; zero3's would lie on zero2's."""
     from matplotlib.figure import Figure
 
@@ -106,7 +114,7 @@ def draw(curves: dict[str, list[dict]], file: Path) -> None:
         axes.set(xlabel="update", ylabel="loss, nats per token")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle("stories260K on TinyStories")
+    figure.suptitle(title)
     figure.savefig(file)
 
 

@@ -1,10 +1,10 @@
 """BLEU and ROUGE of the same weights under several strategies: they must be equal, to the last text.
 
-    python benchmarks/generation.py --model outputs/dialogue-small/model --examples 101
+    python benchmarks/generation.py --model outputs/dialogue-small/model --data data/blended_skill_talk_val.json
 
 Each strategy is a real launch of train/seq2seq.py at a learning rate of 0, with 2 CPU processes (one for `single`).
-The held-out examples are the first ones of BlendedSkillTalk, a number that 2 does not divide. Writes
-docs/generation.md.
+The held-out examples are the first ones of a file of conversations, a number that 2 does not divide. Writes
+docs/generation.md, whose figures are of BlendedSkillTalk.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def write(rows: list[str], options: argparse.Namespace) -> None:
     text = f"""# Evaluation by generation under every strategy
 
 The same weights (a BlenderBot from scratch, `recipes/seq2seq/dialogue-small.yaml`), {options.examples} examples
-of BlendedSkillTalk, batches of {options.batch} a process, beam search with {options.num_beams} beams, fp32. Two
+of {options.data.name}, batches of {options.batch} a process, beam search with {options.num_beams} beams, fp32. Two
 processes do not divide the number of examples: the last batches are filled up with rows that do not count.
 *Differing*: generated texts that are not those of one process. *Seconds*: of the whole launch, start-up included.
 
@@ -73,7 +73,7 @@ processes do not divide the number of examples: the last batches are filled up w
 
 {about["hardware"]["cores"]} cores of {about["hardware"]["cpu"]}, {packages}; commit {commit.strip()}.
 
-Command: `python benchmarks/generation.py --model outputs/dialogue-small/model --examples {options.examples}`
+Command: `python {" ".join(sys.argv)}`
 """
     (ROOT / "docs" / "generation.md").write_text(text)
 
@@ -81,7 +81,7 @@ Command: `python benchmarks/generation.py --model outputs/dialogue-small/model -
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--data", default="../shared/data/dialogue/blended_skill_talk_val.json")
+    parser.add_argument("--data", type=Path, required=True, help="a file of conversations")
     parser.add_argument("--examples", type=int, default=101)
     parser.add_argument("--num_beams", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8)

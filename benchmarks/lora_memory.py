@@ -1,6 +1,7 @@
 """What each rank holds under full fine-tuning and under LoRA: bytes of weights, of the optimizer, and the peak.
 
-    python benchmarks/lora_memory.py
+    python benchmarks/lora_memory.py                       # the tokenizer is the hub's gpt2
+    python benchmarks/lora_memory.py --tokenizer data/tokenizers/gpt2
 
 Each row is a real launch of train/clm.py with 2 CPU processes (one for `single`): the shape of GPT-2 (124 M) with
 random weights, fp32, three updates. Weights and optimizer are what rank 0 holds from update to update (device and
@@ -8,6 +9,7 @@ host together; `bytes_held_by_rank_0` of environment.json), the peak is resident
 table of docs/lora.md to outputs/lora-memory.md.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -18,17 +20,19 @@ from foot import foot
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 STRATEGIES = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "zero3_offload_optimizer": 2}
-TOKENIZER = ROOT.parent / "shared" / "data" / "tokenizers" / "gpt2"
 METHODS = {"full": [], "LoRA": ["--lora"]}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", default="gpt2", help="a folder, or a name on the hub")
+    tokenizer = parser.parse_args().tokenizer
     rows = ["| strategy | ranks | method | trained | weights, MB | optimizer, MB | peak resident, MB |",
             "|---|---|---|---|---|---|---|"]  # fmt: skip
     print("\n".join(rows))
     for strategy, processes in STRATEGIES.items():
         for method, flags in METHODS.items():
-            rows.append(measured(strategy, processes, method, flags))
+            rows.append(measured(strategy, processes, method, flags, tokenizer))
             print(rows[-1], flush=True)
     (ROOT / "outputs").mkdir(exist_ok=True)
     (ROOT / "outputs" / "lora-memory.md").write_text(
@@ -36,14 +40,14 @@ def main() -> None:
     )
 
 
-def measured(strategy: str, processes: int, method: str, flags: list[str]) -> str:
+def measured(strategy: str, processes: int, method: str, flags: list[str], tokenizer: str) -> str:
     """One row of the table."""
     from helpers import launch
 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         lines = launch(
-            output, "--config_name", "gpt2", "--tokenizer_name", TOKENIZER, "--train_file", "{stdlib}/*.py",
+            output, "--config_name", "gpt2", "--tokenizer_name", tokenizer, "--train_file", "{stdlib}/*.py",
             "--block_size", "64", "--per_device_train_batch_size", "1", "--max_train_steps", "3",
             "--validation_split_percentage", "0", "--precision", "fp32", *flags,
             strategy=strategy, processes=processes, timeout=1200,

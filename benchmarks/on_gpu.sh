@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # What only a GPU can show, in one go: tests/gpu, then the three published comparisons with two ranks of 23 GiB each
 # (on one GPU of 48 GiB or more they share it). No network: the models have their real shapes and random weights, the
-# data and tokenizers are those beside the checkout. Reports and the tests' output go to the folder named.
-#   bash benchmarks/on_gpu.sh OUT
+# published data and tokenizers lie in the folder DATA, as docs/real-data.md says. Reports and the tests' output go to OUT.
+#   DATA=data bash benchmarks/on_gpu.sh OUT
 set -u
 OUT=${1:?where the results are to go}
-DATA=${DATA:-../shared/data}
+DATA=${DATA:?the folder of published data and tokenizers: see docs/real-data.md}
 mkdir -p "$OUT"
 python -m pytest tests/gpu -q > "$OUT/tests.txt" 2>&1
 tail -n 3 "$OUT/tests.txt"

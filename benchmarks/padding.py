@@ -1,8 +1,10 @@
 """What padding costs, and what it costs to avoid it: samples/s and padding of four ways to batch rows of any length.
 
-    python benchmarks/padding.py                           # 5 rounds of 16 launches: 12 to 16 minutes on two cores
-    python benchmarks/padding.py --rounds 9 --samples 2048
-    python benchmarks/padding.py --rounds 0                # only what follows from lengths, without any training
+    python benchmarks/padding.py --data data               # 5 rounds of 16 launches: 12 to 16 minutes on two cores
+    python benchmarks/padding.py --data data --rounds 9 --samples 2048
+    python benchmarks/padding.py --data data --rounds 0    # only what follows from lengths, without any training
+
+The lengths of real data are the point: --data is a folder of published data, laid out as docs/real-data.md says.
 
 Every figure of speed is from a real `accelerate launch` of train/cls.py or train/seq2seq.py, one process, and its own
 metrics.jsonl: all samples of the updates after the warm-up divided by all their seconds. A round launches all ways of
@@ -52,16 +54,16 @@ TASKS: dict[str, dict[str, Any]] = {  # shown name: the options of train/cls.py 
         "config_overrides": "num_hidden_layers=2,hidden_size=128,num_attention_heads=2,intermediate_size=256",
         "train_tokenizer_vocab_size": 8192,
         "task_name": "mrpc",
-        "train_file": "../shared/data/glue/MRPC/train.tsv",
-        "validation_file": "../shared/data/glue/MRPC/dev.tsv",
+        "train_file": "{data}/glue/MRPC/train.tsv",
+        "validation_file": "{data}/glue/MRPC/dev.tsv",
         "max_length": 128,
     },
     "Topical-Chat": {
         "config_name": "blenderbot-400M-distill",
         "config_overrides": "d_model=64,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
         "decoder_attention_heads=2,encoder_ffn_dim=256,decoder_ffn_dim=256",
-        "tokenizer_name": "../shared/data/tokenizers/blenderbot-400M-distill",
-        "train_file": "../shared/data/dialogue/valid_freq.json",
+        "tokenizer_name": "{data}/tokenizers/blenderbot-400M-distill",
+        "train_file": "{data}/dialogue/valid_freq.json",
         "validation_split_percentage": 1,
         "max_source_length": 128,
         "max_target_length": 64,
@@ -85,6 +87,7 @@ BLOCKS = ("speed", "environment", "places", "windows")  # fenced blocks of the d
 class Options:
     """Of the benchmark. Samples are those of one run, the warm-up included."""
 
+    data: str  # the folder of published data
     rounds: int = 5
     samples: int = 1024
     warmup: int = 2  # updates of a run that are left out of its figures
@@ -114,13 +117,18 @@ def measure(task: str, layout: str, way: str, seed: int, options: Options, scrat
         command = [
             str(Path(sys.executable).parent / "accelerate"), "launch",
             "--config_file", "accelerate_configs/single.yaml", "--num_processes", "1", PROGRAMS[task],
-            *flags({**TASKS[task], **COMMON, **WAYS[way], **batches, **run}),
+            *flags({**task_options(task, options.data), **COMMON, **WAYS[way], **batches, **run}),
         ]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{task} {way} left with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
         lines = (run["output_dir"] / "metrics.jsonl").read_text().splitlines()
     return figures([json.loads(line) for line in lines], options.warmup)
+
+
+def task_options(task: str, data: str) -> dict[str, Any]:
+    """TASKS[task] with the folder of the data put in."""
+    return {name: str(value).format(data=data) for name, value in TASKS[task].items()}
 
 
 def flags(options: dict[str, Any]) -> list[str]:
@@ -193,14 +201,14 @@ def speed_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
 # ------------------------------------------------------------------------------------------------ from lengths alone
 
 
-def read_lengths(task: str, scratch: Path) -> tuple[np.ndarray, ...]:
+def read_lengths(task: str, data: str, scratch: Path) -> tuple[np.ndarray, ...]:
     """Tokens of each training sample: (rows,), or (sources, targets), as the run itself prepares them."""
     from train.data.examples import prepare_examples
     from train.data.pairs import prepare_pairs
     from train.model.configuration import load_configuration
 
     kind, prepare = (ClsRecipe, prepare_examples) if task == "MRPC" else (Seq2SeqRecipe, prepare_pairs)
-    recipe = parse_recipe(kind, flags({**TASKS[task], **COMMON, "cache_dir": scratch / "cache"}))
+    recipe = parse_recipe(kind, flags({**task_options(task, data), **COMMON, "cache_dir": scratch / "cache"}))
     samples = prepare(recipe, load_configuration(recipe)).train
     names = ("input_ids",) if kind is ClsRecipe else ("input_ids", "labels")
     return tuple(samples.columns[name].lengths for name in names)
@@ -389,8 +397,14 @@ def _text(document: str) -> str:
 def parse_options(argv: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for each in dataclasses.fields(Options):
-        parser.add_argument(f"--{each.name}", type=each.type, default=each.default, help=f"[{each.default}]")
+        if each.default is dataclasses.MISSING:
+            parser.add_argument(f"--{each.name}", type=each.type, required=True)
+        else:
+            parser.add_argument(f"--{each.name}", type=each.type, default=each.default, help=f"[{each.default}]")
     options = Options(**vars(parser.parse_args(argv)))
+    options = dataclasses.replace(options, data=str(Path(options.data).resolve()))
+    if not (Path(options.data) / "glue" / "MRPC").is_dir():
+        parser.error(f"--data {options.data}: it has no glue/MRPC (docs/real-data.md says what lies where)")
     if options.rounds < 0 or options.warmup < 1 or options.epochs < 2:
         parser.error("--rounds: at least 0, --warmup: at least 1, --epochs: at least 2")
     missing = [
@@ -406,9 +420,9 @@ def parse_options(argv: list[str] | None) -> Options:
 
 def main(argv: list[str] | None = None) -> int:
     options, began = parse_options(argv), time.perf_counter()
-    os.chdir(ROOT)  # the data's paths are relative to it
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        columns = {task: read_lengths(task, Path(folder)) for task in TASKS}
+        columns = {task: read_lengths(task, options.data, Path(folder)) for task in TASKS}
         windows, places = window_figures(columns), place_figures(columns["MRPC"][0], 32, options.epochs)
         tables = {"windows": window_table(windows), "places": place_table(places)}
         print("\n\n".join(tables.values()), flush=True)

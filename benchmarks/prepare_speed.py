@@ -2,16 +2,17 @@
 
     python benchmarks/prepare_speed.py                                   # both tokenizers, 1 and 2 workers
     python benchmarks/prepare_speed.py --rounds 3 --workers 4 --megabytes 100
-    python benchmarks/prepare_speed.py --text corpus.jsonl --tokenizers gpt2
+    python benchmarks/prepare_speed.py --text data/text/tinystories_a.txt --tokenizers data/tokenizers/gpt2
     python benchmarks/prepare_speed.py --rounds 0 --memory 10 1000       # memory alone, at 10 MB and at 1 GB of text
 
-The text is WikiText-2's articles and TinyStories, once as they are (13 MB: many words are new) and repeated to
---megabytes; or --text, a file of JSON lines with the key `text`. Megatron's way is multiprocessing.Pool(workers).imap,
-32 lines at a time, `tokenizer(text)` of each, lists of ids sent back, and IndexedDatasetBuilder.add_document in the
-parent. Both ways run in processes of their own, one after the other, and in the other order in every second round, on
-the same file with as many workers; their .bin and .idx must be the same bytes. Two speeds are shown of each: from the
-first line to the last (tokenizers loaded, workers there), and of the whole command with all that it imports. Ratios
-are taken within a round, and the median is shown.
+The text is --text, by default the docstrings that the tests read, once as it is (many words are new) and repeated to
+--megabytes. A document is what stands between two lines <|endoftext|>, or one of WikiText's articles. The tokenizers
+are --tokenizers, by default the tests' own two. Megatron's way is multiprocessing.Pool(workers).imap, 32 lines at a
+time, `tokenizer(text)` of each, lists of ids sent back, and IndexedDatasetBuilder.add_document in the parent. Both
+ways run in processes of their own, one after the other, and in the other order in every second round, on the same file
+with as many workers; their .bin and .idx must be the same bytes. Two speeds are shown of each: from the first line to
+the last (tokenizers loaded, workers there), and of the whole command with all that it imports. Ratios are taken within
+a round, and the median is shown.
 
 Memory is the largest resident size of the parent, and of the largest worker, as the system has it (VmHWM).
 """
@@ -31,8 +32,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
-TOKENIZERS = {"gpt2": SHARED / "tokenizers" / "gpt2", "llama2": SHARED / "tokenizers" / "llama2"}
+sys.path.insert(0, str(ROOT / "tests"))
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -145,15 +145,22 @@ def _peak(pid: int) -> int:
     return 0
 
 
-def write_text(path: Path, megabytes: float) -> Path:
-    """JSON lines: WikiText-2's articles and TinyStories, again and again, of about so many MB; 0: once."""
-    documents: list[str] = []
-    for line in (SHARED / "wikitext-2" / "train.txt").read_text(encoding="utf-8").splitlines(keepends=True):
-        if not documents or (line.startswith(" = ") and not line.startswith(" = =")):
-            documents.append("")
-        documents[-1] += line
-    documents += (SHARED / "text" / "tinystories_a.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
-    lines = [json.dumps({"text": text}) + "\n" for text in documents]
+def documents_of(file: Path) -> list[str]:
+    """What stands between marks, or WikiText's articles."""
+    text = file.read_text(encoding="utf-8")
+    if END_OF_TEXT in text:
+        return text.split(END_OF_TEXT)
+    found: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if not found or (line.startswith(" = ") and not line.startswith(" = =")):
+            found.append("")
+        found[-1] += line
+    return found
+
+
+def write_text(path: Path, files: list[Path], megabytes: float) -> Path:
+    """JSON lines: the files' documents, again and again, of about so many MB; 0: once."""
+    lines = [json.dumps({"text": text}) + "\n" for file in files for text in documents_of(file)]
     with path.open("w", encoding="utf-8") as file:
         file.writelines(lines)
         while file.tell() < megabytes * 1e6:
@@ -167,23 +174,22 @@ def compare_speeds(args: argparse.Namespace, sources: dict[str, Path], folder: P
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in args.tokenizers:
-        place = str(TOKENIZERS.get(name, name))
         for text, source in sources.items():
             for workers in args.workers:
-                rows.append(_compare(args.rounds, name, place, text, source, workers, folder))
+                rows.append(_compare(args.rounds, name, text, source, workers, folder))
                 print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-def _compare(rounds: int, name: str, place: str, text: str, source: Path, workers: int, folder: Path) -> str:
+def _compare(rounds: int, name: str, text: str, source: Path, workers: int, folder: Path) -> str:
     found: dict[str, list[dict]] = {"megatron": [], "zerofit": []}
     for number in range(rounds):
         for way in list(found)[:: -1 if number % 2 else 1]:
-            found[way].append(run(way, source, folder / way, place, workers))
+            found[way].append(run(way, source, folder / way, name, workers))
     for ending in (".bin", ".idx"):
         ours, theirs = folder / f"zerofit_text_document{ending}", folder / f"megatron{ending}"
         assert filecmp.cmp(ours, theirs, shallow=False), f"{ending} differs"
-    cells = [name, text, str(workers)]
+    cells = [Path(name).name, text, str(workers)]
     for key in ("seconds", "whole"):
         speeds = {way: [one["tokens"] / one[key] for one in ones] for way, ones in found.items()}
         ratio = statistics.median(ours / theirs for theirs, ours in zip(speeds["megatron"], speeds["zerofit"]))
@@ -196,11 +202,11 @@ def compare_memory(args: argparse.Namespace, folder: Path) -> list[str]:
     rows = ["| tokenizer | text | parent, peak MiB | largest worker, peak MiB | tokens/s |", "|---|---|---|---|---|"]
     for name in args.tokenizers:
         for megabytes in args.memory:
-            source = write_text(folder / "memory.jsonl", megabytes)
-            got = run("zerofit", source, folder / "zerofit", str(TOKENIZERS.get(name, name)), max(args.workers))
+            source = write_text(folder / "memory.jsonl", args.text, megabytes)
+            got = run("zerofit", source, folder / "zerofit", name, max(args.workers))
             speed = got["tokens"] / got["seconds"]
             rows.append(
-                f"| {name} | {source.stat().st_size / 1e6:,.0f} MB | {got['parent'] / 2**20:,.0f} "
+                f"| {Path(name).name} | {source.stat().st_size / 1e6:,.0f} MB | {got['parent'] / 2**20:,.0f} "
                 f"| {got['worker'] / 2**20:,.0f} | {speed:,.0f} |"
             )
             print(rows[-1], file=sys.stderr, flush=True)
@@ -209,9 +215,9 @@ def compare_memory(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="JSON lines with the key `text`, in place of the two texts")
+    parser.add_argument("--text", type=Path, nargs="+", help="plain texts")
     parser.add_argument("--megabytes", type=float, default=40, help="size of the repeated text")
-    parser.add_argument("--tokenizers", nargs="+", default=list(TOKENIZERS), help="gpt2, llama2, folders, hub names")
+    parser.add_argument("--tokenizers", nargs="+", help="folders, or names on the hub")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="0: memory alone")
     parser.add_argument("--memory", type=float, nargs="*", default=[10, 300], help="MB of text to compare memory at")
@@ -221,14 +227,20 @@ def main() -> None:
         way, source, prefix, name, workers = args.run
         {"megatron": megatrons_way, "zerofit": our_way}[way](source, prefix, name, int(workers))
         return
+    if not (args.text and args.tokenizers):
+        from material import make_material
+
+        made = make_material(ROOT / "outputs" / "material")
+        args.text = args.text or [made / "text" / "train.txt"]
+        args.tokenizers = args.tokenizers or [str(made / "tokenizers" / name) for name in ("gpt2", "llama")]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         shown = []
         if args.rounds:
-            sources = {"given": args.text} if args.text else {
-                "once, 13 MB": write_text(folder / "once.jsonl", 0),
-                f"repeated, {args.megabytes:g} MB": write_text(folder / "repeated.jsonl", args.megabytes),
-            }  # fmt: skip
+            once = write_text(folder / "once.jsonl", args.text, 0)
+            repeated = write_text(folder / "repeated.jsonl", args.text, args.megabytes)
+            sources = {f"once, {once.stat().st_size / 1e6:.2g} MB": once,
+                       f"repeated, {args.megabytes:g} MB": repeated}  # fmt: skip
             shown += [*compare_speeds(args, sources, folder), ""]
         if args.memory:
             shown += compare_memory(args, folder)
