@@ -64,8 +64,8 @@ def documented(path: Path, file: Path) -> Iterator[dict[str, str]]:
     """What has a docstring in a file: module, classes, functions and methods, in the order of the file.
 
     Each is {package: empty for a module outside of any, top: the file and the top-level definition that it belongs to,
-    name, text: the docstring, code: of a function, without its docstring and comments; else empty}. Nothing comes of a
-    file that this Python cannot read: some of the library are templates, or broken on purpose.
+    name, text: the docstring, code: of a function, without docstring, comments and decorators; else empty}. Nothing
+    comes of a file that this Python cannot read: some of the library are templates, or broken on purpose.
     """
     try:
         with tokenize.open(path) as source:
@@ -85,7 +85,7 @@ def documented(path: Path, file: Path) -> Iterator[dict[str, str]]:
 def _code(node: ast.AST) -> str:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return ""
-    node.body = node.body[1:] or [ast.Pass()]
+    node.body, node.decorator_list = node.body[1:] or [ast.Pass()], []
     return ast.unparse(node)
 
 
@@ -133,14 +133,21 @@ def _split(records: list[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
     parts = {"train": [], "validation": []}
     for record in records:
         if len(record["says"]) >= MIN_WORDS:
-            drawn = int(sha256(record["top"].encode()).hexdigest(), 16) % 100
-            parts["validation" if drawn < HELD_OUT_PERCENT else "train"].append(record)
+            held_out = _drawn(record["top"]) % 100 < HELD_OUT_PERCENT
+            parts["validation" if held_out else "train"].append(record)
     trained = {record["says"] for record in parts["train"]}
-    parts["validation"] = [record for record in parts["validation"] if record["says"] not in trained]
+    held_out = [record for record in parts["validation"] if record["says"] not in trained]
+    # In an order of their own, so that the first ones (max_eval_samples) are like the others.
+    parts["validation"] = sorted(held_out, key=lambda record: _drawn(" ".join(record["says"])))
     for rows in parts.values():
         for record in rows:
             del record["top"], record["says"]
     return parts
+
+
+def _drawn(text: str) -> int:
+    """A number drawn for a text, the same on every machine."""
+    return int(sha256(text.encode()).hexdigest(), 16)
 
 
 def _words(text: str) -> tuple[str, ...]:
