@@ -38,10 +38,10 @@ class Alone:
     def __init__(self):
         torch.manual_seed(0)
         self.accelerator = SimpleNamespace(process_index=0)
-        self.module = self.model = torch.nn.Linear(48, 7).to(DEVICE)  # 1,344 bytes: no power of two
+        self.module = self.model = torch.nn.Linear(480, 700).to(DEVICE)  # 1.3 MiB: pinned by itself it takes 2
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
         self.state = WholeState(self)
-        self.module(torch.ones(1, 48, device=DEVICE)).sum().backward()
+        self.module(torch.ones(1, 480, device=DEVICE)).sum().backward()
         self.torch_optimizer.step()
 
     def alive(self) -> None:
@@ -86,7 +86,7 @@ def test_batches_of_evaluation_are_pinned(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronous):
-    """And take no more of the host than what is copied: torch rounds each pinned block up to a power of two."""
+    """And take little more of the host than what is copied: torch rounds each pinned block up to a power of two."""
     engine, before = Alone(), torch.simgpu.pinned_bytes()
     copied = 3 * sum(parameter.nbytes for parameter in engine.module.parameters())  # weights and two moments
     saver = Saver(Checkpoints(tmp_path), engine, asynchronous=asynchronous)
@@ -94,7 +94,7 @@ def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronou
     pinned = torch.simgpu.pinned_bytes() - before
     assert not saver.settle()
     if asynchronous:
-        assert copied <= pinned <= 1.1 * copied + 512
+        assert copied <= pinned < 1.25 * copied
     else:
         assert pinned == 0
 
