@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = {  # what takes the place of the material's parts; others have the same name
     "text/train.txt": "text/tinystories_a.txt",
     "text/valid.txt": "wikitext-2/valid.txt",
@@ -20,9 +21,6 @@ PUBLISHED = {  # what takes the place of the material's parts; others have the s
     "megatron/first_document": "megatron/ag_news_prompt_inputs_document",
     "megatron/second_document": "megatron/ag_news_prompt_targets_document",
 }
-
-ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -54,18 +52,10 @@ def llama(material) -> Path:
 @pytest.fixture(scope="session")
 def real() -> Path:
     """Published data and weights, for the tests that are marked so: the folder that ZEROFIT_REAL_DATA names."""
-    folder = Path(os.environ.get("ZEROFIT_REAL_DATA", ""))
-    if not os.environ.get("ZEROFIT_REAL_DATA") or not folder.is_dir():
+    named = os.environ.get("ZEROFIT_REAL_DATA")
+    if not (named and Path(named).is_dir()):
         pytest.fail("tests marked `real` read published data: set ZEROFIT_REAL_DATA to its folder (docs/real-data.md)")
-    return folder.resolve()
-
-
-@pytest.fixture(scope="session", params=["made", pytest.param("real", marks=pytest.mark.real)])
-def data(request) -> "Data":
-    """For tests that say the same of made and of published data; with the latter they are marked."""
-    if request.param == "made":
-        return Data(request.getfixturevalue("material"))
-    return Data(request.getfixturevalue("real"), PUBLISHED)
+    return Path(named).resolve()
 
 
 class Data:
@@ -79,15 +69,9 @@ class Data:
         return self._folder / (self._names.get(name, name) if self._names else name)
 
 
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The real data of ../shared/data; tests that need it are skipped where it is absent."""
-    if not SHARED.is_dir():
-        pytest.skip(f"{SHARED} is not there: this test reads real data")
-    return SHARED
-
-
-@pytest.fixture(scope="session")
-def stories(shared) -> Path:
-    """A real pretrained Llama of 260,032 parameters."""
-    return shared / "models" / "stories260K" / "hf"
+@pytest.fixture(scope="session", params=["made", pytest.param("real", marks=pytest.mark.real)])
+def data(request) -> Data:
+    """For tests that say the same of made and of published data; with the latter they are marked."""
+    if request.param == "made":
+        return Data(request.getfixturevalue("material"))
+    return Data(request.getfixturevalue("real"), PUBLISHED)

@@ -66,7 +66,7 @@ def tiny_t5(folder: Path, vocabulary: Path) -> None:
 
     tokenizer = BlenderbotTokenizer.from_pretrained(vocabulary)
     config = AutoConfig.for_model(
-        "t5", vocab_size=8008, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        "t5", vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
