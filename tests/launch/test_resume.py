@@ -1,4 +1,4 @@
-"""Runs that are ended and go on: by signals, by a rank's death, for want of memory, by the clock, and around faults.
+"""Runs that are ended and go on: by signals, by a rank's death, by the clock, for want of memory, and around faults.
 
 (That a run which goes on under another strategy is the run that was left alone: test_agreement.py.)
 """
@@ -69,7 +69,7 @@ class Leg:
 
 @dataclass
 class Legs:
-    """One run in four launches, each of which goes on where the first one has saved."""
+    """One run in three launches; the other two go on where the first one has saved."""
 
     output: Path
     signal: Leg
@@ -77,20 +77,24 @@ class Legs:
     exported: bool
     death: Leg
     dead: int
-    memory: Leg
     clock: Leg
 
 
 @pytest.fixture(scope="module")
-def legs(llama, material, cache, tmp_path_factory) -> Legs:
-    """Ended by SIGTERM (ddp), a rank's death (zero2), a rank's want of memory (ddp), and the clock (one process)."""
-    folder = tmp_path_factory.mktemp("legs")
-    arguments = [
+def endless(llama, material, cache) -> list:
+    """The options of a run that somebody has to end."""
+    return [
         "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--block_size", "64",
         "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--record_samples", "true",
         "--max_eval_samples", "16", "--max_train_steps", "3000", "--cache_dir", cache,
     ]  # fmt: skip
-    run = Run(folder, *arguments, strategy="ddp", processes=2)
+
+
+@pytest.fixture(scope="module")
+def legs(endless, tmp_path_factory) -> Legs:
+    """Ended by SIGTERM (ddp), by the death of a rank (zero2), and by the clock (one process)."""
+    folder = tmp_path_factory.mktemp("legs")
+    run = Run(folder, *endless, strategy="ddp", processes=2)
     output = run.output
     run.wait_for_updates(5)
     run.launcher.send_signal(signal.SIGTERM)  # which it passes on to both processes
@@ -98,22 +102,15 @@ def legs(llama, material, cache, tmp_path_factory) -> Legs:
     exit_code = json.loads((output / "environment.json").read_text())["exit_code"]
     exported = (output / "model").exists()
 
-    run = Run(folder, *arguments, strategy="zero2", processes=2)
+    run = Run(folder, *endless, strategy="zero2", processes=2)
     run.wait_for_updates(len(by_signal.made) + 5)
     dead = run.rank(1)
     dead.kill()
     by_death = Leg.of(run.said(), output)
 
-    run = Run(folder, *arguments, strategy="ddp", processes=2)
-    run.wait_for_updates(len(by_signal.made) + 5)
-    rank = run.rank(1)
-    held = int(Path(f"/proc/{rank.pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024
-    rank.rlimit(psutil.RLIMIT_DATA, (held + 2**19, held + 2**19))
-    by_memory = Leg.of(run.said(), output)
-
-    done = launched(output, *arguments, "--max_hours", "1e-6", processes=1)
+    done = launched(output, *endless, "--max_hours", "1e-6", processes=1)
     by_clock = Leg.of(done.stdout + done.stderr, output)
-    return Legs(output, by_signal, exit_code, exported, by_death, dead.pid, by_memory, by_clock)
+    return Legs(output, by_signal, exit_code, exported, by_death, dead.pid, by_clock)
 
 
 def test_a_signal_ends_a_run_in_order(legs):
@@ -133,8 +130,33 @@ def test_who_dies_is_spoken_for_and_nobody_waits_for_it(legs):
     assert "[rank0]: Traceback" not in said
 
 
-def test_a_rank_without_memory_says_what_held_it_and_what_would_help(legs):
-    said = legs.memory.said
+def test_the_clock_ends_a_run_in_order(legs):
+    assert "exit status 85" in legs.clock.said
+    assert f"stopped     by max_hours after update {len(legs.signal.made) + 1:,}" in legs.clock.said
+
+
+def test_each_goes_on_where_the_run_was_saved(legs):
+    """Under another strategy and with another number of processes: the same updates of the same samples, each once."""
+    saved = len(legs.signal.made)
+    for leg in (legs.death, legs.clock):
+        assert f"after update {saved}, written under ddp" in leg.said
+        assert [line["update"] for line in leg.made] == list(range(1, len(leg.made) + 1))
+        assert leg.made[:saved] == legs.signal.made
+        assert leg.samples[:saved] == legs.signal.samples
+    assert len(legs.clock.made) == saved + 1
+    assert len(legs.death.made) > saved
+    assert largest_difference("loss", legs.clock.made[saved:], legs.death.made[saved : saved + 1]) < 1e-5
+    assert legs.clock.samples == legs.death.samples[: saved + 1]
+
+
+@pytest.mark.long  # with a device's memory: tests/device
+def test_a_rank_without_memory_says_what_held_it_and_what_would_help(endless, tmp_path):
+    run = Run(tmp_path, *endless, strategy="ddp", processes=2)
+    run.wait_for_updates(5)
+    rank = run.rank(1)
+    held = int(Path(f"/proc/{rank.pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    rank.rlimit(psutil.RLIMIT_DATA, (held + 2**19, held + 2**19))
+    said = run.said()
     assert "out of memory: rank 1 of 2, " in said
     assert "exitcode  : 87" in said
     table, remedies = said.partition("held by this rank")[2].split("what would help, by what it saves:")
@@ -142,26 +164,6 @@ def test_a_rank_without_memory_says_what_held_it_and_what_would_help(legs):
     assert "--gradient_checkpointing" in remedies
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in remedies
     assert "[rank1]: Traceback" not in said
-
-
-def test_the_clock_ends_a_run_in_order(legs):
-    assert "exit status 85" in legs.clock.said
-    assert f"stopped     by max_hours after update {len(legs.signal.made) + 1:,}" in legs.clock.said
-
-
-@pytest.mark.parametrize("leg", ["death", "memory", "clock"])
-def test_each_goes_on_where_the_run_was_saved(legs, leg):
-    """What was made before stays as it is, and each makes the same updates of the same samples after it."""
-    saved, ours, theirs = legs.signal, getattr(legs, leg), legs.memory if leg == "death" else legs.death
-    begun = len(saved.made)
-    assert f"after update {begun}, written under ddp" in ours.said
-    assert [line["update"] for line in ours.made] == list(range(1, len(ours.made) + 1)), "each update once"
-    assert ours.made[:begun] == saved.made
-    common = min(len(ours.made), len(theirs.made))
-    assert common > begun
-    assert largest_difference("loss", ours.made[begun:common], theirs.made[begun:common]) < 1e-5
-    assert ours.samples[:begun] == saved.samples
-    assert ours.samples[:common] == theirs.samples[:common]
 
 
 @pytest.fixture(scope="module")
@@ -208,17 +210,24 @@ def check_fault(output: Path, action: str) -> int:
     return fault["update"]
 
 
-def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path):
-    """`stop`, gone on with `skip` in one process, against `rewind` under ZeRO-3: the same run without that update."""
+@pytest.mark.parametrize(
+    ("stops", "skips", "rewinds"),
+    [
+        (("zero2", 2), ("single", 1), ("ddp", 2)),
+        pytest.param(("ddp", 2), ("zero3", 2), ("zero3", 2), marks=pytest.mark.long),
+    ],
+)
+def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, skips, rewinds):
+    """`stop`, gone on with by `skip`, against `rewind`: the same run without that update."""
     stopped, rewound = tmp_path / "stop", tmp_path / "rewind"
-    done = launched(stopped, *poisoned, strategy="zero2", processes=2)
+    done = launched(stopped, *poisoned, strategy=stops[0], processes=stops[1])
     assert "exitcode  : 86" in done.stderr
     at = check_fault(stopped, "stop")
     assert f"stopped     by a fault after update {at - 1} of 12: update {at}: loss is nan" in done.stdout
     assert "--on_fault skip" in done.stdout
     assert (stopped / "checkpoints" / "latest").resolve().name == f"update_{at - 1:08}"
 
-    skip = launch(stopped, *poisoned, "--on_fault", "skip", processes=1)
+    skip = launch(stopped, *poisoned, "--on_fault", "skip", strategy=skips[0], processes=skips[1])
     assert check_fault(stopped, "skip") == at
     assert [line["update"] for line in skip] == list(range(1, 13))
     assert skip[at - 1]["fault"] == "loss is nan"
@@ -226,7 +235,7 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path):
     assert all(line["loss"] < 7 and line["grad_norm"] < 100 for line in good)
     assert good[-1]["loss"] < good[0]["loss"]
 
-    done = launched(rewound, *poisoned, "--on_fault", "rewind", strategy="zero3", processes=2)
+    done = launched(rewound, *poisoned, "--on_fault", "rewind", strategy=rewinds[0], processes=rewinds[1])
     assert done.returncode == 0, done.stderr[-3000:]
     assert check_fault(rewound, "rewind") == at
     assert f"left out: update {at}" in done.stdout

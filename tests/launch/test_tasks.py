@@ -103,9 +103,9 @@ def test_the_best_checkpoint_is_kept(trained):
     AutoModelForSequenceClassification.from_pretrained(output / "checkpoints" / "best" / "model")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [["--length_grouping", "none"],
-                                   pytest.param(["--length_grouping", "update", "--pad_to_max_length"],
-                                                marks=pytest.mark.long)])  # fmt: skip
+                                   ["--length_grouping", "update", "--pad_to_max_length"]])  # fmt: skip
 def test_how_rows_are_padded_changes_no_loss(sst2, trained, flags):
     """`update` only deals an update's own samples to its micro-batches: the curve is that of no grouping at all."""
     reference = updates(trained[0])[:12]
@@ -123,7 +123,8 @@ def test_how_rows_are_padded_changes_no_loss(sst2, trained, flags):
 # ------------------------------------------------------------------------------------- other data, other families
 
 
-def test_mnli_has_two_held_out_parts_and_training_stops_early(shared, cache, tmp_path):
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.long)])
+def test_mnli_has_two_held_out_parts_and_training_stops_early(cache, tmp_path, strategy, processes):
     """At a learning rate of 0 nothing gets better: two evaluations after the first, training stops."""
     header = "index\tpromptID\tsentence1\tsentence2\tgold_label\n"
     names = ("entailment", "neutral", "contradiction")
@@ -138,7 +139,7 @@ def test_mnli_has_two_held_out_parts_and_training_stops_early(shared, cache, tmp
         output, *bert, "--task_name", "mnli", "--train_file", tmp_path / "train.tsv",
         "--validation_file", tmp_path / "matched.tsv", "--validation_mismatched_file", tmp_path / "mismatched.tsv",
         "--max_train_steps", "50", "--eval_steps", "2", "--early_stopping_patience", "2", "--cache_dir", cache,
-        strategy="ddp", processes=2, task="cls",
+        strategy=strategy, processes=processes, task="cls",
     )  # fmt: skip
     assert lines[-1]["update"] == 6, "evaluated at 2, 4 and 6"
     assert {"eval_accuracy", "eval_accuracy_mismatched", "eval_loss_mismatched", "eval_f1_macro"} <= lines[-1].keys()
@@ -286,7 +287,10 @@ def test_the_published_dialogue_command(material, tmp_path):
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, dropout=0.0,
     )  # fmt: skip
     torch.manual_seed(0)
-    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(model)
+    talker = AutoModelForSeq2SeqLM.from_config(config)
+    words = [*tokenizer(" the", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    talker.final_logits_bias[0, words] = 20.0  # it knows one word and when to stop: bytes at random would be no text
+    talker.save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows = [{"past": f"hello , how are you {i} ?", "reply": f"i am fine , number {i} ."} for i in range(410)]
     hub_folder(tmp_path / "smangrul" / "MuDoConv", "default", {"train": rows, "validation": rows[:5]})
