@@ -5,6 +5,7 @@ Each is called with a fresh `Stopwatch`, takes a lap after every update, and lea
 
 import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ class Workload:
             max_grad_norm=o.max_grad_norm,
             seed=o.seed,
             loss=loss,
-            output_dir=str(self.folder / "zerofit"),
+            output_dir=tempfile.mkdtemp(dir=self.folder),  # each run holds a lock on its own
             overwrite_output_dir=True,
         )
 
@@ -200,6 +201,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     settle_loss(engine, recipe)
     job = Job(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
     session.train(job, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
+    session.witness.leave()
     assert len(session.folder.metrics.read()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"
 
