@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from conftest import HERE
+from device.runs import HERE
 
 COMPILER = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
