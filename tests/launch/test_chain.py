@@ -59,8 +59,8 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path, strategy
     whole = launch(output, *run, strategy=strategy, processes=processes)
     ledger = [json.loads(line)["samples"] for line in (output / "samples.jsonl").read_text().splitlines()]
     assert ledger == [list(range(8 * k, 8 * k + 8)) for k in range(8)]
-    assert updates(whole)[0]["loss"] < 5, "its own loss on such texts, and not that of another model (ln 512 is 6.2)"
-    assert whole[-1]["eval_loss"] < whole[0]["eval_loss"] - 0.005
+    assert updates(whole)[0]["loss"] < 4.5, "its own loss on such texts, and not that of another model (ln 512 is 6.2)"
+    assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
     shutil.copytree(output / "model", tmp_path / "exported")
 
     shutil.rmtree(output / "checkpoints" / "update_00000008")

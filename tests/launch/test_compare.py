@@ -119,6 +119,7 @@ def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     assert "ddp holds 2 a process" in said
 
 
+@pytest.mark.long
 def test_examples_with_an_adapter_beside_the_whole_model(material, tmp_path, cache):
     output = tmp_path / "comparison"
     code, said = run(

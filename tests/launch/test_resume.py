@@ -5,6 +5,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -69,7 +70,7 @@ class Leg:
 
 @dataclass
 class Legs:
-    """One run in three launches; the other two go on where the first one has saved."""
+    """One run in three launches; the second goes on where the first was ended, the third from update 3."""
 
     output: Path
     signal: Leg
@@ -81,18 +82,22 @@ class Legs:
 
 
 @pytest.fixture(scope="module")
-def endless(llama, material, cache) -> list:
-    """The options of a run that somebody has to end."""
+def endless(llama, material, cache, tmp_path_factory) -> list:
+    """The options of a run that somebody has to end, of a model with dropout."""
+    model = tmp_path_factory.mktemp("wet") / "llama"
+    shutil.copytree(llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
     return [
-        "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--block_size", "64",
+        "--model_name_or_path", model, "--train_file", material / "text" / "train.txt", "--block_size", "64",
         "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--record_samples", "true",
-        "--max_eval_samples", "16", "--max_train_steps", "3000", "--cache_dir", cache,
+        "--max_eval_samples", "16", "--max_train_steps", "3000", "--save_steps", "3", "--cache_dir", cache,
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def legs(endless, tmp_path_factory) -> Legs:
-    """Ended by SIGTERM (ddp), by the death of a rank (zero2), and by the clock (one process)."""
+    """Ended by SIGTERM (ddp), by the death of a rank (zero2), and by the clock (ddp); all with 2 processes."""
     folder = tmp_path_factory.mktemp("legs")
     run = Run(folder, *endless, strategy="ddp", processes=2)
     output = run.output
@@ -108,7 +113,10 @@ def legs(endless, tmp_path_factory) -> Legs:
     dead.kill()
     by_death = Leg.of(run.said(), output)
 
-    done = launched(output, *endless, "--max_hours", "1e-6", processes=1)
+    for folder in (output / "checkpoints").glob("update_*"):
+        if folder.name > "update_00000003":
+            shutil.rmtree(folder)
+    done = launched(output, *endless, "--max_hours", "1e-6", strategy="ddp", processes=2)
     by_clock = Leg.of(done.stdout + done.stderr, output)
     return Legs(output, by_signal, exit_code, exported, by_death, dead.pid, by_clock)
 
@@ -131,22 +139,26 @@ def test_who_dies_is_spoken_for_and_nobody_waits_for_it(legs):
 
 
 def test_the_clock_ends_a_run_in_order(legs):
-    assert "exit status 85" in legs.clock.said
-    assert f"stopped     by max_hours after update {len(legs.signal.made) + 1:,}" in legs.clock.said
+    assert "exitcode  : 85" in legs.clock.said
+    assert "stopped     by max_hours after update 4" in legs.clock.said
 
 
 def test_each_goes_on_where_the_run_was_saved(legs):
-    """Under another strategy and with another number of processes: the same updates of the same samples, each once."""
-    saved = len(legs.signal.made)
-    for leg in (legs.death, legs.clock):
+    """What was made before stays as it is, and each update is made once."""
+    for leg, saved in ((legs.death, len(legs.signal.made)), (legs.clock, 3)):
         assert f"after update {saved}, written under ddp" in leg.said
         assert [line["update"] for line in leg.made] == list(range(1, len(leg.made) + 1))
-        assert leg.made[:saved] == legs.signal.made
-        assert leg.samples[:saved] == legs.signal.samples
-    assert len(legs.clock.made) == saved + 1
-    assert len(legs.death.made) > saved
-    assert largest_difference("loss", legs.clock.made[saved:], legs.death.made[saved : saved + 1]) < 1e-5
-    assert legs.clock.samples == legs.death.samples[: saved + 1]
+        assert len(leg.made) > saved
+        assert leg.made[:saved] == legs.signal.made[:saved]
+        assert leg.samples[:saved] == legs.signal.samples[:saved]
+
+
+def test_dropout_goes_on_as_it_was(legs):
+    """Update 4 of the run that nobody had ended yet, and of the one that goes on after update 3."""
+    ours, theirs = legs.clock.made[3:4], legs.signal.made[3:4]
+    assert largest_difference("loss", ours, theirs) < 1e-6
+    assert largest_difference("grad_norm", ours, theirs) < 1e-5
+    assert legs.clock.samples[3:4] == legs.signal.samples[3:4]
 
 
 @pytest.mark.long  # with a device's memory: tests/device

@@ -109,32 +109,32 @@ def test_random_weights_are_the_same_under_every_strategy(scratch, text, cache, 
         assert model.config.vocab_size == rows == 400, "not the 512 that it was trained with"
 
 
+OTHERWISE = "--loss full --gradient_checkpointing --attn_implementation eager"
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "tolerance"),
+    ("options", "tolerance"),
     [
-        (
-            "all that saves memory",
-            ["--loss", "full", "--gradient_checkpointing", "--attn_implementation", "eager"],
-            1e-5,
-        ),
-        ("bf16", ["--precision", "bf16", "--dataloader_num_workers", "1"], 2e-2),
-        pytest.param("loss full", ["--loss", "full"], 1e-5, marks=LONG),
-        pytest.param("gradient checkpointing", ["--gradient_checkpointing"], 1e-5, marks=LONG),
-        pytest.param("eager attention", ["--attn_implementation", "eager"], 1e-5, marks=LONG),
-        pytest.param("workers", ["--dataloader_num_workers", "1"], 1e-5, marks=LONG),
-        pytest.param("torch.compile", ["--torch_compile", "--max_train_steps", "2"], 1e-4, marks=LONG),
+        (f"{OTHERWISE} --dataloader_num_workers 1", 1e-5),
+        pytest.param("--loss full", 1e-5, marks=LONG),
+        pytest.param("--gradient_checkpointing", 1e-5, marks=LONG),
+        pytest.param("--attn_implementation eager", 1e-5, marks=LONG),
+        pytest.param("--dataloader_num_workers 1", 1e-5, marks=LONG),
+        pytest.param("--precision bf16", 2e-2, marks=LONG),
+        pytest.param("--torch_compile --max_train_steps 2", 1e-4, marks=LONG),
     ],
 )
-def test_options_that_change_the_cost_and_not_the_curve(scratch, text, cache, tmp_path, name, options, tolerance):
+def test_options_that_change_the_cost_and_not_the_curve(scratch, text, cache, tmp_path, options, tolerance):
     lines = launch(
         tmp_path / "run", *SCRATCH, "--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12",
-        "--cache_dir", cache, *options,
+        "--cache_dir", cache, *options.split(),
     )  # fmt: skip
     ours, expected = ([line["loss"] for line in updates(each)] for each in (lines, scratch[1]))
     assert len(ours) >= 2
     assert ours == pytest.approx(expected[: len(ours)], rel=tolerance)
 
 
+@pytest.mark.long  # that it goes on as it was: test_resume.py
 def test_dropout_is_the_same_in_every_run_and_goes_on_as_it_was(text, cache, tmp_path):
     output = tmp_path / "run"
     wet = [word.replace("resid_pdrop=0", "resid_pdrop=0.5") for word in SCRATCH]

@@ -590,7 +590,7 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
 
 
 def started(source: Path, small: Path, output: Path) -> subprocess.Popen:
-    """A job of two workers that has begun to write, and cannot go on: a pipe is a part of its input."""
+    """A job of two workers that has begun to write, and has much left to do."""
     job = subprocess.Popen(
         [sys.executable, "-m", "train.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
          "--tokenizer", str(small), "--workers", "2"],
