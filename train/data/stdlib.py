@@ -2,7 +2,8 @@
 
 `stdlib-docstrings` (text, label): which package a docstring belongs to, of the NUM_PACKAGES that have most docstrings.
 `stdlib-functions` (source, target, baseline): from a function without its docstring to the docstring's first sentence;
-`baseline` is the words of the function's name.
+`baseline` is the words of the function's name. In training each function comes twice, the second time with "name"
+before its source and its name as the target: so a model from scratch learns to look for the answer in the source.
 
 Top-level classes and functions are held out whole, about HELD_OUT_PERCENT of them, chosen by a hash of their names.
 What is held out and says the same as something that is trained on is left out. Which records there are depends on
@@ -54,6 +55,8 @@ def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
     entries = encode_table(table, look, TABLE, (), cache_root(recipe.cache_dir), overwrite=prepare_anew(recipe))
     records = _docstrings(entries.to_list()) if name == "stdlib-docstrings" else _functions(entries.to_list())
     parts = _split(records)
+    if name == "stdlib-functions":
+        parts["train"] += [asked_for_its_name(record) for record in parts["train"]]
     return {
         part: name_for_the_cache(Dataset.from_list(rows), name, part, entries._fingerprint)
         for part, rows in parts.items()
@@ -112,6 +115,11 @@ def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
             records.append({"source": in_words(entry["code"]), "target": target, "baseline": in_words(entry["name"]),
                             "top": entry["top"], "says": _words(target)})  # fmt: skip
     return records
+
+
+def asked_for_its_name(record: dict[str, str]) -> dict[str, str]:
+    """A record of a function with its name as the target."""
+    return {**record, "source": f"name {record['source']}", "target": record["baseline"]}
 
 
 def first_sentence(text: str) -> str:
