@@ -9,8 +9,6 @@ import train.model.loss as loss_module
 from train.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
 from train.model.parameters import flops_per_pair_token
 
-needs_chunked = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy")
-
 VOCAB = 97
 BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
@@ -65,7 +63,6 @@ def test_the_plain_loss_is_transformers_own(name):
         torch.testing.assert_close(gradient * 7 / trained, expected[parameter], rtol=1e-4, atol=limit)
 
 
-@needs_chunked
 @pytest.mark.parametrize("name", SEPARATE)
 @pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * VOCAB * 5])
 def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch):
