@@ -28,6 +28,7 @@ from train.run.job import Job
 from train.run.meters import make_meter
 from train.run.session import Session
 from train.run.timeline import Timeline
+from train.strategy.devices import pins_memory
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Workload:
         order = SampleOrder(options.num_samples, options.seed).places(0, options.num_samples)
         self.rows = tokens[order]  # (samples, block size), as zerofit will see them
         self.batches = self.rows.reshape(options.num_updates, options.accumulation, options.micro_batch, -1)
-        if device.type == "cuda":
+        if pins_memory(device):
             self.batches = self.batches.pin_memory()
 
     def recipe(self, loss: str) -> ClmRecipe:

@@ -99,7 +99,8 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(options.folder.resolve() / "builds")
-    environment = describe_environment(sys.argv, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    environment = describe_environment(sys.argv, device)
     results = {}
     with ending_in_order():
         for strategy in options.strategies.split(","):

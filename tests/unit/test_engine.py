@@ -1,6 +1,5 @@
-"""Parts of the engine and of loading that need no launch: the gradient norm, and weights that were not loaded."""
+"""Parts of the engine and of loading that need no launch: the gradient norm, where weights go, and which are drawn."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from train.model.load import build_model, weights_of_head
 from train.recipe import ClsRecipe
-from train.strategy.engine import gradient_norm
+from train.strategy.engine import DeepSpeedEngine, TorchEngine, gradient_norm
+from train.strategy.strategy import Strategy
 
 
 def test_the_gradient_norm_is_exact_on_a_cpu():
@@ -21,9 +21,50 @@ def test_the_gradient_norm_is_exact_on_a_cpu():
     assert float(gradient_norm(gradients)) == pytest.approx(exact, rel=1e-9)
 
 
-STRATEGY = SimpleNamespace(
-    shards_parameters=False, model_dtype=torch.float32, gathered=lambda parameter: contextlib.nullcontext()
-)
+def strategy_of(stage: int | None) -> Strategy:
+    deepspeed = None if stage is None else {"zero_optimization": {"stage": stage}}
+    return Strategy(launch=None, batches=None, precision="fp32", deepspeed=deepspeed, source="")
+
+
+STRATEGY = strategy_of(None)
+
+
+class Untouchable:
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} of the model is asked for")
+
+
+@pytest.mark.parametrize(("kind", "stage"), [(TorchEngine, None), (DeepSpeedEngine, 1), (DeepSpeedEngine, 2)])
+def test_the_main_process_alone_copies_the_model_to_the_host(kind, stage):
+    """accelerate's get_state_dict copies it on every rank under ZeRO-1 and ZeRO-2."""
+    engine = kind.__new__(kind)
+    engine.strategy, engine.accelerator = strategy_of(stage), SimpleNamespace(is_main_process=False)
+    engine.module = engine.model = engine.engine = Untouchable()
+    assert engine.state_dict() is None
+    engine.accelerator.is_main_process, engine.module = True, torch.nn.Linear(3, 2)
+    flat = torch.arange(9.0)  # as ZeRO lays parameters out: end to end
+    engine.module.weight.data, engine.module.bias.data = flat[:6].view(2, 3), flat[6:8]
+    state = engine.state_dict()
+    assert state["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert state["bias"].tolist() == [6, 7]
+    assert {tensor.untyped_storage().nbytes() for tensor in state.values()} == {24, 8}, "without its neighbours"
+
+
+@pytest.mark.parametrize(("stage", "device", "map_"), [
+    (None, "cpu", None), (None, "cuda:1", {"": torch.device("cuda:1")}), (2, "xpu:0", {"": torch.device("xpu:0")}),
+    (3, "cuda:1", None),
+])  # fmt: skip
+def test_pretrained_weights_go_to_the_device_as_they_are_read(stage, device, map_, three_labels):
+    strategy, asked = strategy_of(stage), {}
+    strategy.device = torch.device(device)
+
+    def from_pretrained(name, **options):
+        asked.update(options)
+        return AutoModelForSequenceClassification.from_pretrained(name, **{**options, "device_map": None})
+
+    load = SimpleNamespace(from_pretrained=from_pretrained)
+    build_model(load, two_labels(three_labels, 3), ClsRecipe(model_name_or_path=three_labels), strategy, 0)
+    assert asked.get("device_map") == map_
 
 
 @pytest.fixture
@@ -32,9 +73,9 @@ def three_labels(tmp_path):
     return str(tmp_path / "deberta")
 
 
-def two_labels(folder: str):
+def two_labels(folder: str, num_labels: int = 2):
     config = AutoConfig.from_pretrained(folder)
-    config.num_labels = 2
+    config.num_labels = num_labels
     return config
 
 
@@ -61,3 +102,13 @@ def test_a_new_head_follows_from_the_seed_alone(three_labels):
     loaded = [name for name in first if name not in head]
     assert len(loaded) > 40
     assert all(torch.equal(first[name], before[name]) for name in loaded)
+
+
+@pytest.mark.parametrize(("room", "whole"), [(900, True), (700, False)])
+def test_random_weights_are_drawn_whole_where_the_container_has_room(monkeypatch, room, whole):
+    strategy = strategy_of(3)
+    monkeypatch.setattr("train.run.memory_report.host_room", lambda: (room, 2**40))
+    monkeypatch.setattr(Strategy, "_whole", lambda self: "whole")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert (strategy.building_from_scratch(100) == "whole") == whole
+    assert len(strategy.notes) == (not whole)

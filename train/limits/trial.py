@@ -19,7 +19,7 @@ from train.limits.orders import ANSWERS, LAST_WORDS, Orders, add_line
 from train.limits.search import next_size
 from train.limits.worst import WorstCase
 from train.recipe.errors import UserError, leave
-from train.run.loop import one_update
+from train.run.loop import Share, one_update
 from train.run.memory_report import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.run.sentinel import Sentinel
 from train.run.session import Session
@@ -160,7 +160,8 @@ class TrialSession(Session):
         number = min(self.done, self.length.num_updates - 1) + 1  # of the schedule
         self.done += 1
         hooks = SimpleNamespace(phase=self._phase, saves=SimpleNamespace(has_failed=False))
-        outcome = one_update(self.job, self.engine, batches, number, self.memory, self.sentinel, self.stop, hooks)
+        judges = self.memory, self.sentinel, self.stop
+        outcome = one_update(self.job, self.engine, Share(batches), number, *judges, hooks, iter(()))
         if outcome.fault is not None:
             raise UserError(f"batch size {size}: {outcome.fault.reason} in update {self.done} of the trial")
         return outcome

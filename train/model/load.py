@@ -38,6 +38,8 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
         torch.manual_seed(seed)
         if name:
             common |= _leaving_out(left_out, strategy) if left_out else {}
+            if strategy.device_of_weights is not None:  # not a context: what is computed stays the CPU's work
+                common.setdefault("device_map", {"": strategy.device_of_weights})
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
             model, info = from_hub_or_folder("model_name_or_path", name, load)
             model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)

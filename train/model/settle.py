@@ -78,7 +78,7 @@ def avoid_fp16_overflow(strategy, config) -> str | None:
     """
     if strategy.precision != "fp16" or config.model_type not in BEYOND_FP16:
         return None
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if strategy.lacks_bf16:
         raise UserError(
             f"precision = fp16: a {config.model_type} gives NaN in it, and this GPU has no bf16. Use --precision fp32"
         )

@@ -201,7 +201,9 @@ class BatchOptions(Recipe):
         None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",)
     )
     seed: int = option(42, "Seeds the order of samples, the initial weights and dropout.", minimum=0)
-    dataloader_num_workers: int = option(0, "Processes that load batches on each rank.", minimum=0)
+    dataloader_num_workers: int | None = option(
+        None, "Processes that load batches on each rank; by default 2 with a GPU, and none on a CPU.", minimum=0
+    )
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from train.data.collate import Batch
 from train.data.order import FILLER, FixedOrder, MicroBatches, loader
 from train.data.pack import SampleSet
+from train.strategy.devices import pins_memory
 
 
 def eval_batches(
@@ -30,7 +31,7 @@ def eval_batches(
     rank = engine.accelerator.process_index
     micro_batches = MicroBatches(order, count, 0, batch_size, 1, engine.world_size, rank, key)
     engine.model.eval()
-    for batch in loader(samples, micro_batches, collate, 0, pin=engine.device.type == "cuda"):
+    for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()
         yield batch.to(engine.device)
     engine.model.train()

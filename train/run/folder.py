@@ -221,13 +221,16 @@ def describe_environment(command: list[str], device) -> dict[str, Any]:
     import psutil
     import torch
 
+    from train.strategy.devices import device_names
+
     root = Path(__file__).resolve().parents[2]
     hardware: dict[str, Any] = {
         "cpu": _cpu_name(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }  # fmt: skip
-    if device.type == "cuda":
-        hardware["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        hardware["cuda"] = torch.version.cuda
+    if device.type != "cpu":
+        versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
+        hardware["gpus"] = device_names(device)
+        hardware |= {name: found for name, found in versions.items() if found}
     return {
         "command": command or sys.argv,
         "arguments": sys.argv,

@@ -21,6 +21,7 @@ from train.run.saving import Saver
 from train.run.sentinel import IN_A_ROW, Sentinel
 from train.run.stopping import FAULT, SAVE_FAILED, Stop
 from train.strategy.batches import Batches
+from train.strategy.devices import pins_memory
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def fit(
         number of `updates` made, the share of `padding` in all positions, and why it `stopped` early (a code of
         stopping.py; 0: it did not).
     """
-    recipe, accumulation = job.recipe, plan.batches.accumulation
+    recipe = job.recipe
     memory = MemoryMeter(engine.device)
     if job.evaluate is not None and recipe.eval_on_start and not done.updates:
         hooks.phase("evaluate", 0)
@@ -102,12 +103,11 @@ def fit(
         hooks.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **done.before})
     bar = Bar(plan.num_updates, recipe.logging_steps, engine.is_main, done.updates)
     engine.model.train()
-    micro_batches = _micro_batches(job, engine, plan, plan.consumed(done.updates))
-    first, stopped = done.updates + 1, 0
+    shares = _shares(job, engine, plan, done.updates)
+    share, first, stopped = next(shares, None), done.updates + 1, 0
     memory.reset()
     for update in range(first, plan.num_updates + 1):
         begun = time.perf_counter()
-        batches = [next(micro_batches) for _ in range(accumulation)]
         torch.manual_seed(_seed_of(recipe.seed, update, engine.accelerator.process_index))  # dropout, and only that
         consumed = plan.consumed(update)
         line = {"update": update, "epoch": consumed / plan.num_samples, "consumed_samples": consumed}
@@ -115,12 +115,14 @@ def fit(
             rate = engine.schedule(update - 1)
             outcome = Outcome({**_NOTHING, "learning_rate": rate, "fault": "left out"}, positions=0)
             line |= outcome.figures
+            share = next(shares, None)
         else:
             if hooks.record is not None:
-                samples = [index for batch in batches for index in batch.samples]
+                samples = [index for batch in share.batches for index in batch.samples]
                 hooks.record(update, engine.gather_objects(samples))
-            outcome = one_update(job, engine, batches, update, memory, sentinel, stop, hooks)
+            outcome = one_update(job, engine, share, update, memory, sentinel, stop, hooks, shares)
             line |= outcome.figures
+            share = outcome.following
             seconds = time.perf_counter() - begun
             line |= meter.of_update(line["tokens"], consumed - plan.consumed(update - 1), seconds)
             line["seconds"] = seconds
@@ -181,11 +183,31 @@ ACTIONS = {
 
 
 @dataclass
+class Share:
+    """This rank's micro-batches of one update.
+
+    Args:
+        totals: trained tokens, tokens and positions (tokens and padding) of all ranks together; None until the ranks
+            have told each other.
+    """
+
+    batches: list[Batch]
+    totals: list[float] | None = None
+
+    @property
+    def counts(self) -> list[int]:
+        """The same of this rank alone."""
+        counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.batches)
+        return [sum(column) for column in zip(*counts)]
+
+
+@dataclass
 class Outcome:
-    """What came of one update, the same on every rank."""
+    """What came of one update, the same on every rank but for what is this rank's own: `following`."""
 
     figures: dict[str, float]
     positions: float  # tokens and padding
+    following: Share | None = None  # of the next update, its totals known
     fault: Fault | None = None
     heard: int = 0  # the number of the reason to stop that some rank has heard
     clock: bool = False  # it is time for a checkpoint
@@ -195,40 +217,52 @@ class Outcome:
 def one_update(
     job: Job,
     engine,
-    batches: list[Batch],
+    share: Share,
     update: int,
     memory: MemoryMeter,
     sentinel: Sentinel,
     stop: Stop,
     hooks: Hooks,
+    shares: Iterator[Share],
 ) -> Outcome:
     """Forward and backward over this rank's micro-batches, then one step of the optimizer, if nothing is wrong.
 
     The loss of the update is the sum over all trained tokens of the global batch divided by their number. No rank
-    knows that number alone, so it is summed first; the engine averages gradients over ranks, hence the world size.
-    Whatever ranks have to tell each other goes round once, between the gradients and the step.
+    knows that number alone; the engine averages gradients over ranks, hence the world size.
+    Whatever ranks have to tell each other goes round once, between the gradients and the step: the counts of the next
+    update, too, so that it can begin while the device is still at work on this one.
+
+    Args:
+        shares: what comes after `share`.
     """
-    counts = [(batch.num_targets, batch.num_tokens, batch.num_positions) for batch in batches]
-    targets, tokens, positions = engine.sum_over_ranks(map(sum, zip(*counts)))
+    if share.totals is None:  # the first one, or the one before was left out
+        share.totals = engine.sum_over_ranks(share.counts)
+    targets, tokens, positions = share.totals
     scale = engine.world_size / max(targets, 1.0)
     loss, parts = torch.zeros((), dtype=torch.float32, device=engine.device), []
-    for index, batch in enumerate(batches):
-        hooks.phase("forward", update)
-        summed = job.loss_sum(engine.model, batch.to(engine.device))
-        parts.append(summed.detach().float())
-        loss += parts[-1]
-        hooks.phase("backward", update)
-        engine.backward(summed * scale, last=index == len(batches) - 1)
-    outcome = Outcome({}, positions)
+    for index, batch in enumerate(share.batches):
+        with engine.accumulate(last=index == len(share.batches) - 1):
+            hooks.phase("forward", update)
+            summed = job.loss_sum(engine.model, batch.to(engine.device))
+            parts.append(summed.detach().float())
+            loss += parts[-1]
+            hooks.phase("backward", update)
+            engine.backward(summed * scale)
+    hooks.phase("data", update)
+    outcome = Outcome({}, positions, following=next(shares, None))
 
     def judge(grad_norm: float) -> bool:
         said = [loss.item(), grad_norm, memory.peak_bytes(), stop.code(), stop.clock(), hooks.saves.has_failed]
         memory.reset()
-        losses, norms, peaks, codes, clocks, failures = zip(*engine.per_rank(map(float, said)))
+        counts = outcome.following.counts if outcome.following else []
+        ranks = engine.per_rank(map(float, [*said, *counts]))
+        losses, norms, peaks, codes, clocks, failures, *counts = zip(*ranks)
+        if outcome.following:
+            outcome.following.totals = [sum(column) for column in counts]
         figures = {"loss": sum(losses) / max(targets, 1.0), "grad_norm": norms[0]}
         reason = sentinel.fault(figures)
         if reason:
-            outcome.fault = Fault(update, reason, figures, batches, [float(part) for part in parts])
+            outcome.fault = Fault(update, reason, figures, share.batches, [float(part) for part in parts])
         outcome.heard, outcome.clock, outcome.save_failed = int(max(codes)), bool(max(clocks)), bool(max(failures))
         outcome.figures = {**figures, "peak_memory_bytes": int(max(peaks))}
         return reason is None
@@ -258,6 +292,13 @@ def _seed_of(seed: int, update: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, update, rank]).generate_state(1)[0])
 
 
+def _shares(job: Job, engine, plan: Plan, done: int) -> Iterator[Share]:
+    """This rank's share of each update after the first `done` ones."""
+    batches = _micro_batches(job, engine, plan, plan.consumed(done))
+    for _ in range(done, plan.num_updates):
+        yield Share([next(batches) for _ in range(plan.batches.accumulation)])
+
+
 def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batch]:
     recipe, b = job.recipe, plan.batches
     samples, grouping = job.train_set, job.grouping
@@ -268,8 +309,7 @@ def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batc
     sampler = MicroBatches(
         order, plan.total_samples, consumed, b.micro_batch, b.accumulation, b.world_size, rank, sort_key
     )
-    workers, pin = recipe.dataloader_num_workers, engine.device.type == "cuda"
-    return iter(loader(samples, sampler, job.collate, workers, pin))
+    return iter(loader(samples, sampler, job.collate, recipe.dataloader_num_workers, pins_memory(engine.device)))
 
 
 def _evaluation_is_due(recipe, plan: Plan, update: int) -> bool:

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import torch
 
-# Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (of two forms, the SXM / OAM one).
+from train.strategy.devices import device_name
+
+# Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (of two forms, the SXM / OAM one);
+# of what torch sees as one device, which of an MI250X is one of its two dies.
 PEAK_HALF = {
     "B200": 2250e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12,
     "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
-    "MI300X": 1307e12, "MI250X": 383e12,
+    "MI300X": 1307e12, "MI250X": 191.5e12,
 }  # fmt: skip
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's peak FLOP/s at this precision; None where it is not known (any CPU, fp32, a device not listed)."""
-    if device.type != "cuda" or precision == "fp32":
-        return None
-    return peak_of(torch.cuda.get_device_name(device))
+    name = device_name(device)
+    return peak_of(name) if name and precision != "fp32" else None
 
 
 def peak_of(name: str) -> float | None:

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
 from train.run.checkpoints import STATE, Checkpoints, flaw
+from train.run.host_copies import HostCopies
+from train.run.memory_report import host_room
 from train.run.state_files import (
     StateFiles,
     entries_of_shares,
@@ -49,7 +50,7 @@ class Saver:
         self._state_has_all = len(self._exported) == len(trained)
         self._asynchronous: bool | None = None
         self._save: _Save | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._copies = {part: HostCopies() for part in ("state", "model")}
         self.news: list[str] = []  # what has become of saves, on the main process
         self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training stood still, seconds in all
         self.last_failed = False
@@ -85,14 +86,14 @@ class Saver:
             engine.state.start()
         pieces = engine.state.own() if progress is not None else []
         tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
-        tensors = {name: self._on_the_host(name, tensor.float(), copied) for name, tensor in tensors.items()}
+        tensors = self._on_the_host("state", {name: tensor.float() for name, tensor in tensors.items()}, copied)
         from_state = progress is not None and self._state_has_all
         exported = self._buffers_of_the_model() if from_state else weights()
         if exported is not None and copied:
             held = [*engine.module.parameters(), *engine.module.buffers()]
             live = {tensor.untyped_storage().data_ptr() for tensor in held}
-            exported = {name: self._on_the_host(f"model/{name}", tensor, tensor.untyped_storage().data_ptr() in live)
-                        for name, tensor in exported.items()}  # fmt: skip
+            moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
+            exported = {**exported, **self._on_the_host("model", moving, copied)}
         if progress is not None:
             steps, scale = engine.state.steps, engine.loss_scale()
             progress = {**progress, "steps": steps, "loss_scale": scale}
@@ -111,24 +112,18 @@ class Saver:
         kept = self.engine.module.state_dict().keys() if buffers else ()
         return {name: buffer for name, buffer in buffers.items() if name in kept}
 
-    def _on_the_host(self, name: str, tensor: torch.Tensor, copied: bool) -> torch.Tensor:
-        """A tensor on the CPU; a copy in a buffer that the next save uses again, where training goes on meanwhile."""
-        tensor = tensor.detach()
-        if not copied and tensor.device.type == "cpu":
-            return tensor.contiguous()
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor)
+    def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
+        """Tensors on the CPU; where training goes on meanwhile, copies in memory that the next save uses again."""
+        if copied:
+            return self._copies[part].of(tensors)
+        return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def _is_asynchronous(self) -> bool:
         """Whether saves are copied first; all ranks decide alike, at the first one."""
         if self._wanted is not None:
             return self._wanted
         if self._asynchronous is None:
-            room = 0.8 * psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            room = 0.8 * host_room()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
             self._asynchronous = all(rank[0] for rank in fits)
         return self._asynchronous

@@ -131,6 +131,8 @@ class Session:
             log_with=self.trackers or None,
             project_dir=str(self.folder.path),
         )
+        if self.recipe.dataloader_num_workers is None:
+            self.recipe.dataloader_num_workers = 0 if self.accelerator.device.type == "cpu" else 2
         from train.run.memory_report import resident_bytes
 
         self.program_bytes = resident_bytes()

@@ -1,13 +1,17 @@
 """The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
+from train.strategy.buckets import fill_bucket_size
+from train.strategy.devices import has_fused_adamw
 from train.strategy.state import FlatState, OptimizerState, SharedState, WholeState
 from train.strategy.strategy import Strategy
 
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
 # hundreds of launches. So neither is ever freed nor the group destroyed; train.recipe.errors.leave ends the process.
 NEVER_FREED: list["Engine"] = []
 Judge = Callable[[float], bool]
-FUSED_ADAMW_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
 
 def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule") -> "Engine":
@@ -38,7 +41,7 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
         lr=recipe.learning_rate,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
-        fused=True if device.type in FUSED_ADAMW_DEVICES else None,
+        fused=has_fused_adamw(device) or None,
     )
 
 
@@ -57,6 +60,11 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """{address: bytes} of what the tensors lie in, each once."""
     held = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; a copy of its own where it is a part of something larger, as under ZeRO-1 and ZeRO-2."""
+    return tensor.to("cpu", copy=tensor.untyped_storage().nbytes() > tensor.nbytes)
 
 
 class Engine:
@@ -81,8 +89,12 @@ class Engine:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add this micro-batch's gradients; `last` of an update brings the ranks together."""
+    def accumulate(self, last: bool) -> AbstractContextManager:
+        """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add this micro-batch's gradients."""
         raise NotImplementedError
 
     def update(self, number: int, judge: Judge) -> None:
@@ -113,7 +125,9 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
-        raise NotImplementedError
+        if not self.is_main:
+            return None
+        return {name: _on_the_host(tensor.detach()) for name, tensor in self.module.state_dict().items()}
 
     def trained_state(self) -> dict[str, torch.Tensor] | None:
         """The same for the weights that are trained, and no others: each is gathered for itself."""
@@ -231,14 +245,24 @@ class TorchEngine(Engine):
         self.optimizer = adamw(model, recipe, self.device)
         model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.world_size > 1:
+            self._put_gradients_into_buckets(model)
         return model
 
-    def backward(self, loss, last):
-        if last or self.world_size == 1:
-            self.accelerator.backward(loss)
-        else:
-            with self.accelerator.no_sync(self.model):
-                self.accelerator.backward(loss)
+    def _put_gradients_into_buckets(self, model) -> None:
+        """Let DDP make the gradients, as views of its buckets, in a backward pass that gives zeros.
+
+        Those of the first micro-batches would lie in memory beside the buckets, until the ranks meet.
+        """
+        model.reducer.prepare_for_backward([])
+        sum(0.0 * parameter.sum() for parameter in self.parameters).backward()
+
+    def accumulate(self, last):
+        # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
+        return self.accelerator.no_sync(self.model) if self.world_size > 1 and not last else contextlib.nullcontext()
+
+    def backward(self, loss):
+        self.accelerator.backward(loss)
 
     def update(self, number, judge):
         for group in self.optimizer.param_groups:
@@ -251,7 +275,8 @@ class TorchEngine(Engine):
             self.optimizer.step()
         elif self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
-        self.optimizer.zero_grad(set_to_none=True)
+        # Of DDP, gradients are views of its buckets, and stay so.
+        self.optimizer.zero_grad(set_to_none=self.world_size == 1)
 
     @property
     def learning_rate(self):
@@ -271,11 +296,6 @@ class TorchEngine(Engine):
         if loss_scale and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(loss_scale)
 
-    def state_dict(self):
-        if not self.is_main:
-            return None
-        return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
-
 
 class DeepSpeedEngine(Engine):
     """ZeRO of any stage, with or without offload."""
@@ -283,7 +303,8 @@ class DeepSpeedEngine(Engine):
     def _prepare(self, model, recipe):
         from accelerate.utils import DummyOptim, DummyScheduler
 
-        config = self.strategy.deepspeed
+        config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
+        fill_bucket_size(plugin["zero_optimization"], model)
         if "optimizer" in config:  # DeepSpeed builds it from the JSON
             groups = decay_groups(model.parameters(), recipe.weight_decay)
             optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -292,7 +313,7 @@ class DeepSpeedEngine(Engine):
         self.has_scheduler = "scheduler" in config
         prepared = [model, optimizer]
         if self.has_scheduler:
-            self.accelerator.deepspeed_plugin.deepspeed_config["scheduler"] = config["scheduler"]  # resolved by now
+            plugin["scheduler"] = config["scheduler"]  # resolved by now
             prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
         self.engine = self.accelerator.prepare(*prepared)[0]
         self._judge_before_moving(self.engine.optimizer)
@@ -325,8 +346,11 @@ class DeepSpeedEngine(Engine):
         setattr(optimizer, norm_of, noted)
         optimizer._update_scale = judged
 
-    def backward(self, loss, last):
+    def accumulate(self, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def update(self, number, judge):
@@ -371,6 +395,8 @@ class DeepSpeedEngine(Engine):
             self.engine.empty_partition_cache()
 
     def state_dict(self):
+        if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
+            return super().state_dict()
         self._before_gathering()
         state = self.accelerator.get_state_dict(self.model)
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None

@@ -31,11 +31,18 @@ class Strategy:
     notes: list[str] = field(default_factory=list)
     plugin: Any = None
     shares_devices: bool = False  # more processes than devices are welcome
+    device: Any = None  # this rank's torch.device, once the processes have started
 
     @property
     def shards_parameters(self) -> bool:
         """Whether each rank holds a share of the weights only (ZeRO-3)."""
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the host moves the weights."""
+        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
+        return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
     @property
     def describe(self) -> str:
@@ -59,15 +66,18 @@ class Strategy:
             RuntimeError: the processes do not find each other (each would train alone, without a word).
         """
         import torch
-        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+        from train.strategy.devices import use_threads_of_share
 
         # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
         warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
             tell_deepspeed_of_a_cpu()
-            if not self.launch.threads_are_the_users:
-                torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        if (on_cpu or self.offloads_optimizer) and not self.launch.threads_are_the_users:
+            use_threads_of_share()
         if on_cpu and self.precision == "fp16":
             raise UserError("precision = fp16 needs a GPU: its loss scaling has no CPU kernels. Use bf16 or fp32")
         grouped = self.launch.world_size > 1 or self.deepspeed is not None
@@ -80,11 +90,14 @@ class Strategy:
                 ]
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
             kwargs["gradient_accumulation_steps"] = self.batches.accumulation
+        # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
+        # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         accelerator = Accelerator(
             cpu=on_cpu and self.deepspeed is None,
             mixed_precision={"fp32": "no"}.get(self.precision, self.precision),
             step_scheduler_with_optimizer=False,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout or COLLECTIVE_TIMEOUT, **backend)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout or COLLECTIVE_TIMEOUT, **backend), ddp],
             **kwargs,
         )
         if accelerator.num_processes != self.launch.world_size:
@@ -92,7 +105,17 @@ class Strategy:
                 f"the launcher started {self.launch.world_size} processes, and accelerate sees "
                 f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
             )
+        self.device = accelerator.device
+        self._hint_at_precision()
         return accelerator
+
+    def _hint_at_precision(self) -> None:
+        from train.strategy.devices import faster_precisions
+
+        ways = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
+        faster = [ways[each] for each in faster_precisions(self.device)] if self.precision == "fp32" else []
+        if faster:
+            self.notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
 
     def _share_devices(self, num_devices: int) -> bool:
         """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
@@ -142,6 +165,21 @@ class Strategy:
 
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
+    @property
+    def device_of_weights(self):
+        """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
+        device; None for the CPU, and where each rank keeps a share of them only."""
+        return None if self.shards_parameters or self.device is None or self.device.type == "cpu" else self.device
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether there is a device, and it does not compute in bf16."""
+        import torch
+
+        from train.strategy.devices import has_bf16
+
+        return torch.accelerator.is_available() and has_bf16(torch.accelerator.current_accelerator()) is False
+
     def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
         if not self.shards_parameters or not hasattr(parameter, "ds_id"):
@@ -165,10 +203,10 @@ class Strategy:
         """
         if not self.shards_parameters:
             return contextlib.nullcontext()
-        import psutil
+        from train.run.memory_report import host_room
 
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, available = 4 * num_parameters * local, psutil.virtual_memory().available
+        needed, available = 4 * num_parameters * local, host_room()[0]
         if needed < available / 2:
             return self._whole()
         self.notes.append(

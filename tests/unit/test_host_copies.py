@@ -1,0 +1,80 @@
+"""Copies of tensors on the host: how much page-locked memory they take, and that they are copies."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from train.run import host_copies
+from train.run.host_copies import SMALLEST, HostCopies, lay_out
+from train.strategy.state import KINDS
+
+
+def one_by_one(sizes: dict[str, int]) -> int:
+    """What torch takes for blocks of these sizes: the next powers of two."""
+    return sum(1 << max(size - 1, 0).bit_length() for size in sizes.values())
+
+
+def state_of(family: str, world_size: int, **sizes) -> dict[str, int]:
+    """Bytes of what one of several ranks copies: three figures a parameter in fp32."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    sizes = {name: 4 * (parameter.numel() // world_size) for name, parameter in model.named_parameters()}
+    return {f"{kind}/{name}": size for kind in KINDS for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("gpt2", {}), ("llama", {"num_hidden_layers": 4}),
+    ("llama", {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 4}),
+])  # fmt: skip
+def test_a_models_state_fills_its_blocks(family, sizes, world_size):
+    needed = state_of(family, world_size, **sizes)
+    blocks, places = lay_out(needed)
+    assert places.keys() == needed.keys()
+    assert sum(blocks) < 1.02 * sum(needed.values())
+    assert one_by_one(needed) > 1.2 * sum(needed.values())
+    assert len(blocks) < 24
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tensors_lie_side_by_side_and_never_take_more_than_one_by_one(seed):
+    rng = random.Random(seed)
+    sizes = {str(index): int(10 ** rng.uniform(0, 8)) for index in range(rng.randint(1, 40))}
+    blocks, places = lay_out(sizes)
+    assert all(block & (block - 1) == 0 for block in blocks), "powers of two"
+    assert sum(blocks) <= one_by_one(sizes) + SMALLEST + 64 * len(sizes)
+    ends = dict.fromkeys(range(len(blocks)), 0)
+    for name, (block, start) in sorted(places.items(), key=lambda place: place[1]):
+        assert start >= ends[block]
+        assert start % 64 == 0
+        ends[block] = start + sizes[name]
+        assert ends[block] <= blocks[block]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_are_copies_in_the_same_place_each_time(monkeypatch, pinned):
+    made = []
+
+    def block_of(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_copies, "pins_memory", lambda device: pinned)
+    monkeypatch.setattr(host_copies, "_page_locked", block_of)
+    tensors = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.empty(0),
+               "d": torch.tensor(7)}  # fmt: skip
+    copies = HostCopies()
+    first = copies.of(tensors)
+    assert all(
+        torch.equal(first[name], tensor) and first[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert all(copy.is_contiguous() for copy in first.values())
+    tensors["a"].fill_(0)
+    assert first["a"].sum() == 15, "a copy"
+    again = copies.of(tensors)
+    assert [copy.data_ptr() for copy in again.values()] == [copy.data_ptr() for copy in first.values()]
+    assert again["a"].sum() == 0
+    assert made == ([SMALLEST] if pinned else [])
+    assert copies.of({"a": torch.ones(3)})["a"].tolist() == [1, 1, 1], "others have room of their own"

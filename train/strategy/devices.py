@@ -1,0 +1,73 @@
+"""What the devices of this machine can do, asked of torch and not of a list of names; and the host's threads."""
+
+import functools
+import os
+
+import torch
+
+
+@functools.cache
+def pins_memory(device: torch.device) -> bool:
+    """Whether there is page-locked host memory, from which this device copies by itself."""
+    if device.type in ("cpu", "mps"):  # of MPS, DataLoader says that it cannot (torch 2.13)
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (RuntimeError, AssertionError):  # NotImplementedError is a RuntimeError; a build without the device asserts
+        return False
+
+
+@functools.cache
+def has_fused_adamw(device: torch.device) -> bool:
+    """Whether torch's fused AdamW runs on this device; torch's own list has devices that may lack the kernel."""
+    weight = torch.zeros(1, device=device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        torch.optim.AdamW([weight], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
+
+
+def device_name(device: torch.device) -> str | None:
+    """What the device calls itself; None for the CPU."""
+    if device.type == "cpu":
+        return None
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return name_of(device) if name_of else device.type
+
+
+def device_names(device: torch.device) -> list[str]:
+    """The names of all devices of this kind that this process sees; none of a CPU."""
+    if device.type == "cpu":
+        return []
+    return [device_name(torch.device(device.type, index)) for index in range(torch.accelerator.device_count())]
+
+
+def has_bf16(device: torch.device) -> bool | None:
+    """Whether the device computes in bf16 and does not only emulate it; None where torch does not say."""
+    ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if ask is None:
+        return None
+    return ask(including_emulation=False) if device.type == "cuda" else ask()
+
+
+def faster_precisions(device: torch.device) -> list[str]:
+    """What a device that is asked for fp32 could do faster: `bf16`, `tf32`."""
+    if device.type == "cpu":
+        return []
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    has_tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    return ["bf16"] * bool(has_bf16(device)) + ["tf32"] * has_tf32
+
+
+def use_threads_of_share() -> None:
+    """Let this rank compute on its share of the host's cores: to each of several processes torchrun leaves one thread.
+
+    DeepSpeed's CPU Adam is parallel through OpenMP, as torch is: it has torch's runtime where both have the same name
+    (libgomp.so.1), and else one that is loaded later and reads the environment then.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
