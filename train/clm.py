@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.model.load import build_model
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
-    from train.model.settle import check_masks, check_packing, install_chosen_loss, settle_loss
+    from train.model.settle import check_masks, install_chosen_loss, settle_attention, settle_loss, settle_packing
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
     from train.run.evaluate import eval_batches, held_out_loss
     from train.run.job import Job
@@ -54,17 +54,16 @@ def main(argv: list[str] | None = None) -> int:
     model = build_model(AutoModelForCausalLM, config, recipe, session.strategy, recipe.seed)
     session.add_adapter(model)
     install_chosen_loss(model, recipe)
+    if is_packed(recipe):
+        notes.append(settle_attention(model, recipe, session.strategy.precision))
     timeline.mark("model")
     engine = session.prepare(model)
+    collate = CausalCollator(padding_token(data.tokenizer), multiple=multiple_for(engine.device))
     if is_packed(recipe):
-        check_packing(engine)
+        notes.append(settle_packing(engine, recipe, collate))
     elif recipe.reset_attention_mask or recipe.reset_position_ids:
         check_masks(engine)
     notes.append(settle_loss(engine, recipe))
-
-    # The loss is a sum over next tokens (train/model/loss.py); the loop divides by their number in the global batch.
-    flatten = (recipe.attn_implementation or "").startswith("flash")
-    collate = CausalCollator(padding_token(data.tokenizer), flatten, multiple_for(engine.device))
 
     def evaluate(engine):
         size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
@@ -75,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         recipe=recipe,
         train_set=data.train,
         collate=collate,
-        loss_sum=model_loss,
+        loss_sum=model_loss,  # over next tokens; the loop divides by their number in the global batch
         evaluate=evaluate if data.validation else None,
         longest={"input_ids": data.block_size},
         order=data.order,

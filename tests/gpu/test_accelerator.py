@@ -13,6 +13,7 @@ from folders import save_writer, small_tokenizer
 from helpers import ROOT, launch, tiny_model, updates
 from safetensors.torch import load_file
 
+from train.data.collate import CausalCollator
 from train.model.loss import choose_loss, install_loss
 from train.model.probe import documents_leak
 from train.recipe.errors import UserError
@@ -69,7 +70,8 @@ def test_memory_saving_losses_agree_with_the_plain_one(family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_documents_stay_apart(attention, dtype):
     for family in ("gpt2", "gpt_neox", "llama"):
-        assert not documents_leak(tiny_model(family, attention).to(device()).to(dtype), 97, device())
+        model = tiny_model(family, attention).to(device()).to(dtype)
+        assert not documents_leak(model, CausalCollator(0), 97, device())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -66,10 +66,10 @@ def test_a_flattened_batch_is_the_same_batch(family):
 
 @pytest.mark.parametrize("family", TINY)
 def test_the_probe_tells_a_leak_from_none(family):
-    model = tiny_model(family)
-    assert not documents_leak(model, 97, torch.device("cpu"))
+    model, collate = tiny_model(family), CausalCollator(0)
+    assert not documents_leak(model, collate, 97, torch.device("cpu"))
 
     def ignoring_positions(input_ids, position_ids):
         return model(input_ids=input_ids)
 
-    assert documents_leak(ignoring_positions, 97, torch.device("cpu"))
+    assert documents_leak(ignoring_positions, collate, 97, torch.device("cpu"))

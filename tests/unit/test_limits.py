@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 from helpers import ROOT, refusal
 
 from train.data.collate import CausalCollator, ExampleCollator, PairCollator
+from train.limits.caps import cap_device
 from train.limits.contenders import check_overrides, make_recipe, read_contenders
 from train.limits.journal import Journal, key_of
 from train.limits.launching import TrialLaunch
@@ -319,7 +321,6 @@ def test_limits_are_what_the_machine_has():
     shared = settle_limits(machine([GPU]), 2, 24 * GIB, 64 * GIB // 4)
     assert (shared.device, shared.host) == (24 * GIB, 8 * GIB)
     assert "gloo" in shared.notes[0]
-    assert settle_limits(machine([GPU]), 2, None, None).device == 36 * GIB
     busy = settle_limits(machine([{**GPU, "free": 30 * GIB}]), 1, None, None)
     assert "50.00 GiB are in use by others" in busy.notes[0]
 
@@ -330,10 +331,43 @@ def test_more_than_the_machine_has_is_refused():
     assert "at most 24 processes" in said
     assert "Use at most" in refusal(settle_limits, machine(), 500, None, None)
     said = refusal(settle_limits, machine([GPU]), 4, 24 * GIB, None)
-    assert "4 x 24.00 GiB on one that has 80.00 GiB" in said
+    assert "4 x (memory_limit 24.00 GiB + 640.0 MiB of context) on one that has 80.00 GiB" in said
     assert "at most 3 processes" in said
     assert "this machine has 24.00 GiB" in refusal(settle_limits, machine(), 2, None, 25 * GIB)
     assert "before it has a model" in refusal(settle_limits, machine([GPU]), 8, None, GIB)
+
+
+CONTEXT = 640 * MIB
+
+
+def test_processes_that_share_a_device_leave_room_for_their_contexts():
+    """The allocator's limit knows nothing of them: the device would run out first."""
+    limit = settle_limits(machine([GPU]), 4, None, None).device
+    assert limit == int(0.9 * (80 * GIB - 4 * CONTEXT) / 4)
+    exact = 20 * GIB - CONTEXT
+    assert settle_limits(machine([GPU]), 4, exact, None).device == exact
+    said = refusal(settle_limits, machine([GPU]), 4, exact + 1, None)
+    assert "a memory_limit of at most 19.38 GiB, or at most 3 processes" in said
+    small = {"name": "GPU", "total": 2 * GIB, "free": 2 * GIB}
+    said = refusal(settle_limits, machine([small]), 4, None, None)
+    assert said.endswith("4 x (640.0 MiB of context) on one that has 2.00 GiB. Use at most 3 processes")
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(38 * GIB, True), (39 * GIB, False)])
+def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch):
+    """Two ranks on 80 GiB, of which their contexts and another program have 3 GiB, and each allocator 256 MiB."""
+    fractions = []
+    free = 80 * GIB - 3 * GIB - 2 * 256 * MIB
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free, 80 * GIB))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 256 * MIB)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    if fits:
+        assert cap_device(torch.device("cuda"), limit, ranks=2) == limit
+        assert fractions == [38 / 80]
+    else:
+        with pytest.raises(ValueError, match=r"2 processes share it, and 3\.00 GiB are taken .* At most 38\.50 GiB"):
+            cap_device(torch.device("cuda"), limit, ranks=2)
+        assert not fractions
 
 
 # ------------------------------------------------------------------------------------------------------- how it ended
@@ -346,6 +380,8 @@ ENDINGS = [
      "out_of_memory", "host"),
     ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1, "out_of_memory", "device"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),
+    ("CUDA, rank 1: Last error:\nCuda failure 2 'out of memory'\n", 1, "out_of_memory", "device"),
+    ("    return data.pin_memory()\nRuntimeError: CUDA error: out of memory\n", 1, "out_of_memory", "host"),
     ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", ""),
     ("RuntimeError: can't start new thread\n", 1, "out_of_memory", "device"),
     ("  exitcode  : -11 (pid: 7)\n", 1, "killed", ""),

@@ -9,8 +9,6 @@ import train.model.loss as loss_module
 from train.model.loss import choose_loss, install_loss
 from train.model.probe import losses_differ, random_tokens
 
-needs_chunked = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy")
-
 
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(1))
@@ -31,7 +29,6 @@ def test_the_plain_loss_is_transformers_own(family, tied):
     torch.testing.assert_close(model(**inputs) / trained, mean)
 
 
-@needs_chunked
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * 97 * 7])
@@ -50,24 +47,22 @@ def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
         )
 
 
-@needs_chunked
 def test_it_never_holds_all_logits(monkeypatch):
-    """The largest tensor made on the way is far smaller than the logits would be."""
+    """Of no tensor on the way there are more rows of logits than a chunk has."""
     seen = []
-    original = F.linear_cross_entropy
+    original = loss_module._logits
 
-    def spy(hidden, weight, target, **kwargs):
-        seen.append((kwargs["options"].batch_chunk_size, hidden.shape[0]))
-        return original(hidden, weight, target, **kwargs)
+    def spy(*args):
+        seen.append(original(*args).shape)
+        return original(*args)
 
-    monkeypatch.setattr(F, "linear_cross_entropy", spy)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 97 * 10)
+    monkeypatch.setattr(loss_module, "_logits", spy)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 97 * 16)
     monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)
     loss_and_gradients(tiny_model("gpt2"), "chunked", batch())
-    assert seen == [(10, 60)]
+    assert seen == [(16, 97)] * 3 + [(12, 97)]
 
 
-@needs_chunked
 def test_under_autocast_it_computes_in_half_precision():
     model = tiny_model("llama")
     losses = []
@@ -79,7 +74,6 @@ def test_under_autocast_it_computes_in_half_precision():
     torch.testing.assert_close(losses[1].float(), losses[0], rtol=1e-2, atol=0)
 
 
-@needs_chunked
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_the_sum_is_whole(dtype):
     """A sum of 8,192 losses is beyond fp16's range, and bf16 would keep two digits of it."""
@@ -99,7 +93,47 @@ def test_in_half_precision_the_sum_is_whole(dtype):
     assert difference < 2e-2
 
 
-@needs_chunked
+def in_chunks(hidden, weight, targets, scale):
+    """(loss, the gradients of `scale` times it) by _chunked; of copies."""
+    inputs = [one.clone().requires_grad_() for one in (hidden, weight)]
+    loss = loss_module._chunked(*inputs, None, targets)
+    (loss * scale).backward()
+    return loss.detach(), [one.grad for one in inputs]
+
+
+def test_sums_over_many_chunks_are_of_fp32(monkeypatch):
+    """bf16 in 64 chunks, scaled by what bf16 cannot hold (1 over the number of tokens): gradients are as far from the
+    exact ones as one or two roundings to bf16 are, and not all in one direction. Under each policy of torch's own
+    linear_cross_entropy the weight's is 0.98 % off and 0.57 % too small here."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16() for size in (4096, 500))
+    targets = torch.randint(0, 500, (4096,), generator=generator)
+    targets[::7] = -100
+    loss, gradients = in_chunks(hidden, weight, targets, scale=1 / 1021)
+    exact = [one.double().requires_grad_() for one in (hidden, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
+    (expected / 1021).backward()
+    assert abs(loss.double() / expected - 1) < 1e-6
+    for gradient, right, most in zip(gradients, (one.grad for one in exact), (4e-3, 2e-3)):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - right).norm() / right.norm() < most
+        assert abs((gradient.double() * right).sum() / right.square().sum() - 1) < 2e-4
+
+
+def test_gradients_are_computed_where_they_are_wanted_only():
+    hidden, weight = torch.randn(9, 4), torch.randn(5, 4)
+    targets = torch.arange(9) % 5
+    for frozen in (0, 1):
+        inputs = [hidden.clone(), weight.clone()]
+        inputs[1 - frozen].requires_grad_()
+        loss_module._chunked(*inputs, None, targets).backward()
+        assert inputs[frozen].grad is None
+        assert inputs[1 - frozen].grad is not None
+    with torch.no_grad():
+        assert not loss_module._chunked(*inputs, None, targets).requires_grad
+
+
 def test_nothing_to_train_on_gives_zero_and_no_nan():
     model = tiny_model("gpt2")
     inputs = batch()
@@ -121,7 +155,6 @@ def test_without_labels_the_model_answers_as_before():
     assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
 
 
-@needs_chunked
 def probe() -> dict[str, torch.Tensor]:
     tokens = random_tokens(97, torch.device("cpu"), count=2)
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -153,5 +186,5 @@ def test_the_run_says_which_loss_and_why():
     assert kind == "full"
     assert "as the recipe asks" in why
     kind, why = choose_loss("auto", torch.device("cpu"))
-    assert kind == ("chunked" if hasattr(F, "linear_cross_entropy") else "full")
+    assert kind == "chunked"
     assert kind in why

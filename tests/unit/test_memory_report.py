@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT, environment, tiny_model
+from torch.distributed import DistBackendError
 
 from train.model.loss import install_loss
 from train.recipe import ClmRecipe, Seq2SeqRecipe
-from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report
+from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report, take_stock
+from train.run.meters import MemoryMeter
 from train.run.progress import size
 from train.run.remedies import Held, Situation, remedies, smaller_batch
 from train.strategy.batches import Batches
@@ -24,6 +26,16 @@ CUDA = (
     "free. Process 4242 has 3.60 GiB memory in use. Including non-PyTorch memory, this process has 75.00 GiB memory "
     "in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 4.00 GiB is reserved by PyTorch but "
     "unallocated."
+)
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+NCCL = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO "
+    "for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n{}"
+)
+PIN_THREAD = (
+    "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent call last):\n"
+    '  File "pin_memory.py", line 60, in pin_memory\n    return data.pin_memory()\n'
+    "torch.AcceleratorError: CUDA error: out of memory"
 )
 DDP = Situation(
     where="device", phase="backward", rank=1, update=3, world_size=4, local_processes=4, strategy="ddp",
@@ -70,6 +82,14 @@ def test_real_errors_of_the_host_are_recognised():
         (torch.OutOfMemoryError(CUDA), "device"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
+        (RuntimeError(NO_HANDLE), "device"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), None),
+        (DistBackendError(NCCL.format("Cuda failure 2 'out of memory'")), "device"),
+        (DistBackendError(NCCL.format("Cuda failure 'out of memory'")), "device"),
+        (DistBackendError(NCCL.format("Failed to CUDA calloc async 4 bytes")), "device"),
+        (DistBackendError(NCCL.format("Failed to CUDA host alloc 4194304 bytes")), "host"),
+        (DistBackendError(NCCL.format("Cuda failure 1 'invalid argument'")), None),
+        (RuntimeError(PIN_THREAD), "host"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
         (RuntimeError("std::bad_alloc"), "host"),
         (OSError(12, "Cannot allocate memory"), "host"),
@@ -84,6 +104,32 @@ def test_errors_by_their_text(error, where):
     wrapped = RuntimeError("DataLoader worker failed")
     wrapped.__cause__ = error
     assert is_out_of_memory(wrapped) == where
+
+
+def test_a_pinned_block_that_is_refused_is_host_memory():
+    """torch says of it what it says of a device; the line of the program tells them apart."""
+    found = []
+    for refused in (
+        lambda: torch.zeros(2).to("cuda"),
+        lambda: torch.zeros(2).pin_memory(),
+        lambda: torch.empty(2, dtype=torch.int8, pin_memory=True),
+    ):
+        try:
+            refused()
+        except (RuntimeError, AssertionError) as error:  # there is no device here
+            place = error.__traceback__
+            while place.tb_next and "/torch/" not in place.tb_next.tb_frame.f_code.co_filename:
+                place = place.tb_next
+            place.tb_next = None
+            found.append(is_out_of_memory(RuntimeError("CUDA error: out of memory").with_traceback(place)))
+    assert found == ["device", "host", "host"]
+
+
+def test_where_cublas_cannot_start_the_message_is_not_sure(tiny_run):
+    recipe, strategy, engine = tiny_run
+    said = [explain(RuntimeError(text), phase="forward", update=1, recipe=recipe, strategy=strategy, engine=engine)
+            for text in (NO_HANDLE, "CUDA error: out of memory")]  # fmt: skip
+    assert ["mostly for want of memory, but not always" in message for message in said] == [True, False]
 
 
 def test_figures_are_read_from_the_error():
@@ -244,6 +290,46 @@ def test_an_engine_is_measured(tiny_run):
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in message
     assert "offload" not in message, "on a CPU there is nothing to move to the host"
     assert any("batch_size" in line for line in host_advice(recipe, strategy, engine))
+
+
+def on_a_device(engine, monkeypatch, peak: int) -> None:
+    """Let the engine's device be another one than the CPU, whose allocator has had this peak."""
+    engine.accelerator.device = torch.device("meta")
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peak)
+
+
+def test_the_program_is_no_part_of_a_device_s_peak(tiny_run, monkeypatch):
+    """It is on the host: of a device's peak nothing is to be taken away but what the model holds there."""
+    recipe, strategy, engine = tiny_run
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    on_a_device(engine, monkeypatch, weights + 3 * 2**20)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+    found = take_stock(error, "forward", 1, recipe, strategy, engine, program_bytes=600 * 2**20)
+    assert (found.held.weights, found.held.rest) == (weights, 3 * 2**20)
+    assert found.activations == 4 * 2**20
+    batch = next(remedy for remedy in remedies(found) if "batch_size" in remedy.option)
+    assert batch.saves == 2 * 2**20  # half of the rows
+
+
+def test_on_a_cpu_the_program_is_no_activation(tiny_run, monkeypatch):
+    recipe, strategy, engine = tiny_run
+    monkeypatch.setattr(MemoryMeter, "peak_bytes", lambda self: 900 * 2**20)
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine, program_bytes=600 * 2**20)
+    assert found.held.rest == 300 * 2**20 - weights
+
+
+def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
+    """Its buckets do, once, whether there are gradients by now or not."""
+    recipe, strategy, engine = tiny_run
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        engine.model = torch.nn.parallel.DistributedDataParallel(engine.module, gradient_as_bucket_view=True)
+        found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found.held.gradients == found.due.gradients == weights
 
 
 def test_what_cannot_be_measured_is_left_out(tiny_run):

@@ -25,7 +25,7 @@ class Batch:
     predicts beside padding, `num_positions` the same with padding, and `indices` says which samples these are.
     """
 
-    inputs: dict[str, torch.Tensor]  # each (B, T)
+    inputs: dict[str, torch.Tensor | int]  # tensors (B, T); of flattened rows also what tells their documents apart
     num_targets: int
     num_tokens: int
     num_positions: int
@@ -44,7 +44,7 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        inputs = {name: value if isinstance(value, int) else change(value) for name, value in self.inputs.items()}
         return replace(self, inputs=inputs, labels=None if self.labels is None else change(self.labels))
 
 
@@ -54,8 +54,8 @@ class CausalCollator:
 
     Args:
         pad_id: the token that fills rows; its label is ignored and attention does not see it.
-        flatten: lay the micro-batch out as one row (1, B * T). FlashAttention finds document boundaries in
-            position_ids only in that form.
+        flatten: lay packed rows out as one (1, B * T), and say where their documents end: flash attention takes that,
+            and from position_ids it would find it only in one row, and anew in each layer.
         multiple: widths are rounded up to a multiple of this.
     """
 
@@ -85,6 +85,7 @@ class CausalCollator:
             if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
                 targets[:, 0] = IGNORE
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+            inputs |= document_lengths(inputs["position_ids"])
         return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices)
 
 
@@ -165,6 +166,19 @@ def total(lengths: list[int], indices: list[int]) -> int:
 def mask(lengths: list[int], width: int) -> torch.Tensor:
     """(B, width) 1 where a row has a token, 0 where it has padding."""
     return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+
+
+def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
+    """What flash attention is told of the documents in a row, by transformers' names (FlashAttentionKwargs): where
+    they end, (documents + 1,) int32, and how long the longest is, a number, so that no layer waits for the device.
+
+    Args:
+        positions: (1, T); each document counts from 0.
+    """
+    starts = torch.nonzero(positions[0] == 0)[:, 0]
+    ends = torch.cat([starts, torch.tensor([positions.shape[1]])]).int()
+    longest = int(ends.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def within_documents(documents: torch.Tensor) -> torch.Tensor:

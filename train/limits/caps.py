@@ -121,17 +121,29 @@ class TrialMemory:
             self.meter.reset()
 
 
-def cap_device(device: torch.device, limit: int | None) -> int | None:
+def cap_device(device: torch.device, limit: int | None, ranks: int = 1) -> int | None:
     """Let this rank have `limit` bytes of its device and no more. Returns what it may have.
+
+    The limit is the allocator's. What the driver takes for each process, its context, and what other programs have is
+    measured here: the device would run out before the limits are reached.
+
+    Args:
+        ranks: processes on this device, each with this limit. All of them have touched it by now.
 
     Raises:
         ValueError: the device has less, or its allocator cannot be limited; the message says which.
     """
-    total = torch.accelerator.get_memory_info()[1]
+    free, total = torch.accelerator.get_memory_info()
     if limit is None:
         return total
-    if limit > total:
-        raise ValueError(f"the device has {total / 2**30:.2f} GiB")
+    taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())
+    if ranks * limit + taken > total:
+        shared = f"{ranks} processes share it, " if ranks > 1 else ""
+        raise ValueError(
+            f"the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are taken before there is a "
+            "model (by the driver's contexts, or others). At most "
+            f"{(total - taken) // ranks / 2**30:.2f} GiB are left for each"
+        )
     restrict = getattr(getattr(torch, device.type, None), "set_per_process_memory_fraction", None)
     if restrict is None:
         raise ValueError(f"torch cannot limit the memory of a {device.type} device")

@@ -15,7 +15,7 @@ from train.limits.journal import Journal
 from train.limits.machine import Machine
 from train.limits.orders import ANSWERS, LAST_WORDS, Answers, Orders
 from train.run.launches import Launch, Trial, failure, launched, mistake
-from train.run.memory_report import OF_DEVICE, OF_HOST
+from train.run.memory_report import memory_in
 from train.run.progress import size
 
 LISTEN_S = 0.1
@@ -142,9 +142,11 @@ class TrialLaunch:
         text = launch.text
         if KERNEL.search(text):
             return Ending("out_of_memory", "host", text="ended by the kernel")
-        if any(words in text for words in (*OF_HOST, *OF_DEVICE, *(AT_A_CAP if self.on_cpu else ()))):
-            on_device = self.on_cpu or any(words in text for words in OF_DEVICE)
-            return Ending("out_of_memory", "device" if on_device else "host", text="in native code")
+        where = memory_in(text)
+        if self.on_cpu and (where or any(words in text for words in AT_A_CAP)):
+            where = "device"  # a CPU has no other
+        if where:
+            return Ending("out_of_memory", where, text="in native code")
         if launch.process.returncode == -signal.SIGKILL or KILLED.search(text):
             return Ending("killed", text="a process was killed (SIGKILL), or crashed")
         return Ending("failed", text=failure(launch, "ended") or "")

@@ -16,6 +16,9 @@ from train.run.progress import size
 
 SHARE = 0.9  # of what is free
 PROGRAM_BYTES = 400 * 2**20  # of one rank before it has a model, on a host
+# What a process takes of a device beside what torch's allocator holds, and so beside its limit. A CUDA context begins
+# at 287 MB and grows with every kernel that is loaded; with all of torch's it has 667 MB (pytorch/pytorch#86509).
+CONTEXT_BYTES = {"cuda": 640 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,31 @@ def settle_limits(machine: Machine, num_processes: int, device: int | None, host
 
 def _on_devices(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
     ranks = -(-num_processes // len(machine.devices))
-    total = min(device["total"] for device in machine.devices)
+    total, context = min(device["total"] for device in machine.devices), CONTEXT_BYTES.get(machine.kind, 0)
     notes = [f"{device['name']} {index}: {size(device['total'] - device['free'])} are in use by others"
              for index, device in enumerate(machine.devices) if device["free"] < SHARE * device["total"]]  # fmt: skip
-    if wanted is not None and ranks * wanted > total:
-        raise UserError(
-            f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x "
-            f"memory_limit = {ranks} x {size(wanted)} on one that has {size(total)}. Use a memory_limit of at most "
-            f"{size(total // ranks)}, or at most {total // wanted * len(machine.devices)} processes"
-        )
+    if ranks * ((wanted or 0) + context) > total:
+        raise UserError(_too_many(machine, num_processes, ranks, wanted, total, context))
     if ranks > 1:
         if wanted is None:
-            wanted = int(SHARE * total / ranks)
-            notes.append(f"memory_limit {size(wanted)}: {ranks} processes share a device of {size(total)}")
+            wanted = int(SHARE * (total - ranks * context) / ranks)
+            beside = f", and take about {size(context)} each beside it" if context else ""
+            notes.append(f"memory_limit {size(wanted)}: {ranks} processes share a device of {size(total)}{beside}")
         notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
     return wanted, notes
+
+
+def _too_many(machine: Machine, num_processes: int, ranks: int, wanted: int | None, total: int, context: int) -> str:
+    """Why so many processes with such a limit have no room on a device, and what would have."""
+    each = " + ".join([*([f"memory_limit {size(wanted)}"] if wanted else []),
+                       *([f"{size(context)} of context"] if context else [])])  # fmt: skip
+    most = total // ((wanted or 0) + context) * len(machine.devices)
+    remedies = [f"a memory_limit of at most {size(room)}"] if (room := total // ranks - context) > 0 else []
+    remedies += [f"at most {most} processes"] if most else []
+    return (
+        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({each}) on one "
+        f"that has {size(total)}. Use {', or '.join(remedies)}"
+    )
 
 
 def _on_a_cpu(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:

@@ -173,7 +173,7 @@ _ABOUT_TRIALS = (
     "what the limit counts; total: of the whole device (on a CPU, of the process)."
 )
 _LIMITS = {
-    "cuda": "of what torch's allocator reserves; the CUDA context, about half a GiB a process, comes on top",
+    "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB a process, comes on top",
     "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",
 }
 

@@ -62,13 +62,19 @@ class TrialSession(Session):
         if not on_cpu:
             self._check_room("host_memory_limit", of_host, self.segment.now())
         try:
-            self.limit = wanted if on_cpu else cap_device(self.device, wanted)
+            self.limit = wanted if on_cpu else cap_device(self.device, wanted, self._ranks_of_the_device())
         except ValueError as problem:
             raise UserError(f"memory_limit = {wanted / 2**30:.2f} GiB: {problem}") from None
         if of_host is not None:
             self.segment.limit(of_host)
         self._answer(event="started", taken=taken)
         return accelerator
+
+    def _ranks_of_the_device(self) -> int:
+        """How many ranks share it, as soon as each of them has its context there."""
+        torch.accelerator.get_memory_info()
+        self.accelerator.wait_for_everyone()
+        return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
 
     def _check_room(self, option: str, limit: int | None, taken: int) -> None:
         """Raises UserError if the process has taken as much already as it may have."""

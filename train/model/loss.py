@@ -29,20 +29,11 @@ def choose_loss(wanted: str, device: torch.device) -> tuple[str, str]:
 
     if wanted == "full":
         return "full", "full: all logits are held, as the recipe asks"
-    chunked = hasattr(F, "linear_cross_entropy")
-    liger = device.type == "cuda" and _liger() is not None
-    if wanted == "chunked" and not chunked:
-        raise UserError(
-            f"loss = chunked: torch {torch.__version__} has no linear_cross_entropy. Use --loss auto, or torch 2.13"
-        )
-    if wanted == "liger" and not liger:
-        raise UserError("loss = liger: it needs a CUDA device and `pip install liger-kernel`. Use --loss auto")
-    if wanted == "chunked" or (wanted == "auto" and chunked):
-        return "chunked", "chunked: torch's linear cross entropy, logits are never held whole"
-    if liger:
+    if wanted == "liger":
+        if device.type != "cuda" or _liger() is None:
+            raise UserError("loss = liger: it needs a CUDA device and `pip install liger-kernel`. Use --loss auto")
         return "liger", "liger: Liger's fused linear cross entropy, logits are never held whole"
-    why = f"torch {torch.__version__} has no linear_cross_entropy and Liger is not at hand, so all logits are held"
-    return "full", f"full: {why}"
+    return "chunked", "chunked: logits are never held whole, and what comes of them is summed in fp32"
 
 
 @functools.cache
@@ -120,24 +111,65 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
         return _chunked(hidden, weight, bias, targets)
 
 
+@torch.compiler.disable  # it would unroll the loop
 def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
-    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
-
-    torch returns its sum in the dtype of its inputs: of 8,192 losses bf16 keeps two digits, and fp16 overflows.
-    So in half precision each token's loss is asked for, and summed here; that costs one more product with the
-    vocabulary, since torch then computes the gradients in the backward pass and not along with the loss.
-    """
+    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time."""
     rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * weight.shape[0]))
-    losses = F.linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        linear_bias=bias,
-        reduction="sum" if hidden.dtype == torch.float32 else "none",
-        ignore_index=IGNORE,
-        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, hidden.shape[0])),
-    )
-    return losses.float().sum()
+    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in (hidden, weight, bias)]
+    return _Chunked.apply(hidden, weight, bias, targets, rows, wanted)
+
+
+class _Chunked(torch.autograd.Function):
+    """The loss, and along with it its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32.
+
+    torch's linear_cross_entropy (2.13) rounds where the inputs are of half precision, under each of its policies: the
+    gradient of the weight after every chunk, each token's loss (a sum would keep two digits), and with that the
+    gradient from above, 1 over the number of tokens, which in bf16 scales all gradients by up to 1.004.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, rows, wanted):
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(one, dtype=dtype) if wants else None
+            for one, wants, dtype in zip((hidden, weight, bias), wanted, (hidden.dtype, *2 * [torch.float32]))
+        )
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        if hidden.device.type != "cuda":  # a CPU may have nothing for products in half precision
+            weight = weight.float()
+        for start in range(0, len(hidden), rows):
+            chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
+            log_probabilities = F.log_softmax(_logits(chunk, weight, bias), dim=-1)
+            loss += F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
+            if not any(wanted):
+                continue
+            gradient, target = log_probabilities.exp_(), target[:, None]  # of the logits: less 1 at the target
+            gradient.scatter_add_(1, target.clamp(min=0), gradient.new_full((1, 1), -1).expand(target.shape))
+            gradient = gradient.masked_fill_(target == IGNORE, 0).to(hidden.dtype).to(weight.dtype)
+            if of_hidden is not None:
+                of_hidden[start : start + rows] = gradient @ weight
+            if of_weight is not None and gradient.dtype == torch.float32:
+                of_weight.addmm_(gradient.T, chunk)
+            elif of_weight is not None:
+                of_weight += gradient.T @ chunk
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=torch.float32)
+        ctx.gradients, ctx.dtype = (of_hidden, of_weight, of_bias), hidden.dtype
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale):
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [None if one is None else one.float().mul_(scale).to(ctx.dtype) for one in gradients]
+        return *scaled, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """In fp32, also where hidden states (N, H) and weight (V, H) are not."""
+    if weight.dtype == torch.float32:
+        return F.linear(hidden, weight, None if bias is None else bias.float())
+    logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return logits if bias is None else logits.add_(bias)
 
 
 def loss_of_examples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

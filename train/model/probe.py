@@ -6,28 +6,32 @@ head), on the attention kernel and on the versions installed. A few tokens throu
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+ROWS = 2  # what keeps documents apart may do so in one row only
 LENGTH = 8  # tokens a document, if the model has twice as many positions
 
 
 @torch.no_grad()
-def documents_leak(call: Callable, vocab_size: int, device: torch.device, length: int = LENGTH) -> bool:
-    """Whether document B's logits move when document A, before it in the same row, is replaced.
+def documents_leak(
+    call: Callable, collate: Callable, vocab_size: int, device: torch.device, length: int = LENGTH
+) -> bool:
+    """Whether the second documents' logits move when the first documents of two packed rows are replaced.
 
     Args:
-        call: the model, ready to be called with input_ids and position_ids of shape (1, T).
+        call: the model, ready to be called with what comes of `collate`.
+        collate: makes a batch of (sample, index) pairs, as in training.
         length: tokens of each document.
     """
     generator = torch.Generator().manual_seed(0)
-    first, other, second = torch.randint(0, vocab_size, (3, length), generator=generator)
-    positions = torch.arange(length).repeat(2)[None].to(device)
-    answers = [
-        call(input_ids=torch.cat([document, second])[None].to(device), position_ids=positions)
-        .logits[0, length:]
-        .float()
-        for document in (first, other)
-    ]
+    first, other, second = torch.randint(0, vocab_size, (3, ROWS, length), generator=generator).numpy()
+    positions, answers = np.tile(np.arange(length), 2), []
+    for documents in (first, other):
+        rows = np.concatenate([documents, second], axis=1)
+        batch = collate([({"input_ids": row, "labels": row, "position_ids": positions}, 0) for row in rows])
+        inputs = {name: value for name, value in batch.to(device).inputs.items() if name != "labels"}
+        answers.append(call(**inputs).logits.reshape(ROWS, 2 * length, -1)[:, length:].float())
     return not torch.allclose(*answers, rtol=0, atol=1e-3 * answers[0].std().item())
 
 

@@ -4,9 +4,11 @@ from functools import partial
 
 import torch
 
+from train.model.attention import choose_attention, takes_lengths, use_masks
 from train.model.loss import choose_loss, has_separate_body, install_loss
 from train.model.probe import LENGTH, documents_leak, losses_differ, random_tokens
 from train.recipe.errors import UserError
+from train.recipe.options import ModelOptions
 from train.recipe.tasks import LossOptions
 
 BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
@@ -15,8 +17,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # two orders of the same
 
 def install_chosen_loss(model, recipe: LossOptions) -> None:
     """Before the model is prepared: install the loss that the recipe asks for, and this machine has."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    install_loss(model, _chosen(model, recipe, device)[0])
+    install_loss(model, _chosen(model, recipe, _device())[0])
 
 
 def settle_loss(engine, recipe: LossOptions) -> str:
@@ -45,17 +46,40 @@ def settle_loss(engine, recipe: LossOptions) -> str:
     return f"loss      {why}"
 
 
-def check_packing(engine) -> None:
-    """Raises UserError if documents that are packed into one block would see each other."""
-    engine.model.eval()
-    leak, config = documents_leak(engine.model, *_probe(engine)), engine.module.config
-    engine.model.train()
+def settle_attention(model, recipe: ModelOptions, precision: str) -> str:
+    """Before the model is prepared: settle the kernel for documents packed into one block. Returns the log's line."""
+    return choose_attention(model, recipe.attn_implementation, precision, _device())
+
+
+def settle_packing(engine, recipe: ModelOptions, collate) -> str:
+    """Let `collate`, a CausalCollator, lay packed rows out as the prepared model's attention takes them, and see that
+    their documents stay apart. Returns a line for the log, or nothing.
+
+    Raises:
+        UserError: they would see each other.
+    """
+    config, note = engine.module.config, ""
+    collate.flatten = takes_lengths(config)
+    leak = _leaks(engine, collate)
+    if leak and collate.flatten and not recipe.attn_implementation:  # nobody has asked for that kernel
+        use_masks(engine.module)
+        collate.flatten = False
+        note = f"attention sdpa: a {config.model_type} does not tell its attention how long documents are"
+        leak = _leaks(engine, collate)
     if leak:
         raise UserError(
             f"packing = documents: with attn_implementation = {config._attn_implementation!r} a {config.model_type} "
             "lets a document see the one before it in its block. Use --attn_implementation sdpa or eager, or "
             "--packing none, or --packing concatenate to accept it"
         )
+    return note
+
+
+def _leaks(engine, collate) -> bool:
+    engine.model.eval()
+    leak = documents_leak(engine.model, collate, *_probe(engine))
+    engine.model.train()
+    return leak
 
 
 def check_masks(engine) -> None:
@@ -106,6 +130,11 @@ def _chosen(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]
             raise UserError(f"loss = {recipe.loss}: {why}. Use --loss auto")
         return "full", f"full: {why}"
     return choose_loss(recipe.loss, device)
+
+
+def _device() -> torch.device:
+    """What the model will be computed on."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def _probe(engine) -> tuple[int, torch.device, int]:

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 
 from train.model.parameters import true_numel
 from train.recipe.errors import first_line
@@ -17,12 +18,18 @@ from train.run.watch import GIB, RESUME, cgroups, field, read, room
 
 EXIT_OUT_OF_MEMORY = 87
 MOST_REMEDIES = 11  # so that the whole message has some 20 lines
-OF_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory", "HIP error: out of memory",
-             "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "HIPBLAS_STATUS_ALLOC_FAILED",
-             "XPU out of memory", "MPS backend out of memory")  # fmt: skip
-OF_HOST = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate",
-           "Cannot allocate memory", "std::bad_alloc", "bad allocation", "CUDA_ERROR_HOST_MEMORY",
-           "unable to mmap", "unable to allocate shared memory")  # fmt: skip
+# What says that memory ran out. A pinned block that is refused is host memory, in the words of a device's. NCCL's
+# words are those of its checks.h and alloc.h.
+PINNED = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
+OF_HOST = re.compile("|".join((
+    PINNED, "Failed to CUDA host alloc", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
+    "not enough memory: you tried to allocate", r"std::bad_alloc", "bad allocation", "unable to mmap",
+    "unable to allocate shared memory")), re.DOTALL)  # fmt: skip
+NO_HANDLE = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
+OF_DEVICE = re.compile("|".join((
+    "(?:CUDA|HIP|XPU) out of memory", "(?:CUDA|HIP) error: out of memory", "MPS backend out of memory",
+    "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", NO_HANDLE, r"Cuda failure (?:\d+ )?'out of memory'",
+    r"Failed to CUDA [cm]alloc")))  # fmt: skip
 LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
@@ -38,14 +45,26 @@ PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
 def is_out_of_memory(error: BaseException) -> str | None:
     """`device` or `host` if an error, or what it came from, says that memory ran out there; else None."""
     for one in _chain(error):
-        text = str(one)
-        if type(one).__name__ == "OutOfMemoryError" or any(words in text for words in OF_DEVICE):
+        if type(one).__name__ == "OutOfMemoryError":
             return "device"
         if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
             return "host"
-        if isinstance(one, RuntimeError) and any(words in text for words in OF_HOST):
-            return "host"
+        if isinstance(one, RuntimeError) and (where := memory_in(_with_its_line(one))):
+            return where
     return None
+
+
+def memory_in(text: str) -> str | None:
+    """`device` or `host`, if a text says that memory ran out there; else None."""
+    if OF_HOST.search(text):
+        return "host"
+    return "device" if OF_DEVICE.search(text) else None
+
+
+def _with_its_line(error: BaseException) -> str:
+    """The error's text, after the line of the program that it came from: that line knows of pinned memory."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line if frames else ''}\n{error}"
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -95,7 +114,7 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         phase: load, forward, loss, backward, update, evaluate or save; of any other, only what holds for the host.
         engine: where it exists by now; without it nothing is known of weights and optimizer.
         row_tokens: tokens of a training row; by default what the recipe's options of length say.
-        program_bytes: resident memory before the model was loaded, which on a CPU is no activation.
+        program_bytes: resident memory of the host before the model was loaded, which is no activation.
     """
     said, where = figures_of(error), is_out_of_memory(error) or "host"
     on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
@@ -121,7 +140,8 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
         dataloader_workers=recipe.dataloader_num_workers, save_async=recipe.save_async is not False,
-        copies=_copies(recipe, held), **_of_model(engine, strategy, recipe, row_tokens or 0),
+        copies=_copies(recipe, held), is_sure=NO_HANDLE not in str(error),
+        **_of_model(engine, strategy, recipe, row_tokens or 0),
     )  # fmt: skip
 
 
@@ -140,11 +160,23 @@ def _held(engine, where: str, on_cpu: bool, offloads: dict[str, bool], program_b
     has_weights = on_cpu or (where == "host") == offloads["param"]
     has_optimizer = on_cpu or (where == "host") == offloads["optimizer"]
     sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
-    gradients = of_model * sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    gradients = of_model * _gradients(engine)
     weights, optimizer = has_weights * sizes["parameters"], has_optimizer * sizes["optimizer"]
-    peak = MemoryMeter(engine.device).peak_bytes() - program_bytes if of_model else resident_bytes()
+    peak = MemoryMeter(engine.device).peak_bytes() if of_model else resident_bytes()
+    if on_cpu:  # a device's allocator has never heard of the program
+        peak -= program_bytes
     held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
     return held, Held(gradients=of_model * gradients_due, optimizer=has_optimizer * optimizer_due)
+
+
+def _gradients(engine) -> int:
+    """Bytes of this rank's gradients. Under DDP they are views of its buckets, which are there from the beginning."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if isinstance(engine.model, DistributedDataParallel):
+        return sum(parameter.nbytes for parameter in trained)
+    return sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
 
 
 def _due(engine) -> tuple[int, int]:
@@ -217,8 +249,6 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
     """Sizes that follow from the model's configuration."""
     if engine is None:
         return {}
-    import torch.nn.functional as F
-
     from train.model.loss import has_separate_body
 
     config = engine.module.config.get_text_config()
@@ -232,7 +262,7 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
         "layers": layers,
         "layer_inputs": rows * row_tokens * config.hidden_size * element * layers,
         "logits": rows * targets * config.vocab_size * (4 + element) if full else 0,
-        "can_chunk": full and hasattr(F, "linear_cross_entropy") and has_separate_body(engine.module),
+        "can_chunk": full and has_separate_body(engine.module),
     }
 
 
@@ -244,6 +274,8 @@ def report(s: Situation) -> str:
     memory = "the device's memory" if s.where == "device" else "host memory"
     at = f" of update {s.update:,}" if s.update else ""
     lines = [f"out of memory: rank {s.rank} of {s.world_size}, {s.phase}{at}, {memory} ({s.strategy}, {s.precision})"]
+    if not s.is_sure:
+        lines.append("  cuBLAS could not be started: mostly for want of memory, but not always")
     lines += [f"  {line}" for line in _amounts(s)]
     if s.held.total:
         lines += [f"  held by this rank{_of_batch(s)}:", *("  " + line for line in table(_rows(s)).splitlines())]

@@ -36,6 +36,7 @@ class Situation:
         layer_inputs: the inputs of all layers together: what stays of the activations where they are recomputed.
         lengths: the options that say how long a row is, with their values.
         copies: host memory of the program's other processes and copies: {option: bytes}.
+        is_sure: whether the error says in so many words that memory ran out.
     """
 
     where: str
@@ -78,6 +79,7 @@ class Situation:
     dataloader_workers: int = 0
     save_async: bool = False
     copies: dict[str, int] = field(default_factory=dict)
+    is_sure: bool = True
 
     @property
     def activations(self) -> int:

@@ -1,0 +1,347 @@
+"""Packed documents and the kernels of attention: what each is told, and that all of them say the same.
+
+There is no flash kernel on a CPU. Here one stands in that computes document by document, and notes what it was told:
+as the hub's kernel it comes through transformers' own flash path, as torch's through the product's.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers import TINY, refusal, tiny_model
+from transformers.integrations import hub_kernels
+
+import train.model.attention as attention
+from train.data.collate import CausalCollator, document_lengths
+from train.model.attention import VARLEN, choose_attention, takes_lengths
+from train.model.loss import install_loss
+from train.model.settle import settle_packing
+from train.recipe import ClmRecipe
+
+HUB = "kernels-community/flash-attn2"
+CPU = torch.device("cpu")
+POSITIONS = np.array([[*range(5), *range(3)], [*range(1), *range(1), *range(6)]])
+
+
+class Flash:
+    """A kernel that computes document by document, and notes what it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def of_documents(self, query, key, value, ends, longest, scale, window=-1):
+        """(T, H, D) each -> (T, H, D)."""
+        assert isinstance(longest, int), "a tensor would make each layer wait for the device"
+        assert ends.dtype == torch.int32
+        self.told.append(ends.tolist())
+        lengths = ends.diff().tolist()
+        assert longest == max(lengths)
+        pieces = []
+        for piece in zip(*(part.split(lengths) for part in (query, key, value))):
+            parts = [part.transpose(0, 1)[None] for part in piece]
+            far = torch.ones(len(piece[0]), len(piece[0])).tril().bool()
+            if window >= 0:
+                far &= torch.ones_like(far).triu(-window)
+            found = F.scaled_dot_product_attention(*parts, attn_mask=far, scale=scale, enable_gqa=True)
+            pieces.append(found[0].transpose(0, 1))
+        return torch.cat(pieces)
+
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+    ):  # fmt: skip
+        assert causal
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        return self.of_documents(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
+
+    def flash_attn_func(self, q, k, v, softmax_scale=None, causal=False):
+        """Rows of one document each, which is what transformers takes packed rows for unless it is told."""
+        self.told.append("rows")
+        parts = [part.transpose(1, 2) for part in (q, k, v)]
+        found = F.scaled_dot_product_attention(*parts, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        assert q.shape[-1] % 8 == 0
+        assert window_size[1] == 0
+        return self.of_documents(q, k, v, cu_q, max_q, scale, window_size[0])
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """The stand-in, as what the hub's flash kernel and torch's own are."""
+    kernel = Flash()
+    module = SimpleNamespace(
+        flash_attn_func=lambda *args, softmax_scale=None, causal=False: kernel.flash_attn_func(
+            *args, softmax_scale=softmax_scale, causal=causal
+        ),
+        flash_attn_varlen_func=kernel.flash_attn_varlen_func,
+    )
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **kwargs: module)
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(transformers.modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(attention, "_kernel", lambda: kernel.varlen_attn)
+    attention._register_varlen()
+    return kernel
+
+
+def samples(labels: bool = True) -> list:
+    rows = np.random.default_rng(0).integers(0, 97, POSITIONS.shape)
+    return [({"input_ids": row, "labels": row.copy(), "position_ids": positions}, index)
+            for index, (row, positions) in enumerate(zip(rows, POSITIONS))]  # fmt: skip
+
+
+def loss_and_gradients(model, flatten: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    install_loss(model, "chunked")
+    model.train()
+    loss = model(**CausalCollator(0, flatten)(samples()).inputs)
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+# --------------------------------------------------------------------------------------------------------- the layout
+
+
+def test_a_flattened_batch_says_where_its_documents_end():
+    inputs = CausalCollator(0, flatten=True)(samples()).inputs
+    assert inputs["input_ids"].shape == (1, 16)
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 5, 8, 9, 10, 16]
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+    assert (inputs["max_length_q"], inputs["max_length_k"]) == (6, 6)
+    assert type(inputs["max_length_q"]) is int
+    assert "cu_seq_lens_q" not in CausalCollator(0)(samples()).inputs
+    moved = CausalCollator(0, flatten=True)(samples()).to(torch.device("meta")).inputs
+    assert moved["cu_seq_lens_q"].is_meta
+    assert moved["max_length_q"] == 6
+    assert document_lengths(torch.arange(4)[None])["cu_seq_lens_q"].tolist() == [0, 4]
+
+
+# -------------------------------------------------------------------------------------------------------- the kernels
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("kernel", [HUB, VARLEN])
+def test_two_packed_rows_through_a_flash_kernel(flash, family, kernel):
+    """In every layer, and once only, it is told of all documents in both rows; loss and gradients are sdpa's."""
+    halved = family == "gpt2" and kernel == HUB  # transformers' path has no fp32 for a model without nn.Linear
+    dtype, tolerance = (torch.bfloat16, 5e-2) if halved else (torch.float32, 1e-5)
+    model = tiny_model(family, kernel).to(dtype)
+    assert takes_lengths(model.config)
+    loss, gradients = loss_and_gradients(model, flatten=True)
+    assert flash.told == 2 * [[0, 5, 8, 9, 10, 16]]
+    expected, right = loss_and_gradients(tiny_model(family, "sdpa").to(dtype), flatten=False)
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
+    for ours, other in zip(gradients, right):
+        assert (ours - other).norm() <= tolerance * other.norm().clamp(min=1e-3)
+
+
+def test_a_window_is_kept_inside_documents(flash):
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 64, "vocab_size": 97, "sliding_window": 3, "use_cache": False}  # fmt: skip
+    found = []
+    for name, flatten in ((VARLEN, True), ("sdpa", False)):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(MistralConfig(**sizes), attn_implementation=name)
+        found.append(loss_and_gradients(model, flatten)[0])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+def test_half_precision_reaches_the_kernel_under_autocast(flash, monkeypatch):
+    """Weights and rotary embeddings are fp32 there, and a flash kernel takes none of it."""
+    dtypes = []
+    monkeypatch.setattr(
+        attention,
+        "_kernel",
+        lambda: lambda q, *rest, **how: dtypes.append(q.dtype) or flash.varlen_attn(q, *rest, **how),
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_and_gradients(tiny_model("llama", VARLEN), flatten=True)
+    assert dtypes == 2 * [torch.bfloat16]
+
+
+def test_a_model_with_torch_s_kernel_still_writes(flash):
+    """Nothing is packed then: it is sdpa, with a mask where rows are padded."""
+    written = []
+    for name in (VARLEN, "sdpa"):
+        model = tiny_model("llama", name)
+        ids, mask = torch.tensor([[1, 2, 3, 4], [0, 0, 5, 6]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+        written.append(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, use_cache=True))
+    assert torch.equal(*written)
+    assert flash.told == []
+
+
+def test_what_torch_s_kernel_cannot_is_refused(flash):
+    model = tiny_model("gpt2", VARLEN, attn_pdrop=0.5)
+    with pytest.raises(ValueError, match="no dropout"):
+        loss_and_gradients(model, flatten=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- the probe
+
+
+def engine(model) -> SimpleNamespace:
+    return SimpleNamespace(model=model, module=model, device=CPU)
+
+
+def test_the_probe_goes_through_the_collator_with_two_rows(flash):
+    """A hub kernel's name does not begin with flash, and transformers tells documents apart in one row only."""
+    model, collate = tiny_model("llama", HUB), CausalCollator(0)
+    assert attention.takes_lengths(model.config)
+    assert settle_packing(engine(model), ClmRecipe(attn_implementation=HUB), collate) == ""
+    assert collate.flatten
+    assert all(told == [0, 8, 16, 24, 32] for told in flash.told)
+
+
+def test_rows_that_are_not_flattened_are_found_out(flash, monkeypatch):
+    """As it was for hub kernels: two rows, and nothing that says where documents end."""
+    monkeypatch.setattr("train.model.settle.takes_lengths", lambda config: False)
+    said = refusal(
+        settle_packing, engine(tiny_model("llama", HUB)), ClmRecipe(attn_implementation=HUB), CausalCollator(0)
+    )
+    assert "lets a document see the one before it" in said
+    assert "rows" in flash.told
+
+
+def test_a_kernel_that_nobody_asked_for_is_given_up_where_the_model_does_not_tell_it(flash):
+    model = tiny_model("llama", VARLEN)
+    original = model.forward
+    model.forward = lambda input_ids, position_ids, **lost: original(input_ids=input_ids, position_ids=position_ids)
+    collate = CausalCollator(0)
+    note = settle_packing(engine(model), ClmRecipe(), collate)
+    assert note == "attention sdpa: a llama does not tell its attention how long documents are"
+    assert not collate.flatten
+    assert model.config._attn_implementation == "sdpa"
+
+
+# --------------------------------------------------------------------------------------------------------- the choice
+
+
+@pytest.fixture
+def gpu(flash, monkeypatch):
+    """A GPU that can; flash-attn is not installed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    trial = attention._trial
+    monkeypatch.setattr(attention, "_trial", lambda device, dtype: trial(CPU, dtype))
+    return torch.device("cuda")
+
+
+def test_on_a_cpu_it_is_sdpa_and_its_mask():
+    model = tiny_model("llama", None)
+    said = choose_attention(model, None, "bf16", CPU)
+    assert said == (
+        "attention sdpa: packed documents by a mask of T x T for each row (flash kernels are for GPUs, this is a cpu "
+        "device)"
+    )
+    assert not takes_lengths(model.config)
+
+
+def test_torch_s_own_kernel_where_there_is_no_other(gpu):
+    model = tiny_model("llama", None)
+    said = choose_attention(model, None, "bf16", gpu)
+    assert said == (
+        "attention torch_varlen: packed documents by their lengths, without a mask (torch's own flash kernel)"
+    )
+    assert model.model.config._attn_implementation == VARLEN
+    assert model.config.to_dict().get("_attn_implementation") is None  # the exported model says nothing of it
+
+
+def test_an_installed_package_comes_first(gpu, monkeypatch):
+    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: True)
+    chosen = []
+    model = tiny_model("gpt2", None, attn_pdrop=0.1)
+    monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
+    assert "flash-attn package, version 2" in choose_attention(model, None, "fp16", gpu)
+    assert chosen == ["flash_attention_2"]
+
+    def broken(name):
+        chosen.append(name)
+        if name != VARLEN:
+            raise ImportError("undefined symbol")
+
+    model = tiny_model("llama", None)
+    monkeypatch.setattr(model, "set_attn_implementation", broken)
+    choose_attention(model, None, "fp16", gpu)
+    assert chosen[1:] == ["flash_attention_2", VARLEN]
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "said"),
+    [
+        ("fp32", {}, "bf16 and fp16 only"),
+        ("bf16", {"attention_dropout": 0.1}, "drops attention weights"),
+    ],
+)
+def test_why_it_is_sdpa_on_a_gpu(gpu, precision, changes, said):
+    model = tiny_model("llama", None, **changes)
+    line = choose_attention(model, None, precision, gpu)
+    assert line.startswith("attention sdpa: ")
+    assert said in line
+
+
+def test_an_old_gpu_and_a_kernel_that_is_wrong(gpu, flash, monkeypatch):
+    right = flash.varlen_attn
+    monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 2 * right(*args, **how))
+    assert "does not work here: it is 300.1% off" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
+    monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 1 / 0)
+    assert "does not work here: division by zero" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability" in choose_attention(tiny_model("llama", None), None, "fp16", gpu)
+
+
+@pytest.mark.parametrize("wanted", ["eager", "sdpa", HUB])
+def test_what_the_recipe_asks_for_stays(gpu, wanted):
+    model = tiny_model("llama", wanted)
+    said = choose_attention(model, wanted, "bf16", gpu)
+    assert said.startswith(f"attention {wanted}: ")
+    assert said.endswith("(as the recipe asks)")
+    assert model.config._attn_implementation == wanted
+
+
+# ------------------------------------------------------------------------------------------------------- sdpa's mask
+
+
+def kept(model, converted: bool, monkeypatch) -> tuple[int, torch.Tensor]:
+    """(masks that are kept for the backward pass, the loss)."""
+    mask = attention.additive_mask if converted else transformers.masking_utils.sdpa_mask
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "sdpa", mask)
+    storages = {}
+    batch = CausalCollator(0)(samples())
+
+    def pack(tensor):
+        if tensor.shape == (2, 1, 8, 8):
+            storages[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other comes to lie there
+        return tensor
+
+    install_loss(model, "full")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch.inputs)
+    loss.backward()
+    return len(storages), loss.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", TINY)
+def test_a_mask_is_converted_once_and_not_in_each_layer(family, dtype, monkeypatch):
+    changes = {"gpt2": {"n_layer": 5}, "llama": {"hidden_size": 64}}.get(family, {}) | {"num_hidden_layers": 5}
+    found = [kept(tiny_model(family, "sdpa", **changes).to(dtype), converted, monkeypatch)
+             for converted in (False, True)]  # fmt: skip
+    assert [number for number, _ in found] == [5, 1]
+    assert torch.equal(found[0][1], found[1][1])  # bit for bit
+
+
+def test_under_autocast_it_is_of_the_dtype_that_is_computed_in(monkeypatch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [
+            kept(tiny_model("llama", "sdpa", hidden_size=64), converted, monkeypatch) for converted in (False, True)
+        ]
+    assert [number for number, _ in found] == [2, 1]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_where_there_is_no_mask_there_is_none():
+    assert attention.additive_mask(batch_size=2, q_length=4, kv_length=4) is None

@@ -1,0 +1,213 @@
+"""Attention inside packed documents: which kernel runs, and what it is told.
+
+Told by positions alone, transformers builds for sdpa a mask of who sees whom, (B, 1, T, T): that rules flash kernels
+out, and as it is boolean, torch converts it anew in each layer and keeps what comes of it for the backward pass, L x B
+x T^2 x 2 bytes in all. Flash kernels take the lengths of the documents. So where one is at hand it runs, the rows laid
+out end to end (train/data/collate.py); elsewhere the mask is converted once.
+"""
+
+import functools
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
+PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
+HALF = ("bf16", "fp16")
+AMPERE = (8, 0)  # compute capability: flash kernels need it
+WIDEST_HEAD = 256
+
+
+def choose_attention(model, wanted: str | None, precision: str, device: torch.device) -> str:
+    """Before the model is prepared: let the kernel run that suits packed documents. Returns the log's line on it.
+
+    Args:
+        wanted: attn_implementation, as the recipe states it; it is as it is then.
+        precision: fp32, bf16 or fp16, of what is computed.
+    """
+    config, why = model.config, "as the recipe asks"
+    if not wanted:
+        why = _why_no_flash(model, precision, device) or _take_flash(model, precision, device)
+    _convert_masks_once()
+    if takes_lengths(config):
+        return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({why})"
+    return f"attention {config._attn_implementation}: packed documents by a mask of T x T for each row ({why})"
+
+
+def takes_lengths(config) -> bool:
+    """Whether the attention that runs takes packed documents by their lengths, and no mask."""
+    from transformers.utils.generic import is_flash_attention_requested
+
+    return is_flash_attention_requested(config) or config._attn_implementation == VARLEN
+
+
+def use_masks(model) -> None:
+    """Give up a kernel that was taken without being asked for."""
+    model.set_attn_implementation("sdpa")
+
+
+def _why_no_flash(model, precision: str, device: torch.device) -> str:
+    """What stands against any flash kernel; empty if nothing does."""
+    config = model.config.get_text_config()
+    if device.type != "cuda":
+        return f"flash kernels are for GPUs, this is a {device.type} device"
+    if precision not in HALF:
+        return "flash kernels compute in bf16 and fp16 only"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < AMPERE:
+        return "flash kernels need compute capability 8.0"
+    if not model._supports_flash_attn or not model._can_set_attn_implementation():
+        return f"a {config.model_type} has no flash attention in transformers"
+    if getattr(config, "attention_chunk_size", None):
+        return f"a {config.model_type} attends in chunks, which flash kernels do not"
+    return ""
+
+
+def _take_flash(model, precision: str, device: torch.device) -> str:
+    """Set the first flash kernel that works here. Returns which it is, or why there is none."""
+    from transformers import utils
+
+    dropout, problems = _has_dropout(model.config.get_text_config()), []
+    for name, version in PACKAGES.items():
+        if getattr(utils, f"is_flash_attn_{version}_available")() and (version == "2" or not dropout):
+            try:
+                model.set_attn_implementation(name)
+                return f"the flash-attn package, version {version}, is installed"
+            except (ImportError, ValueError, RuntimeError, OSError) as problem:
+                problems.append(f"{name}: {' '.join(str(problem).split())}")
+    problem = _why_not_varlen(model, precision, device, dropout)
+    if not problem:
+        _register_varlen()
+        model.set_attn_implementation(VARLEN)
+        return "torch's own flash kernel"
+    return "; ".join([*problems, problem])
+
+
+def _has_dropout(config) -> bool:
+    """Whether attention weights are dropped in training, by the names that model families have for it."""
+    return any(
+        getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    )
+
+
+def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) -> str:
+    config = model.config.get_text_config()
+    if torch.version.hip is not None or importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
+    if dropout:
+        return "the model drops attention weights, which of all flash kernels only flash-attn 2 can, and it is missing"
+    if getattr(config, "attn_logit_softcapping", None) or getattr(model, "_compatible_flash_implementations", None):
+        return f"a {config.model_type} needs a flash kernel of its own"
+    problem = _trial(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    return f"torch's flash kernel does not work here: {problem}" if problem else ""
+
+
+# ------------------------------------------------------------------------------------------------ torch's flash kernel
+
+
+@functools.cache
+def _register_varlen() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, _mask_beside_lengths)
+
+
+def varlen_attention(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, cu_seq_lens_q=None,
+    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, **kwargs,
+):  # fmt: skip
+    """Attention as transformers' AttentionInterface has it: inside documents, if their lengths are given.
+
+    Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
+
+    Raises:
+        ValueError: the model wants what the kernel has not.
+    """
+    if cu_seq_lens_q is None:  # generation: nothing is packed
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{VARLEN} has no dropout, no softcap and no sinks. Use --attn_implementation sdpa")
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    width, shown = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = [F.pad(one, (0, width - one.shape[-1])) for one in (query, key, value)]
+    parts = [one.to(dtype).transpose(1, 2).flatten(0, 1) for one in parts]
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    found = _kernel()(
+        *parts, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, window_size=window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return found[None, ..., :shown], None
+
+
+def _kernel():
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, q_length=0, kv_length=0, **kwargs):
+    """No mask for packed rows (transformers lets no causal mask be skipped for them), else that of sdpa."""
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1:
+        return None
+    return sdpa_mask(
+        *args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, q_length=q_length,
+        kv_length=kv_length, **kwargs,
+    )  # fmt: skip
+
+
+def _trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernel on this device; empty if it gives what sdpa gives, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads = (5, 11), (4, 2)
+    parts = [torch.randn(1, count, sum(lengths), 16, generator=generator).to(device, dtype).requires_grad_()
+             for count in (heads[0], heads[1], heads[1])]  # fmt: skip
+    ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    try:
+        told = {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
+        found, _ = varlen_attention(None, *parts, None, **told)
+        gradients = torch.autograd.grad(found.float().square().sum(), parts)
+        pieces = [F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=True)
+                  for piece in zip(*(part.float().split(lengths, dim=2) for part in parts))]  # fmt: skip
+        expected = torch.cat(pieces, dim=2).transpose(1, 2)
+        right = torch.autograd.grad(expected.square().sum(), parts)
+        pairs = zip((found, *gradients), (expected, *right))
+        off = max(((one.float() - other.float()).norm() / other.float().norm()).item() for one, other in pairs)
+    except Exception as problem:  # whatever it is, sdpa is there
+        return " ".join(str(problem).split()) or type(problem).__name__
+    return "" if off < 0.05 else f"it is {off:.1%} off"
+
+
+# ------------------------------------------------------------------------------------------------------- sdpa's mask
+
+
+@functools.cache
+def _convert_masks_once() -> None:
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register("sdpa", additive_mask)
+
+
+def additive_mask(*args, dtype=torch.float32, device="cpu", **kwargs) -> torch.Tensor | None:
+    """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. Given a boolean
+    one, torch makes this very tensor of it, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask, kind = sdpa_mask(*args, device=device, **kwargs), torch.device(device).type
+    if mask is None:
+        return None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
