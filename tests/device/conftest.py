@@ -5,13 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import launch, launched
 
-HERE = Path(__file__).resolve().parent
+from device.runs import HERE, Runs
+
 sys.path.insert(0, str(HERE / "simulated"))
-import simgpu_build  # noqa: E402
+import simgpu_build
 
-GIB = 2**30
 STDLIB = Path(json.__file__).parent / "*.py"  # text that every machine has
 
 
@@ -64,35 +63,6 @@ def recipes(rows, cache) -> dict[str, list]:
             "decoder_ffn_dim=128,dropout=0,init_std=0.3", "--val_max_target_length", "4", "--num_beams", "2",
         ],
     }  # fmt: skip
-
-
-class Runs:
-    """Launches of a short run, each made once in a session: its metrics, and its output folder."""
-
-    def __init__(self, folder: Path, recipes: dict[str, list], device):
-        self.folder, self.recipes, self.device, self.done = folder, recipes, device, {}
-
-    def __call__(self, where: str, strategy: str, *more, task: str = "clm", steps: int = 6) -> tuple[list[dict], Path]:
-        """`where`: cpu or device. Two processes and as many devices, but under `single`; micro-batches of 2."""
-        key = (where, strategy, *more, task, steps)
-        if key not in self.done:
-            output = self.folder / str(len(self.done))
-            self.done[key] = launch(output, *self._arguments(task, steps, more), **self._where(where, strategy),
-                                    strategy=strategy, task=task), output  # fmt: skip
-        return self.done[key]
-
-    def _arguments(self, task: str, steps: int, more) -> list:
-        return [*self.recipes[task], "--per_device_train_batch_size", "2", "--max_train_steps", steps, *more]
-
-    def _where(self, where: str, strategy: str, *sizes: int, processes: int | None = None) -> dict:
-        processes = processes or (1 if strategy == "single" else 2)
-        sizes = sizes or (16 * GIB,) * processes
-        return {"processes": processes, **(self.device(*sizes) if where == "device" else {})}
-
-    def within(self, output: Path, sizes: tuple[int, ...], strategy: str, *more, task: str = "clm", steps: int = 6):
-        """A run with devices of these sizes, however it ends."""
-        return launched(output, *self._arguments(task, steps, more), strategy=strategy, task=task,
-                        **self._where("device", strategy, *sizes))  # fmt: skip
 
 
 @pytest.fixture(scope="session")

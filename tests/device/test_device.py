@@ -1,35 +1,14 @@
 """The core: the simulated device is what it says, and the product's runs on it are those on the CPU."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import GIB, HERE
-from helpers import ROOT, updates
 
-FIGURES = ("loss", "grad_norm", "learning_rate")
+from device.runs import GIB, HERE, differences, on_device, peak
+
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-
-
-def on_device(device, *arguments: str) -> subprocess.CompletedProcess:
-    """pytest in a Python that has a simulated device; this one must not have it, other tests run here."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000,
-                          env={**os.environ, **device(16 * GIB)})  # fmt: skip
-
-
-def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
-    """The largest relative difference of each figure over all updates."""
-    pairs = list(zip(updates(ours), updates(theirs), strict=True))
-    return {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in pairs) for name in FIGURES}
-
-
-def peak(lines: list[dict]) -> int:
-    return max(line["peak_memory_bytes"] for line in updates(lines))
 
 
 def held(output: Path) -> dict[str, int]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import GIB
 from folders import save_adapter, save_base, save_writer, small_tokenizer
 from helpers import ROOT, environment, launch, launched, updates
 from safetensors.torch import load_file
-from test_device import differences, on_device, peak
+
+from device.runs import GIB, differences, on_device, peak
 
 pytestmark = pytest.mark.long
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 from helpers import metrics
-from test_device import differences, peak
+
+from device.runs import differences, peak
 
 pytestmark = pytest.mark.long
 

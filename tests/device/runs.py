@@ -1,0 +1,58 @@
+"""Launches on the simulated device and on the CPU, and how they are compared."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import ROOT, launch, launched, updates
+
+HERE = Path(__file__).resolve().parent
+GIB = 2**30
+FIGURES = ("loss", "grad_norm", "learning_rate")
+
+
+class Runs:
+    """Launches of a short run, each made once in a session: its metrics, and its output folder."""
+
+    def __init__(self, folder: Path, recipes: dict[str, list], device):
+        self.folder, self.recipes, self.device, self.done = folder, recipes, device, {}
+
+    def __call__(self, where: str, strategy: str, *more, task: str = "clm", steps: int = 6) -> tuple[list[dict], Path]:
+        """`where`: cpu or device. Two processes and as many devices, but under `single`; micro-batches of 2."""
+        key = (where, strategy, *more, task, steps)
+        if key not in self.done:
+            output = self.folder / str(len(self.done))
+            self.done[key] = launch(output, *self._arguments(task, steps, more), **self._where(where, strategy),
+                                    strategy=strategy, task=task), output  # fmt: skip
+        return self.done[key]
+
+    def _arguments(self, task: str, steps: int, more) -> list:
+        return [*self.recipes[task], "--per_device_train_batch_size", "2", "--max_train_steps", steps, *more]
+
+    def _where(self, where: str, strategy: str, *sizes: int, processes: int | None = None) -> dict:
+        processes = processes or (1 if strategy == "single" else 2)
+        sizes = sizes or (16 * GIB,) * processes
+        return {"processes": processes, **(self.device(*sizes) if where == "device" else {})}
+
+    def within(self, output: Path, sizes: tuple[int, ...], strategy: str, *more, task: str = "clm", steps: int = 6):
+        """A run with devices of these sizes, however it ends."""
+        return launched(output, *self._arguments(task, steps, more), strategy=strategy, task=task,
+                        **self._where("device", strategy, *sizes))  # fmt: skip
+
+
+def on_device(device, *arguments: str) -> subprocess.CompletedProcess:
+    """pytest in a Python that has a simulated device; this one must not have it, other tests run here."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000,
+                          env={**os.environ, **device(16 * GIB)})  # fmt: skip
+
+
+def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
+    """The largest relative difference of each figure over all updates."""
+    pairs = list(zip(updates(ours), updates(theirs), strict=True))
+    return {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in pairs) for name in FIGURES}
+
+
+def peak(lines: list[dict]) -> int:
+    return max(line["peak_memory_bytes"] for line in updates(lines))

@@ -1,0 +1,37 @@
+"""The extension is built once, and a machine that cannot build it says why. The compiler here is a stand-in."""
+
+import os
+import subprocess
+import sys
+
+from device.runs import HERE
+
+COMPILER = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
+
+
+def start(folder, **variables) -> subprocess.Popen:
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(folder / "c++"), **variables}
+    return subprocess.Popen([sys.executable, HERE / "simulated" / "simgpu_build.py"], env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def test_two_sessions_build_once(tmp_path):
+    (tmp_path / "c++").write_text(COMPILER)
+    (tmp_path / "c++").chmod(0o755)
+    said = {process.communicate() for process in [start(tmp_path), start(tmp_path)]}
+    assert len(said) == 1
+    ((exports, problems),) = said
+    assert problems == ""
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+    (built,) = (tmp_path / "simgpu_c").glob("*.so")
+    assert f"export SIMGPU_LIBRARY={built}\n" in exports
+
+
+def test_a_machine_without_a_compiler(tmp_path):
+    process = start(tmp_path, PATH="")
+    assert "there is no C++ compiler (looked for $CXX, c++, g++ and clang++)" in process.communicate()[1]
+    assert process.returncode == 1
