@@ -233,10 +233,7 @@ def gpu(flash, monkeypatch):
 def test_on_a_cpu_it_is_sdpa_and_its_mask():
     model = tiny_model("llama", None)
     said = choose_attention(model, None, "bf16", CPU)
-    assert said == (
-        "attention sdpa: packed documents by a mask of T x T for each row (flash kernels are for GPUs, this is a cpu "
-        "device)"
-    )
+    assert said == ("attention sdpa: packed documents by a mask (flash kernels are for GPUs, this is a cpu device)")
     assert not takes_lengths(model.config)
 
 
@@ -274,6 +271,8 @@ def test_an_installed_package_comes_first(gpu, monkeypatch):
     [
         ("fp32", {}, "bf16 and fp16 only"),
         ("bf16", {"attention_dropout": 0.1}, "drops attention weights"),
+        ("bf16", {"attn_logit_softcapping": 50.0}, "caps its attention scores"),
+        ("bf16", {"attention_chunk_size": 64}, "attends in chunks"),
     ],
 )
 def test_why_it_is_sdpa_on_a_gpu(gpu, precision, changes, said):

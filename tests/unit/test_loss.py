@@ -93,6 +93,14 @@ def test_in_half_precision_the_sum_is_whole(dtype):
     assert difference < 2e-2
 
 
+@pytest.fixture(params=["as a CPU does it", "as a GPU does it"])
+def products(request, monkeypatch):
+    """Both ways of multiplying matrices of half precision; the CPU has no `out_dtype`."""
+    if request.param == "as a GPU does it":
+        monkeypatch.setattr(loss_module, "_multiplies_halves", lambda device: True)
+        monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+
+
 def in_chunks(hidden, weight, targets, scale):
     """(loss, the gradients of `scale` times it) by _chunked; of copies."""
     inputs = [one.clone().requires_grad_() for one in (hidden, weight)]
@@ -101,7 +109,7 @@ def in_chunks(hidden, weight, targets, scale):
     return loss.detach(), [one.grad for one in inputs]
 
 
-def test_sums_over_many_chunks_are_of_fp32(monkeypatch):
+def test_sums_over_many_chunks_are_of_fp32(products, monkeypatch):
     """bf16 in 64 chunks, scaled by what bf16 cannot hold (1 over the number of tokens): gradients are as far from the
     exact ones as one or two roundings to bf16 are, and not all in one direction. Under each policy of torch's own
     linear_cross_entropy the weight's is 0.98 % off and 0.57 % too small here."""
@@ -119,6 +127,22 @@ def test_sums_over_many_chunks_are_of_fp32(monkeypatch):
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - right).norm() / right.norm() < most
         assert abs((gradient.double() * right).sum() / right.square().sum() - 1) < 2e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_with_a_bias(products, dtype, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+              for shape in ((200, 8), (50, 8), (50,))]  # fmt: skip
+    targets = torch.arange(200) % 50
+    targets[:70] = -100  # a whole chunk, and a part of one
+    loss = loss_module._chunked(*inputs, targets)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    expected = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for ours, right in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, exact)):
+        assert ours.dtype == dtype
+        assert (ours - right).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * right.norm()
 
 
 def test_gradients_are_computed_where_they_are_wanted_only():

@@ -32,7 +32,7 @@ def choose_attention(model, wanted: str | None, precision: str, device: torch.de
     _convert_masks_once()
     if takes_lengths(config):
         return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({why})"
-    return f"attention {config._attn_implementation}: packed documents by a mask of T x T for each row ({why})"
+    return f"attention {config._attn_implementation}: packed documents by a mask ({why})"
 
 
 def takes_lengths(config) -> bool:
@@ -60,6 +60,8 @@ def _why_no_flash(model, precision: str, device: torch.device) -> str:
         return f"a {config.model_type} has no flash attention in transformers"
     if getattr(config, "attention_chunk_size", None):
         return f"a {config.model_type} attends in chunks, which flash kernels do not"
+    if kernels := getattr(model, "_compatible_flash_implementations", None):
+        return f"a {config.model_type} needs a flash kernel of its own: name it, --attn_implementation {kernels[0]}"
     return ""
 
 
@@ -96,8 +98,8 @@ def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) 
         return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
     if dropout:
         return "the model drops attention weights, which of all flash kernels only flash-attn 2 can, and it is missing"
-    if getattr(config, "attn_logit_softcapping", None) or getattr(model, "_compatible_flash_implementations", None):
-        return f"a {config.model_type} needs a flash kernel of its own"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"a {config.model_type} caps its attention scores, which of all flash kernels only flash-attn 2 does"
     problem = _trial(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     return f"torch's flash kernel does not work here: {problem}" if problem else ""
 

@@ -133,8 +133,9 @@ class _Chunked(torch.autograd.Function):
             torch.zeros_like(one, dtype=dtype) if wants else None
             for one, wants, dtype in zip((hidden, weight, bias), wanted, (hidden.dtype, *2 * [torch.float32]))
         )
+        ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        if hidden.device.type != "cuda":  # a CPU may have nothing for products in half precision
+        if not _multiplies_halves(hidden.device):
             weight = weight.float()
         for start in range(0, len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
@@ -142,26 +143,34 @@ class _Chunked(torch.autograd.Function):
             loss += F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
             if not any(wanted):
                 continue
-            gradient, target = log_probabilities.exp_(), target[:, None]  # of the logits: less 1 at the target
+            target, left_out = target[:, None], (target == IGNORE)[:, None]
+            gradient = log_probabilities.exp_()  # of the logits: probabilities, less 1 at the target
             gradient.scatter_add_(1, target.clamp(min=0), gradient.new_full((1, 1), -1).expand(target.shape))
-            gradient = gradient.masked_fill_(target == IGNORE, 0).to(hidden.dtype).to(weight.dtype)
+            gradient = gradient.to(hidden.dtype).to(weight.dtype)
             if of_hidden is not None:
-                of_hidden[start : start + rows] = gradient @ weight
+                of_hidden[start : start + rows] = (gradient @ weight).masked_fill_(left_out, 0)
             if of_weight is not None and gradient.dtype == torch.float32:
-                of_weight.addmm_(gradient.T, chunk)
+                of_weight.addmm_(gradient.T, chunk.masked_fill(left_out, 0))
             elif of_weight is not None:
-                of_weight += gradient.T @ chunk
+                of_weight += gradient.T @ chunk.masked_fill(left_out, 0)
             if of_bias is not None:
-                of_bias += gradient.sum(0, dtype=torch.float32)
-        ctx.gradients, ctx.dtype = (of_hidden, of_weight, of_bias), hidden.dtype
+                of_bias += ((~left_out).to(gradient.dtype).T @ gradient)[0]
+        ctx.gradients = of_hidden, of_weight, of_bias
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, scale):
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [None if one is None else one.float().mul_(scale).to(ctx.dtype) for one in gradients]
+        scaled = (
+            None if one is None else one.float().mul_(scale).to(dtype) for one, dtype in zip(gradients, ctx.dtypes)
+        )
         return *scaled, None, None, None
+
+
+def _multiplies_halves(device: torch.device) -> bool:
+    """Whether a device has products of half-precision matrices with sums in fp32; a CPU may have slow ones only."""
+    return device.type == "cuda"
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
