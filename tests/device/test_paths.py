@@ -1,6 +1,7 @@
 """What a run can do beside training in fp32, on the simulated device: go on, adapt, compute in half precision, ..."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -165,32 +166,35 @@ def test_the_largest_batch_within_a_limit_is_exact(device, recipe, tmp_path):
         "--memory_limit", "12MiB", "--steps", "2", "--output", output, sizes=(16 * GIB, 16 * GIB),
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    found = [line.split() for line in done.stdout.splitlines() if line.startswith(("  ddp ", "  zero"))]
-    largest = {words[0]: int(words[1]) for words in found if words[1].isdigit()}
+    rows = [row.split(" | ") for row in (output / "report.md").read_text().splitlines() if "| yes: " in row]
+    largest = {}
+    for name, *_, confirmed in rows:
+        runs, fails = re.search(r"yes: (\d+) runs, (\d+) out of memory in ", confirmed).groups()
+        assert int(fails) == int(runs) + 1
+        largest[name.removeprefix("| ")] = int(runs)
     assert largest.keys() == {"ddp", "zero2", "zero3"}
     assert largest["ddp"] < largest["zero2"] <= largest["zero3"]
-    tried = sizes_tried(output)
-    for strategy, size in largest.items():
-        fresh = {line["size"]: line for line in tried if line["fresh"] and line["strategy"] == strategy}
-        assert fresh[size]["outcome"] == "fits"
-        assert all(rank["reserved"] <= limit for rank in fresh[size]["ranks"])
-        assert (fresh[size + 1]["outcome"], fresh[size + 1]["where"]) == ("out_of_memory", "device")
+    for line in sizes_tried(output):
+        if line["outcome"] == "fits":
+            assert all(rank["reserved"] <= limit for rank in line["with_evaluation"])
+        else:
+            assert (line["outcome"], line["where"]) == ("out_of_memory", "device")
 
 
 def test_ranks_share_a_device_only_to_be_compared(device, recipe, recipes, tmp_path):
-    done = launched(tmp_path / "run", *recipes["clm"], strategy="ddp", processes=2, **device(16 * GIB))
+    arguments = [*recipes["clm"], "--per_device_train_batch_size", "2"]
+    done = launched(tmp_path / "run", *arguments, strategy="ddp", processes=2, **device(16 * GIB))
     assert "num_processes: 2 on this machine, which has 1 device. Use --num_processes 1" in done.stderr
     assert "[rank0]: Traceback" not in done.stderr
     output = tmp_path / "comparison"
     done = command(
         device, "compare", "--config", recipe, "--strategies", "ddp,zero3_offload", "--num_processes", "2",
-        "--batch_sizes", "2,100000", "--memory_limit", "40MiB", "--steps", "2", "--output", output,
+        "--batch_sizes", "2,5000", "--memory_limit", "40MiB", "--steps", "2", "--output", output,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    outcomes = [(line["strategy"], line["size"], line["outcome"]) for line in sizes_tried(output)]
-    for strategy in ("ddp", "zero3_offload"):
-        assert (strategy, 2, "fits") in outcomes
-        assert (strategy, 100000, "out_of_memory") in outcomes
+    outcomes = [(line["size"], line["outcome"]) for line in sizes_tried(output)]
+    assert outcomes.count((2, "fits")) == 2, "of both strategies"
+    assert {outcome for size, outcome in outcomes if size == 5000} == {"out_of_memory"}
 
 
 def test_a_recipe_is_verified_on_devices(device, recipe, tmp_path):
