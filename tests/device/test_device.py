@@ -71,5 +71,6 @@ def test_out_of_memory_on_one_rank(runs, tmp_path):
     assert rows["weights"] == pytest.approx(weights, rel=0.02)
     assert rows["gradients"] == pytest.approx(weights, rel=0.02)
     assert rows["optimizer state"] == pytest.approx(2 * weights, rel=0.05)
-    assert sum(rows.values()) == pytest.approx(room - free, rel=0.05)
+    rounding = 2 * 0.05 * 2**20  # two of the rows are tenths of a MiB
+    assert room - free - rounding <= sum(rows.values()) <= room + rounding, "in use now, and at the update's peak"
     assert rows["activations, logits and workspace"] > weights / 4
