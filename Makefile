@@ -29,8 +29,8 @@ train: $(READY)      ## train a small GPT-2 from scratch on Python's own source 
 train-cls: $(READY)  ## train a small BERT to tell which package of Python's library a docstring belongs to: the same
 	$(ONE) train/cls.py --config recipes/cls/stdlib-packages.yaml $(ARGS)
 
-train-seq2seq: $(READY) ## train a small BlenderBot to say what a function of Python's library does: the same
-	$(ONE) train/seq2seq.py --config recipes/seq2seq/stdlib-summaries.yaml $(ARGS)
+train-seq2seq: $(READY) ## train a small BlenderBot to name the functions of Python's library: the same
+	$(ONE) train/seq2seq.py --config recipes/seq2seq/stdlib-functions.yaml $(ARGS)
 
 compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on this machine, 1 GiB a process: 6 to 8 minutes
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \

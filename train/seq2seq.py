@@ -1,6 +1,6 @@
 r"""Encoder-decoder training, for dialogue above all: BlenderBot, BART, T5 and every other AutoModelForSeq2SeqLM.
 
-    accelerate launch train/seq2seq.py --config recipes/seq2seq/stdlib-summaries.yaml
+    accelerate launch train/seq2seq.py --config recipes/seq2seq/stdlib-functions.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
         train/seq2seq.py --config recipes/seq2seq/blenderbot-400m-dialogue.yaml
     accelerate launch train/seq2seq.py --model_name_or_path t5-large --train_file articles.jsonl --precision bf16 \

@@ -8,7 +8,7 @@ import pytest
 
 from train.data.pairs import prepare_pairs
 from train.data.sources import EMBEDDED, read_source
-from train.data.stdlib import MIN_WORDS, NUM_PACKAGES, documented, first_sentence, in_words
+from train.data.stdlib import MIN_WORDS, NUM_PACKAGES, definitions, in_words
 from train.model.configuration import load_configuration
 from train.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
 from train.run.generation import trivial_answers
@@ -22,11 +22,6 @@ def parts_of(name: str, cache: str) -> dict[str, list[dict]]:
 
 def said(text: str) -> str:
     return " ".join(re.findall("[a-z]+", text.lower()))
-
-
-def told(records: list[dict]) -> list[dict]:
-    """Those whose target is what the docstring says."""
-    return [record for record in records if not record.get("source", "").startswith("name ")]
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +46,17 @@ def test_docstrings(docstrings):
 
 
 def test_functions(functions):
-    assert len(functions["train"]) > 3000
-    assert len(functions["validation"]) > 300
-    asked = [record for record in functions["train"] if record["source"].startswith("name ")]
-    assert len(asked) == len(functions["train"]) / 2
-    assert all(record["target"] == record["baseline"] for record in asked)
-    by_name = {record["baseline"]: record for record in [*asked, *told(functions["train"]), *functions["validation"]]}
+    assert len(functions["train"]) > 8000
+    assert len(functions["validation"]) > 800
+    by_name = {record["target"]: record for part in functions.values() for record in part}
     release = by_name["get optional release"]  # of __future__._Feature, in every Python
-    assert release["source"] == "def get optional release self return self optional"
-    assert release["target"].startswith("Return first release in which this feature was recognized")
+    assert release["source"] == "def this self return self optional"
 
 
-@pytest.mark.parametrize("column", ["text", "target"])
+@pytest.mark.parametrize("column", ["text", "source"])
 def test_nothing_that_is_held_out_is_trained_on(docstrings, functions, column):
     parts = docstrings if column == "text" else functions
-    trained = {said(record[column]) for record in told(parts["train"])}
+    trained = {said(record[column]) for record in parts["train"]}
     held_out = {said(record[column]) for record in parts["validation"]}
     assert held_out
     assert not trained & held_out
@@ -87,23 +78,29 @@ def test_what_is_found_in_a_file(tmp_path):
 
             def open(self):  # a comment
                 """Open it. Then look."""
-                return 1
+                return other.open(1)
 
             def shut(self):
+                def lid(): pass
                 return 2
 
         if Box:
             def empty(): "Say nothing."
     ''')
     )
-    found = list(documented(file, Path("pack/things.py")))
+    found = list(definitions(file, Path("pack/things.py")))
     assert [(entry["package"], entry["top"], entry["name"]) for entry in found] == [
-        ("pack", "pack/things.py:", ""), ("pack", "pack/things.py:Box", "Box"),
-        ("pack", "pack/things.py:Box", "open"), ("pack", "pack/things.py:", "empty"),
+        ("pack", "pack/things.py:", ""), ("pack", "pack/things.py:Box", "Box"), ("pack", "pack/things.py:Box", "open"),
+        ("pack", "pack/things.py:Box", "shut"), ("pack", "pack/things.py:Box", "lid"),
+        ("pack", "pack/things.py:", "empty"),
     ]  # fmt: skip
-    assert [entry["code"] for entry in found] == ["", "", "def open(self):\n    return 1", "def empty():\n    pass"]
+    assert [entry["text"] for entry in found] == ["Things.", "A box.", "Open it. Then look.", "", "", "Say nothing."]
+    assert [entry["code"] for entry in found] == [
+        "", "", "def this(self):\n    return other.this(1)",
+        "def this(self):\n\n    def lid():\n        pass\n    return 2", *2 * ["def this():\n    pass"],
+    ]  # fmt: skip
     file.write_text("print 'Python 2'")
-    assert not list(documented(file, Path("things.py")))
+    assert not list(definitions(file, Path("things.py")))
 
 
 @pytest.mark.parametrize(
@@ -119,31 +116,18 @@ def test_code_in_words(code, words):
     assert in_words(code) == words
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("Open it. Then look.", "Open it."),
-        ("Open it\n\nwith care.", "Open it"),
-        ("Open a file, e.g. a\n    text file. See above.", "Open a file, e.g. a text file."),
-        ("Return 3.5 or less", "Return 3.5 or less"),
-    ],
-)
-def test_first_sentence(text, sentence):
-    assert first_sentence(text) == sentence
-
-
 def test_the_trivial_answers_are_scored_as_the_models_are(cache):
     flags = ["--config_name", "blenderbot-400M-distill", "--train_tokenizer_vocab_size", "400",
-             "--dataset_name", "stdlib-functions", "--max_train_samples", "50", "--max_eval_samples", "40",
+             "--dataset_name", "stdlib-functions", "--max_train_samples", "2000", "--max_eval_samples", "40",
              "--cache_dir", cache]  # fmt: skip
     recipe = parse_recipe(Seq2SeqRecipe, flags)
     from transformers import AutoModelForSeq2SeqLM
 
     data = prepare_pairs(recipe, load_configuration(recipe, AutoModelForSeq2SeqLM))
-    assert len(data.validation.baseline) == len(data.validation.targets) == len(data.validation.samples) == 40
+    assert len(data.validation.targets) == len(data.validation.samples) == 40
     (line,) = trivial_answers(data.validation)
-    assert re.fullmatch(r"baseline    the words of the function's name: bleu [\d.]+, rouge1 [\d.]+, .*", line)
-    data.validation.baseline = data.validation.targets
+    assert re.fullmatch(r"baseline    always 'init': bleu [\d.]+, rouge1 [\d.]+, .*", line)
+    data.validation.targets = ["init"] * 40
     assert "rouge1 100.0000" in trivial_answers(data.validation)[0]
 
 

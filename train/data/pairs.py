@@ -1,5 +1,6 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from datasets import Dataset, Features, Value
@@ -23,11 +24,11 @@ TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's del
 
 @dataclass
 class HeldOutPairs:
-    """The held-out samples, the whole target of each as text, and perhaps an answer that takes no learning."""
+    """The held-out samples, the whole target of each as text, and the target that training has most often."""
 
     samples: Rows
     targets: list[str]
-    baseline: list[str] | None = None
+    usual: str
 
 
 @dataclass
@@ -75,9 +76,8 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     validation = None
     if "validation" in tables:
         table = first(tables["validation"], recipe.max_eval_samples)
-        has_baseline = source.kind == "embedded" and "baseline" in source.parts["validation"].column_names
-        baseline = source.parts["validation"]["baseline"][: len(table)] if has_baseline else None
-        validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:], baseline)
+        ((usual, _),) = Counter(train["target"][:]).most_common(1)
+        validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:], usual)
     return PairData(Rows(train, COLUMNS), validation, tokenizer, widths, notes)
 
 

@@ -1,9 +1,7 @@
-"""Two data sets that every machine has: what Python's own library says about its functions, classes and modules.
+"""Two data sets that every machine has: what stands in Python's own library.
 
 `stdlib-docstrings` (text, label): which package a docstring belongs to, of the NUM_PACKAGES that have most docstrings.
-`stdlib-functions` (source, target, baseline): from a function without its docstring to the docstring's first sentence;
-`baseline` is the words of the function's name. In training each function comes twice, the second time with "name"
-before its source and its name as the target: so a model from scratch learns to look for the answer in the source.
+`stdlib-functions` (source, target): from a function's parameters and body, in words, to the words of its name.
 
 Top-level classes and functions are held out whole, about HELD_OUT_PERCENT of them, chosen by a hash of their names.
 What is held out and says the same as something that is trained on is left out. Which records there are depends on
@@ -30,9 +28,11 @@ from train.recipe.options import SourceOptions
 
 NUM_PACKAGES = 12
 HELD_OUT_PERCENT = 12
-MIN_WORDS = 3  # shorter texts say too little: "Constructor.", "See above."
+MIN_WORDS = 3  # shorter docstrings say too little: "Constructor.", "See above."
+MIN_WORDS_OF_CODE = 6  # as do shorter functions: "def this self pass"
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 MASK = "..."  # stands where a docstring names one of the packages
+THIS = "this"  # stands where a function names itself
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
 
@@ -49,22 +49,20 @@ def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
     table = name_for_the_cache(table, platform.python_version(), stamps)
 
     def look(batch: dict) -> dict:
-        found = [entry for file in batch["file"] for entry in documented(root / file, Path(file))]
+        found = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in found] for column in TABLE}
 
     entries = encode_table(table, look, TABLE, (), cache_root(recipe.cache_dir), overwrite=prepare_anew(recipe))
     records = _docstrings(entries.to_list()) if name == "stdlib-docstrings" else _functions(entries.to_list())
     parts = _split(records)
-    if name == "stdlib-functions":
-        parts["train"] += [asked_for_its_name(record) for record in parts["train"]]
     return {
         part: name_for_the_cache(Dataset.from_list(rows), name, part, entries._fingerprint)
         for part, rows in parts.items()
     }
 
 
-def documented(path: Path, file: Path) -> Iterator[dict[str, str]]:
-    """What has a docstring in a file: module, classes, functions and methods, in the order of the file.
+def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
+    """What is defined in a file: functions and methods; classes and the module itself where they have a docstring.
 
     Each is {package: empty for a module outside of any, top: the file and the top-level definition that it belongs to,
     name, text: the docstring, code: of a function, without docstring, comments and decorators; else empty}. Nothing
@@ -78,23 +76,27 @@ def documented(path: Path, file: Path) -> Iterator[dict[str, str]]:
     package = file.parts[0] if len(file.parts) > 1 else ""
     for top in [module, *module.body]:
         for node in [module] if top is module else ast.walk(top):
-            text = ast.get_docstring(node) if isinstance(node, (ast.Module, *DEFINITIONS)) else None
-            if text:
-                named = getattr(top, "name", "")  # a definition may stand in an `if` or a `try`
-                yield {"package": package, "top": f"{file}:{named}", "name": getattr(node, "name", ""), "text": text,
-                       "code": _code(node)}  # fmt: skip
+            if not isinstance(node, (ast.Module, *DEFINITIONS)):
+                continue
+            named, name = getattr(top, "name", ""), getattr(node, "name", "")  # it may stand in an `if` or a `try`
+            text, code = ast.get_docstring(node) or "", _code(node)
+            if text or code:
+                yield {"package": package, "top": f"{file}:{named}", "name": name, "text": text, "code": code}
 
 
 def _code(node: ast.AST) -> str:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return ""
-    node.body, node.decorator_list = node.body[1:] or [ast.Pass()], []
-    return ast.unparse(node)
+    if ast.get_docstring(node) is not None:
+        node.body = node.body[1:] or [ast.Pass()]
+    name, node.name, node.decorator_list = node.name, THIS, []
+    return re.sub(rf"\b{re.escape(name)}\b", THIS, ast.unparse(node))
 
 
 def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Records of stdlib-docstrings: nothing that two packages say, and no package's name in a text."""
-    counts = Counter(entry["package"] for entry in entries if entry["package"])
+    entries = [entry for entry in entries if entry["package"] and entry["text"]]
+    counts = Counter(entry["package"] for entry in entries)
     packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
     named = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
     records, said_by = [], {}
@@ -110,29 +112,15 @@ def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Records of stdlib-functions."""
     records = []
     for entry in entries:
-        if entry["code"]:
-            target = first_sentence(entry["text"])
-            records.append({"source": in_words(entry["code"]), "target": target, "baseline": in_words(entry["name"]),
-                            "top": entry["top"], "says": _words(target)})  # fmt: skip
+        source = in_words(entry["code"]) if entry["code"] else ""
+        if len(source.split()) >= MIN_WORDS_OF_CODE:
+            target = in_words(entry["name"])
+            records.append({"source": source, "target": target, "top": entry["top"], "says": _words(source)})
     return records
 
 
-def asked_for_its_name(record: dict[str, str]) -> dict[str, str]:
-    """A record of a function with its name as the target."""
-    return {**record, "source": f"name {record['source']}", "target": record["baseline"]}
-
-
-def first_sentence(text: str) -> str:
-    """Of a docstring, in one line: up to its first full stop, or empty line."""
-    paragraph = " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
-    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", paragraph)[0]
-
-
 def in_words(code: str) -> str:
-    """The words of a piece of code, names taken apart: `def getSize(self, depth=3)` is "def get size self depth 3".
-
-    So a small model finds the words of the code again in what is said about it.
-    """
+    """The words of a piece of code, names taken apart: `def getSize(self, depth=3)` is "def get size self depth 3"."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", code.replace("_", " "))
     return " ".join(re.findall(r"[A-Za-z]+|[0-9]+", apart)).lower() or code
 
