@@ -147,7 +147,7 @@ class Report:
         return [
             f"Command: `{self.command}`",
             f"Hardware: {self.machine.describe()}",
-            f"Limit: {limit}{host} ({_LIMITS.get(self.machine.kind, _LIMITS['cuda'])})",
+            f"Limit: {limit}{host} ({_LIMITS.get(self.machine.kind, _LIMITS['gpu'])})",
             *([f"Trials run with {settings}"] if settings else []),
             f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
             f"{environment['python']}, {versions}",
@@ -174,6 +174,7 @@ _ABOUT_TRIALS = (
 )
 _LIMITS = {
     "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB a process, comes on top",
+    "gpu": "of what torch's allocator reserves; what the driver takes for each process comes on top",
     "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",
 }
 
