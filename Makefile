@@ -36,11 +36,14 @@ compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \
 	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 --memory_limit 1GiB --granularity 4 --steps 2 --output outputs/compare-small $(ARGS)
 
+# Two tests at a time, those of a file one after another; the files of long launches first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/launch tests/device tests/unit tests/gpu
+
 test: $(READY)       ## the tests: all that need no GPU, but for the longest tables
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: $(READY)   ## with the longest tables
-	$(BIN)/python -m pytest tests -m "not gpu and not real" $(ARGS)
+	$(PYTEST) -m "not gpu and not real" $(ARGS)
 
 test-real: $(READY)  ## the tests on published data and weights: make test-real DATA=path
 	$(if $(DATA),,$(error say where the data is: make test-real DATA=path))
