@@ -66,7 +66,7 @@ if [ "$choice" != cpu ]; then
 import sys
 
 from train.recipe.errors import UserError
-from train.strategy.devices import check_devices
+from train.strategy.gpus import check_devices
 
 try:
     check_devices()
