@@ -46,7 +46,11 @@ def bases(material, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "processes"),
-    [("deberta", 1), ("blenderbot", 1), *(pytest.param(family, 2, marks=pytest.mark.long) for family in FAMILIES)],
+    [
+        ("blenderbot", 1),
+        pytest.param("deberta", 1, marks=pytest.mark.long),
+        *(pytest.param(family, 2, marks=pytest.mark.long) for family in FAMILIES),
+    ],
 )
 def test_each_family_trains_with_its_preset(bases, material, cache, tmp_path, family, processes):
     task, strategy, data, targets = FAMILIES[family]

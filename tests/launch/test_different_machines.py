@@ -17,7 +17,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("lines", "words"),
     [
         ((400, 500), ["rank 1, on machine", "another train_file (files and their bytes)", "Copy the data"]),
-        ((400, 400), ["rank 1, on machine", "another view of output_dir", "that all machines share"]),
+        pytest.param(
+            (400, 400),
+            ["rank 1, on machine", "another view of output_dir", "that all machines share"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["data", "output_dir"],
 )

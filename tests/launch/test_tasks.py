@@ -171,7 +171,8 @@ def test_a_llama_learns_a_number(llama, cache, tmp_path, strategy, processes):
     assert model.config.pad_token_id is not None
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_t5_is_trained_in_bf16_where_fp16_was_asked_for(material, cache, tmp_path, strategy):
     tiny_t5(tmp_path / "t5", material / "tokenizers" / "blenderbot")
     rows = [{"document": f"a long text number {i} about a cat", "summary": f"cat {i}"} for i in range(40)]
