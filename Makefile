@@ -32,7 +32,7 @@ train-cls: $(READY)  ## train a small BERT to tell which package of Python's lib
 train-seq2seq: $(READY) ## train a small BlenderBot to name the functions of Python's library: the same
 	$(ONE) train/seq2seq.py --config recipes/seq2seq/stdlib-functions.yaml $(ARGS)
 
-compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on this machine, 1 GiB a process: 6 to 8 minutes
+compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3 on this machine, 1 GiB a process: 6 to 12 minutes
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \
 	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 --memory_limit 1GiB --granularity 4 --steps 2 --output outputs/compare-small $(ARGS)
 
