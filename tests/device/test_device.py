@@ -38,6 +38,7 @@ def test_a_run_on_the_device_is_the_run_on_the_cpu(runs, strategy):
     assert lines[-1]["eval_loss"] == pytest.approx(reference[-1]["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_no_state_is_held_twice_under_ddp(runs):
     """The gradients lie in the buckets of DDP, which are as large; two micro-batches, so that there are some."""
     lines, output = runs("device", "single")

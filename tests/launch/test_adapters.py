@@ -44,13 +44,9 @@ def bases(material, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long  # a Llama's under ZeRO-3, to the last digit: test_agreement.py
 @pytest.mark.parametrize(
-    ("family", "processes"),
-    [
-        ("blenderbot", 1),
-        pytest.param("deberta", 1, marks=pytest.mark.long),
-        *(pytest.param(family, 2, marks=pytest.mark.long) for family in FAMILIES),
-    ],
+    ("family", "processes"), [("blenderbot", 1), ("deberta", 1), *((family, 2) for family in FAMILIES)]
 )
 def test_each_family_trains_with_its_preset(bases, material, cache, tmp_path, family, processes):
     task, strategy, data, targets = FAMILIES[family]

@@ -314,11 +314,15 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     assert "### Response" in AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
-LEGS = [(8, "zero3_offload", 1)]  # goes on after this update, strategy, processes
-MORE_LEGS = [(8, "single", 1), (16, "zero3_offload", 2)], [(8, "zero3", 2), (16, "ddp", 2)]
+LEGS = (  # goes on after this update, strategy, processes
+    [(8, "zero3_offload", 1)],
+    [(8, "single", 1), (16, "zero3_offload", 2)],
+    [(8, "zero3", 2), (16, "ddp", 2)],
+)
 
 
-@pytest.mark.parametrize("legs", [LEGS, *(pytest.param(legs, marks=pytest.mark.long) for legs in MORE_LEGS)])
+@pytest.mark.long  # from ZeRO-3 to one process: test_chain.py
+@pytest.mark.parametrize("legs", LEGS)
 def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights, cache, tmp_path, legs):
     """Begun under ZeRO-2 with 2 processes and left, against the run that was left alone."""
     lines, whole = run("packed", "zero2")
