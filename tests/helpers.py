@@ -119,7 +119,7 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
 def launch_command(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
                    task: str = "clm") -> list[str]:  # fmt: skip
     """What is typed to run a task."""
-    command = [str(BIN / "accelerate"), "launch", "--main_process_port", "0"]
+    command = [str(BIN / "accelerate-launch"), "--main_process_port", "0"]  # the same, which imports less
     if strategy:
         named = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
         command += ["--config_file", named]

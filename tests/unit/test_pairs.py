@@ -230,6 +230,23 @@ def launched(monkeypatch, tmp_path):
     return pretend
 
 
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        ("/bin/python /bin/accelerate launch --config_file a.yaml train/clm.py", True),
+        ("/bin/python /bin/accelerate-launch --config_file a.yaml train/clm.py", True),
+        ("python -m accelerate.commands.launch train/clm.py", True),
+        ("python -m accelerate.commands.accelerate_cli launch train/clm.py", True),
+        ("/bin/python /bin/torchrun --nproc_per_node 2 train/clm.py", False),
+        ("/bin/accelerate config", False),
+        ("bash launch.sh", False),
+    ],
+)
+def test_the_launcher_is_known_under_each_of_its_names(words, is_one):
+    """What it was told (the YAML, threads) is read from its command line."""
+    assert launch_module._is_accelerate_launch(words.split()) == is_one
+
+
 def test_unknown_nested_keys_are_found(launched):
     launched({"deepspeed_config": {"zero_stage": 2, "offload_optimiser_device": "cpu"}})
     with pytest.raises(UserError, match=r"offload_optimiser_device\. Did you mean offload_optimizer_device\?"):

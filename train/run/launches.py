@@ -42,7 +42,7 @@ class Trial:
 
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
-        launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]  # `accelerate` itself imports transformers
         layout = ["--config_file", str(self.config_file), "--num_processes", str(num_processes)]
         script = [str(TRAIN / f"{self.task}.py"), "--config", str(self.recipe), "--output_dir", str(self.output)]
         return [*launcher, *layout, "--main_process_port", "0", *script, *self.flags]

@@ -113,9 +113,18 @@ def launcher_process():
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             words = parent.cmdline()
-            if "launch" in words and any("accelerate" in word for word in words):
+            if _is_accelerate_launch(words):
                 return parent
     return None
+
+
+def _is_accelerate_launch(words: list[str]) -> bool:
+    """Whether it is `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    alone = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
+    first = words[:3]  # Python, -m and the program at most
+    return any(word.endswith(alone) for word in first) or (
+        "launch" in words and any("accelerate" in word for word in words)
+    )
 
 
 def _default_config() -> str | None:
