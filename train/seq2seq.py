@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     widths = data.widths if recipe.pad_to_max_length else None
     collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(engine.device))
     settings = generation_settings(recipe, data.widths)
+    model.generation_config.update(**settings)  # saved with the model: whoever talks to it later is answered likewise
 
     def held_out_batches(engine):
         return eval_batches(engine, data.validation.samples, collate, recipe.per_device_eval_batch_size)

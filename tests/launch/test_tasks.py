@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import tools_in_this_process
 from helpers import BIN, ROOT, environment, launch, launched, metrics, tiny_deberta, tiny_t5, updates
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
@@ -18,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     BlenderbotTokenizer,
 )
+
+from train.cli import main as zerofit
 
 SMALL_BERT = [
     "--model_type", "bert", "--train_tokenizer_vocab_size", "2000", "--config_overrides",
@@ -280,7 +283,7 @@ PUBLISHED_SEQ2SEQ = """accelerate launch train/seq2seq.py --dataset_name "smangr
   --seed 25 --logging_steps 100 --with_tracking --report_to "wandb" --report_name "blenderbot_400M_finetuning" """
 
 
-def test_the_published_dialogue_command(material, tmp_path):
+def test_the_published_dialogue_command(material, tmp_path, capfd):
     model = tmp_path / "facebook" / "blenderbot-400M-distill"
     tokenizer = BlenderbotTokenizer.from_pretrained(material / "tokenizers" / "blenderbot")
     config = AutoConfig.for_model(
@@ -309,4 +312,8 @@ def test_the_published_dialogue_command(material, tmp_path):
     lengths = [len(tokenizer(row["prediction"])["input_ids"]) for row in rows]
     assert all(20 <= length <= 66 for length in lengths), "64 tokens, and the end that a tokenizer adds"
     assert AutoModelForSeq2SeqLM.from_pretrained(output / "model").generation_config.use_cache
+    with tools_in_this_process():  # prefix, beams and lengths are those of the run
+        asked = rows[0]["source"].removeprefix("chatbot: ")
+        assert zerofit(["generate", "--model", str(output), "--prompt", asked]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].strip() == rows[0]["prediction"]
     assert list(output.rglob("*.wandb"))

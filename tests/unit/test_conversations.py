@@ -7,7 +7,7 @@ from datasets import Dataset
 from helpers import refusal
 
 from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
-from train.data.pairs import PairEncoder, prepare_pairs
+from train.data.pairs import PairEncoder, SourceFormat, prepare_pairs, turn_separator
 from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer
 from train.recipe import Seq2SeqRecipe, UserError, parse_recipe
@@ -155,14 +155,15 @@ def test_any_other_json_is_left_to_the_library(tmp_path, text):
 
 @pytest.fixture(scope="module")
 def blenderbot(data):
-    """flags -> an encoder with BlenderBot's tokenizer."""
+    """(source, target, prefix, separator) -> an encoder with BlenderBot's tokenizer."""
     folder = data("tokenizers/blenderbot")
     flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name", str(folder), "--train_file", "a.jsonl"]
     config = load_configuration(parse_recipe(Seq2SeqRecipe, flags))
     tokenizer = load_tokenizer(parse_recipe(Seq2SeqRecipe, flags), config)
 
-    def encoder(source: int = 128, target: int = 128, *more: str) -> PairEncoder:
-        return PairEncoder(tokenizer, parse_recipe(Seq2SeqRecipe, [*flags, *more]), config, (source, target))
+    def encoder(source: int = 128, target: int = 128, prefix: str = "", separator: str | None = None) -> PairEncoder:
+        separator = separator or turn_separator(config, tokenizer)
+        return PairEncoder(tokenizer, SourceFormat(prefix, separator, source), target)
 
     return encoder
 
@@ -194,7 +195,7 @@ def test_turns_are_joined_by_the_models_separator(blenderbot):
     encoder = blenderbot()
     (ids,) = encoder.encode([Pair(["Hello.", "How are you?"], "x")])["input_ids"]
     assert ids == [*encoder.tokenizer("Hello.  How are you?", add_special_tokens=False)["input_ids"], ids[-1]]
-    other = blenderbot(128, 128, "--turn_separator", " // ")
+    other = blenderbot(separator=" // ")
     assert decoded(other, other.encode([Pair(["Hello.", "Yes?"], "x")])["input_ids"][0]) == "Hello. // Yes?"
 
 
@@ -205,7 +206,7 @@ def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
     needed = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
     seen = set()
     for width in range(needed[0], needed[-1] + 2):
-        encoder = blenderbot(width, 8, "--source_prefix", prefix)
+        encoder = blenderbot(width, 8, prefix)
         kept = sum(length <= width for length in needed)
         encoded = encoder.encode([Pair(LONG, "x")])
         (ids,) = encoded["input_ids"]
@@ -241,7 +242,7 @@ def test_of_a_single_text_the_beginning_is_kept(blenderbot):
 @pytest.mark.parametrize("turns", [["one " * 30 + "end"], ["first " * 9, "one " * 30 + "end"], LONG])
 def test_the_prefix_survives_truncation(blenderbot, prefix, turns):
     """And nothing of the old turns with it, where the space at its end belongs to the next token."""
-    encoder = blenderbot(14, 8, "--source_prefix", prefix)
+    encoder = blenderbot(14, 8, prefix)
     (ids,) = encoder.encode([Pair(turns, "x")])["input_ids"]
     text = decoded(encoder, ids)
     assert text.startswith(prefix.strip())
@@ -253,7 +254,7 @@ def test_the_prefix_survives_truncation(blenderbot, prefix, turns):
 
 
 def test_a_prefix_that_leaves_no_room(blenderbot):
-    message = refusal(blenderbot, 8, 8, "--source_prefix", "an instruction that goes on and on and on: ")
+    message = refusal(blenderbot, 8, 8, "an instruction that goes on and on and on: ")
     assert "max_source_length = 8: the prefix leaves no room" in message
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -361,14 +362,36 @@ def test_an_encoder_decoder(blenderbot, generate, given, tokenizer):
     written = model.generate(ids, max_new_tokens=31, do_sample=False, num_beams=1, pad_token_id=0)[0]
     assert done.out == tokenizer.decode(written, skip_special_tokens=True) + "\n"
     assert len(done.out) > 2
-    assert "32 positions" in generate("--model", blenderbot, "--prompt", "a b " * 40, expect=2).err
+    assert "left out" in generate("--model", blenderbot, "--prompt", "a b " * 40).err
+    assert len(given.ids[-1]) == 32
 
 
 def test_a_conversation_with_an_encoder_decoder_needs_no_template(blenderbot, talk, given, tokenizer):
     done = talk(["one", "two"], "--model", blenderbot, "--max_new_tokens", 4)
     reply = done.out.splitlines()[0].strip()
     assert [tokenizer.decode(ids) for ids in given.ids] == ["one<|endoftext|>", f"one  {reply}  two<|endoftext|>"]
-    assert "no chat template" in talk(["a"], "--model", blenderbot, "--system_prompt", "x", expect=2).err
+
+
+def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate, given, tokenizer, tmp_path):
+    """The source's form lies in its tokenizer's configuration, and how it searches in generation_config.json."""
+    folder = shutil.copytree(blenderbot, tmp_path / "trained")
+    form = {"prefix": "Q: ", "separator": " / ", "max_length": 20}
+    search = {"num_beams": 3, "max_new_tokens": 5, "min_new_tokens": 2}
+    for file, more in (("tokenizer_config.json", {"source_format": form}), ("generation_config.json", search)):
+        known = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**known, **more}))
+    done = talk(["one", "two"], "--model", folder, "--context", "persona")
+    reply = done.out.splitlines()[0].strip()
+    sources = [tokenizer.decode(ids) for ids in given.ids]
+    assert sources[0] == "Q: persona / one<|endoftext|>"
+    assert f"Q: persona / one / {reply} / two<|endoftext|>" == sources[1] or "do not fit" in done.err
+    assert {(each["num_beams"], each["max_new_tokens"]) for each in given.settings} == {(3, 5)}
+    generate("--model", folder, "--prompt", "word " * 40, "--num_beams", 1, "--max_new_tokens", 3)
+    assert (given.settings[-1]["num_beams"], given.settings[-1]["max_new_tokens"]) == (1, 3)
+    assert len(given.ids[-1]) == 20
+    assert tokenizer.decode(given.ids[-1]).startswith("Q: word")
+    generate("--model", folder, "--prompt", "one", "--raw")
+    assert tokenizer.decode(given.ids[-1]) == "one<|endoftext|>"
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters

@@ -1,7 +1,7 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from datasets import Dataset, Features, Value
 
@@ -19,7 +19,24 @@ from train.recipe.tasks import Seq2SeqRecipe
 COLUMNS = ("input_ids", "labels")
 TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "truncated": Value("int32"),
                   "is_cut": Value("bool")})  # fmt: skip
+FORMAT = "source_format"  # in tokenizer_config.json
 TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's delimiter for these models
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """How a source is written for the encoder. It is saved in the tokenizer's configuration, so that whoever asks the
+    model later writes it likewise."""
+
+    prefix: str
+    separator: str  # between two turns
+    max_length: int  # tokens, special tokens included
+
+    @classmethod
+    def of(cls, tokenizer, config, max_length: int) -> "SourceFormat":
+        """The one that a model was trained with; where none is known its family's, with sources of `max_length`."""
+        known = tokenizer.init_kwargs.get(FORMAT)
+        return cls(**known) if known else cls("", turn_separator(config, tokenizer), max_length)
 
 
 @dataclass
@@ -68,8 +85,11 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
             choose_length(recipe, "max_source_length", config),
             choose_length(recipe, "max_target_length", config),
         )
-        encoder = PairEncoder(tokenizer, recipe, config, widths)
+        separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
+        form = SourceFormat(recipe.source_prefix, separator, widths[0])
+        encoder = PairEncoder(tokenizer, form, widths[1])
         tables = {name: _encode(part, columns, encoder, recipe) for name, part in parts.items()}
+    tokenizer.init_kwargs[FORMAT] = asdict(form)
     train = first(tables["train"], recipe.max_train_samples)
     if cut := sum(train["is_cut"][:]):
         notes.append(f"note      {cut:,} of {len(train):,} targets are cut at {widths[1]} tokens (max_target_length)")
@@ -90,12 +110,15 @@ class PairEncoder:
     """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
 
     Args:
-        widths: the longest source and target in tokens, special tokens included.
+        max_target: the longest target in tokens, special tokens included.
+
+    Raises:
+        UserError: the prefix leaves no room for a source.
     """
 
-    def __init__(self, tokenizer, recipe: Seq2SeqRecipe, config, widths: tuple[int, int]):
-        self.tokenizer, self.prefix, self.widths = tokenizer, recipe.source_prefix, widths
-        self.separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
+    def __init__(self, tokenizer, form: SourceFormat, max_target: int):
+        self.tokenizer, self.prefix, self.separator = tokenizer, form.prefix, form.separator
+        self.widths = widths = (form.max_length, max_target)
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
@@ -120,7 +143,7 @@ class PairEncoder:
         """Columns input_ids, labels, target (the whole text), truncated (tokens lost) and is_cut (of the target)."""
         if not pairs:
             return {name: [] for name in TABLE}
-        sources, lost = self._sources([pair.source for pair in pairs])
+        sources, lost = self.sources([pair.source for pair in pairs])
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
         targets = self._ids([pair.target for pair in pairs], "text_target")
@@ -130,7 +153,7 @@ class PairEncoder:
         texts = [pair.target for pair in pairs]
         return {"input_ids": sources, "labels": labels, "target": texts, "truncated": lost, "is_cut": cut}
 
-    def _sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
+    def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a
         last turn that does not fit alone its end is kept; of a single text its beginning."""
         (before, after), room = self.marks[0], self.room

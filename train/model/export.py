@@ -32,6 +32,7 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
         if getattr(model, name, None) is not None:
             setattr(written, name, copy.deepcopy(getattr(model, name)))
             getattr(written, name).use_cache = True
+    make_consistent(getattr(written, "generation_config", None))
     state = without_padding(written, state)
     written.save_pretrained(folder, state_dict=state)
     positions = usable_positions(model.config)
@@ -40,6 +41,20 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
     tokenizer.save_pretrained(folder)
     _keep_the_tokenizers_source(Path(tokenizer.name_or_path), folder)
     write_card(folder, card)
+
+
+def make_consistent(generation) -> None:
+    """Take out what has no effect: published settings name a temperature and do not sample, or stop a search early
+    that has one beam, and then transformers refuses to save them."""
+    if generation is None:
+        return
+    idle = () if generation.do_sample else (
+        "temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # fmt: skip
+    if (generation.num_beams or 1) == 1:
+        idle += ("early_stopping", "length_penalty")
+    for name in idle:
+        if getattr(generation, name, None) is not None:
+            setattr(generation, name, None)
 
 
 def _keep_the_tokenizers_source(source: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from train.model.base_weights import FILE, sample_weights
-from train.model.export import write_card
+from train.model.export import make_consistent, write_card
 from train.model.stored import ADAPTER_PREFIX
 from train.recipe.errors import UserError, nearest
 from train.recipe.options import LoraOptions, TrainingRecipe
@@ -77,6 +77,10 @@ class Adapter:
             del description.quantization_config  # how the base was held here; it may be loaded otherwise
         description.use_cache = True
         description.save_pretrained(folder)
+        if model.config.is_encoder_decoder:  # how it was told to answer (train/seq2seq.py)
+            settings = copy.deepcopy(model.generation_config)
+            make_consistent(settings)
+            settings.save_pretrained(folder)
         if self.base_sample:
             (folder / FILE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
         tokenizer.save_pretrained(folder)

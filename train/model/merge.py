@@ -208,17 +208,7 @@ def _write(model, folder: AdapterFolder, adapted: Adapted, tokenizer, partial: P
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(folder.path)
-    _make_consistent(getattr(model, "generation_config", None))
     export_model(model, model.state_dict(), tokenizer, partial, _card(model, folder, adapted, notes))
-
-
-def _make_consistent(generation) -> None:
-    """Take out what has no effect: published settings name a temperature and do not sample, and then transformers
-    refuses to save them."""
-    if generation is not None and not generation.do_sample:
-        for name in ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"):
-            if getattr(generation, name, None) is not None:
-                setattr(generation, name, None)
 
 
 def _read_back(adapted: Adapted, partial: Path, trust_remote_code: bool):

@@ -1,7 +1,8 @@
 """What a model is asked to continue: prompts from the command line or a file, and conversations, as token ids."""
 
 import json
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +89,38 @@ class Renderer:
         config: the model's.
         template: the name or .jinja file of a chat template in place of the tokenizer's own.
         raw: take prompts as they are.
+        system: what every conversation begins with.
     """
 
     def __init__(self, tokenizer, config, template: str | None = None, raw: bool = False, system: str | None = None):
         self.tokenizer, self.config, self.system = tokenizer, config, system
+        self.left_out = 0  # tokens of the latest source that did not fit, as in training
         self.has_encoder = config.is_encoder_decoder
         if template is not None:
             install_template(tokenizer, template)
         self.uses_template = bool(tokenizer.chat_template) and not raw
-        self.separator = None
-        if self.has_encoder:
-            from train.data.pairs import turn_separator
-            from train.model.tokenizer import end_with_eos
-
-            end_with_eos(tokenizer)
-            self.separator = turn_separator(config, tokenizer)
+        self.encoder = self._encoder(raw) if self.has_encoder and not self.uses_template else None
         if self.uses_template:
             self._render([{"role": "user", "content": "a"}])  # a broken template is found before anybody types
-        elif system is not None:
+        elif system is not None and not self.has_encoder:
             raise UserError(f"system_prompt = {system!r}: {self._no_template}")
+
+    def _encoder(self, raw: bool):
+        """What writes sources as they were written in training; what the conversation begins with is never cut."""
+        from train.data.pairs import PairEncoder, SourceFormat
+        from train.model.configuration import usable_positions
+
+        positions = usable_positions(self.config) or sys.maxsize
+        form = SourceFormat.of(self.tokenizer, self.config, positions)
+        before = "" if raw else form.prefix
+        if self.system:
+            before += f"{self.system}{form.separator}"
+        try:
+            return PairEncoder(self.tokenizer, replace(form, prefix=before), positions)
+        except UserError:
+            raise UserError(
+                f"system_prompt = {self.system!r} leaves no room in a source of {form.max_length} tokens: shorten it"
+            ) from None
 
     @property
     def _no_template(self) -> str:
@@ -126,13 +140,15 @@ class Renderer:
             return self.ids_of(list(prompt.messages))
         if self.uses_template and prompt.text:
             return self.ids_of([{"role": "user", "content": prompt.text}])
-        return self._source(prompt.text) if self.has_encoder else self._beginning(prompt.text)
+        if not self.has_encoder:
+            return self._beginning(prompt.text)
+        return self._source([prompt.text])
 
     def ids_of(self, messages: Messages) -> list[int]:
         """The tokens of a conversation, up to where the reply begins."""
         self.check_conversations()
         if not self.uses_template:
-            return self._source(self.separator.join(message["content"].strip() for message in messages))
+            return self._source([message["content"].strip() for message in messages])
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         text = self._render(messages)
@@ -167,8 +183,8 @@ class Renderer:
         places = [place for place in range(len(marked)) if marked[place : place + len(plain)] == plain]
         return marked[: places[0] + len(plain)] if places else marked
 
-    def _source(self, text: str) -> list[int]:
-        ids = self.tokenizer(text)["input_ids"]
-        if not ids:
+    def _source(self, turns: list[str]) -> list[int]:
+        if not any(turns):
             raise UserError("an empty prompt: an encoder needs something to read. Give it a word")
+        (ids,), (self.left_out,) = self.encoder.sources([turns])
         return ids

@@ -183,9 +183,17 @@ class Writer:
         self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
         samples = bool(options.do_sample or options.sampling)
         self.settings = {
-            "do_sample": samples, "num_beams": 1, "use_cache": True, "eos_token_id": self.ends or None,
-            "pad_token_id": padding_token(tokenizer), **options.sampling,
+            "do_sample": samples, "num_beams": options.num_beams or 1, "use_cache": True,
+            "eos_token_id": self.ends or None, "pad_token_id": padding_token(tokenizer), **options.sampling,
         }  # fmt: skip
+        if self.has_encoder:  # answers as it did in training
+            if options.num_beams is None and not samples:
+                self.settings["num_beams"] = own.num_beams or 1
+            if own.max_new_tokens and not options.source("max_new_tokens"):
+                self.max_new_tokens = own.max_new_tokens
+            if self.settings["num_beams"] > 1:
+                say(f"note: a search with {self.settings['num_beams']} beams, as the model was told; --num_beams 1 is "
+                    "faster")  # fmt: skip
         self.seed = options.seed
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
@@ -206,7 +214,7 @@ class Writer:
         return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
 
     def write(self, ids: list[int], number: int = 0) -> str:
-        """Continue a prompt, streaming to stdout. Returns what was written.
+        """Continue a prompt, onto stdout; streaming, where there is no search. Returns what was written.
 
         Args:
             number: of the prompt; each draws with a seed of its own.
@@ -221,15 +229,19 @@ class Writer:
             torch.manual_seed(self.seed + number)
         most = self.max_new_tokens if room is None else min(room, self.max_new_tokens)
         inputs = torch.tensor([ids], device=self.model.device)
+        streams = self.settings["num_beams"] == 1
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
         with torch.no_grad():
             written = self.model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=most, **self.settings,
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
-            )[0].tolist()  # fmt: skip
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=most, **self.settings, streamer=streamer
+            )[0].tolist()
         new = written[1:] if self.has_encoder else written[len(ids) :]
         if most < self.max_new_tokens and len(new) >= most and new[-1] not in self.ends:
             say(f"note: the model's {self.positions:,} positions are used up")
-        return self.tokenizer.decode(new, skip_special_tokens=True)
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        if not streams:
+            print(text, flush=True)
+        return text
 
 
 def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:
@@ -238,7 +250,10 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=N
     Raises:
         UserError: a prompt is too long. That is found before any is continued.
     """
-    rows = [renderer.ids(prompt) for prompt in prompts]
+    rows, cut = [], []
+    for prompt in prompts:
+        rows.append(renderer.ids(prompt))
+        cut.append(renderer.left_out)
     for number, ids in enumerate(rows, 1):
         room = writer.room(len(ids))
         if room is not None and room <= 0:
@@ -249,6 +264,8 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=N
             if len(prompts) > 1:
                 shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
                 say(f"[{number + 1}/{len(prompts)}] {shown}")
+            if cut[number]:
+                say(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are left out")
             text = writer.write(ids, number)
             if output:
                 output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")
@@ -296,6 +313,8 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
         if len(kept) < len(asked):
             dropped = (len(asked) - len(kept)) // 2
             say(f"note: the oldest {'exchange does' if dropped == 1 else f'{dropped} exchanges do'} not fit any more")
+        elif renderer.left_out:
+            say(f"note: {renderer.left_out} tokens of what was said do not fit any more")
         reply = writer.write(ids, number)
         history = [*kept, {"role": "assistant", "content": reply.strip()}]
 

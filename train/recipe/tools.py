@@ -209,7 +209,10 @@ class WriterOptions(Recipe):
     chat: bool = option(
         False, "Talk with the model, a line at a time; /reset forgets what was said, an empty line ends."
     )
-    system_prompt: str | None = option(None, "What a conversation begins with, for models that know of it.")
+    system_prompt: str | None = option(
+        None, "What a conversation begins with: a system message, or what an encoder-decoder reads first (a persona).",
+        aliases=("context",),
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "How conversations are written: a .jinja file or a known name; by default the tokenizer's own."
     )
@@ -241,7 +244,12 @@ class WriterOptions(Recipe):
 class SamplingOptions(Recipe):
     """How the next token is chosen"""
 
-    max_new_tokens: int = option(256, "Write at most this many tokens.", positive=True)
+    max_new_tokens: int = option(
+        256, "Write at most this many tokens; an encoder-decoder as many as in training.", positive=True
+    )
+    num_beams: int | None = option(
+        None, "Beams of the search; by default an encoder-decoder's own number, else 1.", positive=True
+    )
     do_sample: bool | None = option(
         None, "Draw the next token, in place of the likeliest; by default if temperature, top_k or top_p is given."
     )
