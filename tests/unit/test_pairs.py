@@ -101,12 +101,26 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "options", "accumulation"),
+    [
+        ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, {}, 8),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
+        ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
+    ],
+)
+def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):
+    resolved, _ = resolve(tmp_path, content, recipe(**options))
+    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (32, accumulation)
+
+
+@pytest.mark.parametrize(
     ("content", "options", "words"),
     [
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, ["= 4", "= 2"]),
         ({"train_micro_batch_size_per_gpu": 4}, {"per_device_train_batch_size": 8}, ["= 4", "= 8"]),
-        ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["train_batch_size = 5", "16"]),
+        ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
         ({"gradient_accumulation_steps": 4}, {"global_batch_size": 32}, ["gradient_accumulation_steps = 4", "= 2"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
         (

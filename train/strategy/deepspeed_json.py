@@ -185,6 +185,9 @@ def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[d
     config = json.loads(json.dumps(config))
     owner = _Owner(config, source, recipe)
     owner.claim("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+    accumulation = config.get("gradient_accumulation_steps", "auto")
+    if recipe.global_batch_size is None and recipe.gradient_accumulation_steps is None and accumulation == "auto":
+        owner.claim("global_batch_size", "train_batch_size", default="auto")  # the accumulation follows from it
     if recipe.global_batch_size is None:
         owner.claim("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
     owner.claim("max_grad_norm", "gradient_clipping")
