@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from train.recipe.errors import UserError
 from train.recipe.options import Recipe
 from train.strategy.batches import Batches, resolve_batches
-from train.strategy.builds import drop_abandoned_locks
+from train.strategy.builds import announce_builds, drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
@@ -91,6 +91,7 @@ class Strategy:
                 self.notes += [
                     f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()
                 ]
+            announce_builds()
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
             kwargs["gradient_accumulation_steps"] = self.batches.accumulation
         # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
