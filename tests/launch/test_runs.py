@@ -1,6 +1,7 @@
 """Real launches of the causal task: from scratch, options, a user's own DeepSpeed JSON, the published command, ..."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -185,23 +186,38 @@ def pair(folder, content: dict) -> str:
     return str(folder / "mine.yaml")
 
 
-def test_deepspeeds_own_scheduler_gives_the_recipes_curve(text, cache, tmp_path):
+def published(folder, of: str) -> str:
+    """A pair as it was published (docs/published.md), for a machine without a GPU: its precision is left open."""
+    names = {"zero2": "zero2_config_accelerate.json", "zero3_offload": "zero3_offload_config_accelerate.json"}
+    for name in (f"{of}.yaml", names[of]):
+        text = (ROOT / "tests" / "published" / name).read_text().replace("/path/to", str(folder))
+        text = text.replace("mixed_precision: fp16", "mixed_precision: 'no'")
+        text = re.sub('"enabled": (true|"true")', '"enabled": "auto"', text)
+        (folder / name).write_text(text)
+    return str(folder / f"{of}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("pair", "warmup"),
+    [("zero2", 4), pytest.param("zero2", 0, marks=LONG), pytest.param("zero3_offload", 0, marks=LONG)],
+)
+def test_deepspeeds_own_scheduler_gives_the_recipes_curve(text, cache, tmp_path, pair, warmup):
     """With 2 processes and "auto" everywhere: where accelerate alone would reach zero at half of the run."""
-    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    config = pair(tmp_path, {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto", "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        "scheduler": {"type": "WarmupDecayLR", "params": auto},
-    })  # fmt: skip
-    lines = launch(
-        tmp_path / "run", *SCRATCH, "--train_file", text, "--max_train_steps", "12", "--num_warmup_steps", "4",
-        "--lr_scheduler_type", "linear", "--cache_dir", cache, strategy=config,
+    options = ["--num_warmup_steps", warmup] if warmup else []
+    run = [word for word in SCRATCH if word not in ("--global_batch_size", "8")]  # the JSONs say accumulation 1
+    done = launched(
+        tmp_path / "run", *run, "--train_file", text, "--max_train_steps", "12", *options, "--cache_dir", cache,
+        strategy=published(tmp_path, pair),
     )  # fmt: skip
-    expected = [1e-3 * (k / 4 if k < 4 else (12 - k) / 8) for k in range(12)]
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = metrics(tmp_path / "run")
+    expected = [1e-3 * (k / warmup if k < warmup else (12 - k) / (12 - warmup)) for k in range(12)]
     assert [line["learning_rate"] for line in updates(lines)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
     effective = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())["deepspeed"]
-    assert effective["scheduler"]["params"]["total_num_steps"] == 12
+    if warmup:
+        assert effective["scheduler"]["params"]["total_num_steps"] == 12
+    else:
+        assert "DeepSpeed's WarmupDecayLR warms up for at least 2 updates, and this run for 0" in done.stdout
     assert "auto" not in json.dumps(effective)
 
 

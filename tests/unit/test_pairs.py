@@ -62,7 +62,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config, source = read_config(launch(path))
+    config, source, _ = read_config(launch(path))
     options = recipe(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
     resolved, batches = resolve_config(config, source, options, launch(path))
     resolved["bf16"] = {"enabled": precision == "bf16"}
@@ -85,7 +85,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
 def resolve(tmp_path, content: dict, options: ClmRecipe) -> tuple[dict, ClmRecipe]:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **content}))
-    config, source = read_config(launch(path))
+    config, source, _ = read_config(launch(path))
     resolved, _ = resolve_config(config, source, options, launch(path))
     return resolved, options
 
@@ -145,7 +145,11 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"fp16": {"enabled": "true"}}, ["fp16.enabled", "'true'", "true without quotes"]),
+        ({"wall_clock_breakdown": "true"}, ["wall_clock_breakdown", "'true'", "true without quotes"]),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "2e8"}},
+            ["reduce_bucket_size is", "2e8 without quotes"],
+        ),
         ({"gradient_clipping": "1.0"}, ["gradient_clipping", "'1.0'", "1.0 without quotes"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}, ["optimizer.params.lr", "5e-4 without quotes"]),
         ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
@@ -210,7 +214,7 @@ def test_deepspeeds_other_bf16_optimizer_is_refused(launched, tmp_path, name):
 def test_a_pair_is_found_from_another_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     yaml_file = str(ROOT / "accelerate_configs" / "zero2.yaml")
-    config, _ = read_config(launch("ds_configs/zero2.json", config_file=yaml_file))
+    config, _, _ = read_config(launch("ds_configs/zero2.json", config_file=yaml_file))
     assert config["zero_optimization"]["stage"] == 2
 
 

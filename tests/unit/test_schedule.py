@@ -133,7 +133,7 @@ def test_what_the_recipe_leaves_open_the_block_decides():
             ["= 5", "10", "--num_warmup_steps"],
         ),
         (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), {"num_warmup_steps": 9}, ["warmup_max_lr = 1.0", "5e-05"]),
-        (deepspeed("WarmupDecayLR"), {"num_warmup_steps": 1}, ["update 2", "Remove the scheduler block"]),
+        (deepspeed("WarmupCosineLR"), {"num_warmup_steps": 9}, ["update 10", "Remove the scheduler block"]),
         (deepspeed("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["WarmupLR", "cosine", "--lr_scheduler_type"]),
         (deepspeed("WarmupDecay"), {"num_warmup_steps": 9}, ["did you mean WarmupDecayLR"]),
     ],

@@ -10,14 +10,14 @@ from random import Random
 
 import pytest
 import yaml
-from helpers import ROOT, refusal
+from helpers import BIN, ROOT, refusal
 
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.joined import read_with_recipe
 from train.recipe.tools import VerifyOptions
 from train.run.folder import check_folder_of
 from train.run.launches import Launch, Trial, failure, launched, mistake
-from train.strategy.builds import abandoned_locks, drop_abandoned_locks
+from train.strategy.builds import abandoned_locks, announce_builds, drop_abandoned_locks
 from train.strategy.pairs import find_strategies
 from train.verify.compare import compare_metrics, compare_samples, relative_difference
 from train.verify.killing import Killed, alternating, spread_moments, within_the_rest
@@ -363,3 +363,25 @@ def test_locks_that_nobody_holds(tmp_path, monkeypatch):
     finally:
         os.close(held)
     assert len(abandoned_locks()) == 1
+
+
+def test_a_build_is_announced_where_there_is_something_to_build(tmp_path, monkeypatch, capfd):
+    """With torch's own function and ninja, on an operation that is one copied file."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(cpp_extension, "_run_ninja_build", cpp_extension._run_ninja_build)
+    announce_builds()
+    announce_builds()  # once is enough
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    (folder / "op.cpp").touch()
+    (folder / "build.ninja").write_text("rule copy\n  command = cp $in $out\nbuild op.so: copy op.cpp\n")
+    shown = []
+    for _ in range(2):
+        cpp_extension._run_ninja_build(str(folder), verbose=False, error_prefix="no")
+        shown.append(capfd.readouterr().out)
+    assert (folder / "op.so").exists()
+    assert shown[0].count("note: DeepSpeed's cpu_adam is being compiled") == 1
+    assert str(folder) in shown[0]
+    assert shown[1] == ""

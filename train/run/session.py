@@ -62,6 +62,8 @@ class Session:
         self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
         self.origin = Origin(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
         self.strategy: Strategy = read_strategy(recipe)
+        if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
+            self.strategy.check_precision()
         self.strategy.notes += self.origin.settle(self.strategy.batches.global_batch)
         self.main = self.strategy.launch.rank == 0
         if self.main:
@@ -109,7 +111,8 @@ class Session:
             from train.run.schedule import warmup_updates
 
             updates = self.length.num_updates
-            resolve_scheduler(deepspeed, source, self.recipe, updates, warmup_updates(self.recipe, updates))
+            warmup = warmup_updates(self.recipe, updates)
+            self.strategy.notes += resolve_scheduler(deepspeed, source, self.recipe, updates, warmup)
         self.schedule, warnings = make_schedule(self.recipe, self.length.num_updates)
         for warning in warnings:
             self.say(f"warning: {warning}")

@@ -7,13 +7,13 @@ them must agree with it; where the recipe leaves the option unset, the JSON's va
 import json
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError, nearest
 from train.strategy.batches import Batches, resolve_batches
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
+from train.strategy.quoted import read_quoted, still_quoted
 
 ADAM_NAMES = ("adam", "adamw")
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
@@ -50,16 +50,18 @@ SCHEDULERS = {  # DeepSpeed's names -> the recipe's
     "WarmupLR": ("constant", "constant_with_warmup"),
     "WarmupCosineLR": ("cosine",),
 }
+LEAST_WARMUP = 2  # of each of them (deepspeed/runtime/lr_schedules.py): 0 is an error there, and 1 becomes 2
 
 
-def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
-    """(configuration, name of its source): the JSON file, or what the accelerate YAML alone says.
+def read_config(launch: Launch) -> tuple[dict[str, Any], str, list[str]]:
+    """(configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
 
     Raises:
-        UserError: no such file, not JSON, numbers or truth values written as strings, unknown keys.
+        UserError: no such file, not JSON, numbers or truth values written as strings (where DeepSpeed does not read
+            them as such), unknown keys.
     """
     if launch.json_path is None:
-        return _from_yaml_alone(), launch.source
+        return _from_yaml_alone(), launch.source, []
     path = Path(launch.json_path)
     if not path.is_file() and launch.config_file:  # launched from another folder: the pair lies side by side
         path = Path(launch.config_file).resolve().parents[1] / path
@@ -71,7 +73,8 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
-    problems = [f"{path}: {problem}" for problem in [*_strings_for_values(config), *_unknown_keys(config)]]
+    notes = [f"{path}: {note}" for note in read_quoted(config)]
+    problems = [f"{path}: {problem}" for problem in [*still_quoted(config), *_unknown_keys(config)]]
     for name in EXAMPLES:
         if not isinstance(config.get(name, {}), dict):
             shown = json.dumps(config[name])
@@ -83,7 +86,7 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str]:
         problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
     if problems:
         raise UserError(problems)
-    return config, str(path)
+    return config, str(path), notes
 
 
 def _from_yaml_alone() -> dict[str, Any]:
@@ -110,18 +113,6 @@ def _from_yaml_alone() -> dict[str, Any]:
         "gradient_clipping": number(variable("GRADIENT_CLIPPING", "auto"), float),
         "zero_optimization": zero,
     }
-
-
-def _strings_for_values(config: dict, prefix: str = "") -> list[str]:
-    problems = []
-    for key, value in config.items():
-        if isinstance(value, dict):
-            problems += _strings_for_values(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and re.fullmatch(
-            r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value.strip(), re.I
-        ):
-            problems.append(f"{prefix}{key} is the string {value!r}. Write {value.strip().lower()} without quotes")
-    return problems
 
 
 def _zero_problems(section: Any) -> list[str]:
@@ -349,11 +340,15 @@ def adopt_scheduler(config: dict, source: str, recipe) -> None:
         recipe.adopt("num_warmup_steps", warmup, source)
 
 
-def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmup: int) -> None:
-    """Fill a scheduler block from the recipe, in place, counted in updates. Raises UserError where they disagree."""
+def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmup: int) -> list[str]:
+    """Fill a scheduler block from the recipe, in place, counted in updates. Returns notes.
+
+    Raises:
+        UserError: they disagree.
+    """
     scheduler = config.get("scheduler")
     if not scheduler:
-        return
+        return []
     owner, kind = _Owner(config, source, recipe), scheduler["type"]
     owner.fill("scheduler.params.warmup_num_steps", warmup, "num_warmup_steps")
     owner.fill("scheduler.params.warmup_type", "linear", "the recipe's warm-up")
@@ -367,3 +362,10 @@ def resolve_scheduler(config: dict, source: str, recipe, num_updates: int, warmu
         decays = recipe.lr_decay_steps or num_updates
         owner.fill("scheduler.params.total_num_steps", decays, "lr_decay_steps or else the number of updates")
     owner.stop_if_wrong()
+    if warmup >= LEAST_WARMUP:
+        return []
+    del config["scheduler"]
+    return [
+        f"{source}: DeepSpeed's {kind} warms up for at least {LEAST_WARMUP} updates, and this run for {warmup}: the "
+        f"learning rate follows the recipe's own curve ({recipe.lr_scheduler_type}), and the block is not used"
+    ]

@@ -46,6 +46,11 @@ class Launch:
         """How messages name the accelerate configuration."""
         return self.config_file or "accelerate launch"
 
+    @property
+    def states_precision_by_flag(self) -> bool:
+        """Whether `precision` is not the YAML's: a flag goes before the file."""
+        return not self.config_file or bool(_option(self.command, "--mixed_precision"))
+
 
 def read_launch() -> Launch:
     """Read the environment that `accelerate launch` made, and the YAML file behind it.

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from train.recipe.errors import UserError
 from train.recipe.options import Recipe
 from train.strategy.batches import Batches, resolve_batches
-from train.strategy.builds import drop_abandoned_locks
+from train.strategy.builds import announce_builds, drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
@@ -35,6 +35,7 @@ class Strategy:
     plugin: Any = None
     shares_devices: bool = False  # more processes than devices are welcome
     device: Any = None  # this rank's torch.device, once the processes have started
+    stated: list["Stated"] = field(default_factory=list)  # every place that states the precision
 
     @property
     def shards_parameters(self) -> bool:
@@ -65,7 +66,7 @@ class Strategy:
             timeout: of what the processes do together; by default COLLECTIVE_TIMEOUT.
 
         Raises:
-            UserError: fp16 without a GPU.
+            UserError: fp16 without a GPU; more processes than devices.
             RuntimeError: the processes do not find each other (each would train alone, without a word).
         """
         import torch
@@ -76,13 +77,12 @@ class Strategy:
         # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
         warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        self.check_precision()
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
             tell_deepspeed_of_a_cpu()
         if (on_cpu or self.offloads_optimizer) and not self.launch.threads_are_the_users:
             use_threads_of_share()
-        if on_cpu and self.precision == "fp16":
-            raise UserError("precision = fp16 needs a GPU: its loss scaling has no CPU kernels. Use bf16 or fp32")
         grouped = self.launch.world_size > 1 or self.deepspeed is not None
         shared = not on_cpu and self._share_devices(torch.accelerator.device_count())
         backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}
@@ -91,6 +91,7 @@ class Strategy:
                 self.notes += [
                     f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()
                 ]
+            announce_builds()
             self.plugin = kwargs["deepspeed_plugin"] = self._deepspeed_plugin()
             kwargs["gradient_accumulation_steps"] = self.batches.accumulation
         # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
@@ -146,6 +147,22 @@ class Strategy:
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
         return DeepSpeedPlugin(hf_ds_config=self.deepspeed, zero3_init_flag=init and self.shards_parameters)
+
+    def check_precision(self) -> None:
+        """See that there is a device for the precision.
+
+        Raises:
+            UserError: fp16 without a GPU; one problem for each place that asks for it.
+        """
+        if self.precision != "fp16":
+            return
+        import torch
+
+        if not torch.accelerator.is_available():
+            raise UserError(
+                f"{each.statement} needs a GPU: its loss scaling has no CPU kernels. {each.remedy}"
+                for each in self.stated
+            )
 
     def use_precision(self, precision: str) -> None:
         """Train in another precision than was asked for; before the processes start. The caller says so."""
@@ -240,27 +257,54 @@ def read_strategy(recipe: Recipe) -> Strategy:
     """
     launch = read_launch()
     check_devices()
+    said = [_said_by_launcher(launch)]
     if not launch.deepspeed:
-        recipe.precision = _settle_precision(recipe, [(launch.precision, launch.source)])
-        return Strategy(launch, resolve_batches(recipe, launch.world_size), recipe.precision, None, launch.source)
-    config, source = read_config(launch)
-    statements = [(launch.precision, launch.source), (stated_precision(config, source), source)]
-    recipe.precision = _settle_precision(recipe, statements)
+        recipe.precision, said = _settle_precision(recipe, said)
+        return Strategy(
+            launch, resolve_batches(recipe, launch.world_size), recipe.precision, None, launch.source, stated=said
+        )
+    config, source, notes = read_config(launch)
+    recipe.precision, said = _settle_precision(recipe, [*said, _said_by_json(config, source)])
     resolved, batches = resolve_config(config, source, recipe, launch)
-    strategy = Strategy(launch, batches, recipe.precision, resolved, source)
+    strategy = Strategy(launch, batches, recipe.precision, resolved, source, notes, stated=said)
     strategy.use_precision(recipe.precision)
     refuse_another_optimizer(resolved, source, recipe.precision)
     return strategy
 
 
-def _settle_precision(recipe, statements: list[tuple[str | None, str]]) -> str:
-    said = [(value, source) for value, source in statements if value]
-    if recipe.source("precision"):
-        said.append((recipe.precision, recipe.source("precision")))
-    if len({value for value, _ in said}) > 1:
-        sides = " and ".join(f"{value} ({source})" for value, source in said)
+class Stated(NamedTuple):
+    """A precision, and the place that states it."""
+
+    value: str | None  # None: it is left open there
+    source: str
+    statement: str
+    remedy: str  # where there is no device for it
+
+
+def _said_by_launcher(launch: Launch) -> Stated:
+    if launch.states_precision_by_flag:
+        source = "accelerate launch"
+        return Stated(launch.precision, source, f"{source} --mixed_precision {launch.precision}", "Use bf16 or no")
+    statement = f"{launch.config_file}: mixed_precision = {launch.precision}"
+    return Stated(launch.precision, launch.source, statement, 'Write bf16, or "no" for fp32')
+
+
+def _said_by_json(config: dict[str, Any], source: str) -> Stated:
+    value = stated_precision(config, source)
+    return Stated(value, source, f"{source}: {value}.enabled = true", 'Write "auto"')
+
+
+def _settle_precision(recipe, statements: list[Stated]) -> tuple[str, list[Stated]]:
+    """(the precision, those who state it)."""
+    said = [each for each in statements if each.value]
+    source = recipe.source("precision")
+    if source:
+        said.append(Stated(recipe.precision, source, f"precision = {recipe.precision} ({source})",
+                           "Use bf16 or fp32"))  # fmt: skip
+    if len({each.value for each in said}) > 1:
+        sides = " and ".join(f"{each.value} ({each.source})" for each in said)
         raise UserError(
             f"precision is {sides}: make them agree. The recipe's `precision` is its place, "
             "the others may leave it open"
         )
-    return said[0][0] if said else "fp32"
+    return (said[0].value if said else "fp32"), said

@@ -1,0 +1,171 @@
+"""Configuration files as two articles print them, through accelerate's own reading of them: docs/published.md.
+
+Those of the post "Accelerate Large Model Training using DeepSpeed" (S. Mangrulkar and S. Gugger, 2022), and the JSON
+of an article on fine-tuning Japanese models with LoRA.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, refusal
+
+from train.recipe import ClmRecipe
+from train.run.schedule import make_schedule
+from train.strategy import launch as launch_module
+from train.strategy.deepspeed_json import resolve_scheduler
+from train.strategy.engine import check_deepspeed_schedule
+from train.strategy.strategy import Strategy, read_strategy
+
+PRINTED = ROOT / "tests" / "published"
+PAIRS = {  # YAML: the JSON that it names
+    "zero2_plugin.yaml": None,
+    "zero2.yaml": "zero2_config_accelerate.json",
+    "zero3_offload.yaml": "zero3_offload_config_accelerate.json",
+}
+STAGES = {"zero2_plugin.yaml": 2, "zero2.yaml": 2, "zero3_offload.yaml": 3}
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """read(YAML, recipe, of=JSON) -> the strategy, as `accelerate launch --config_file YAML` makes it.
+
+    Nothing is changed in the files but the folder of the JSON, and where asked for the precision: `said` in the YAML,
+    and "auto" in the JSON.
+    """
+
+    def read(name: str, recipe: ClmRecipe, of: str | None = None, said: str | None = None) -> Strategy:
+        of = of or PAIRS[name]
+        text = (PRINTED / name).read_text().replace(f"/path/to/{PAIRS[name]}", str(tmp_path / str(of)))
+        if of:
+            printed = (PRINTED / of).read_text()
+            for enabled in ('"true"', "true") if said else ():
+                printed = printed.replace(f'"enabled": {enabled}', '"enabled": "auto"')
+            (tmp_path / of).write_text(printed)
+        (tmp_path / name).write_text(text.replace("mixed_precision: fp16", f"mixed_precision: '{said or 'fp16'}'"))
+        for variable, value in _environment(tmp_path / name).items():
+            monkeypatch.setenv(variable, value)
+        command = ["accelerate", "launch", "--config_file", str(tmp_path / name)]
+        monkeypatch.setattr(launch_module, "_launcher", lambda: (command, str(tmp_path / name), False))
+        return read_strategy(recipe)
+
+    return read
+
+
+def _environment(config: Path) -> dict[str, str]:
+    """The variables that `accelerate launch` gives each of two processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    words = ["--config_file", str(config), "--main_process_port", "0", "train/clm.py"]
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert arguments.use_deepspeed
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    _, variables = prepare_deepspeed_cmd_env(arguments)
+    ours = {name: value for name, value in variables.items() if name.startswith("ACCELERATE_")}
+    return {**ours, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def recipe(**options) -> ClmRecipe:
+    made = ClmRecipe(config_name="gpt2", **options)
+    made.remember_sources({name: f"--{name}" for name in options})
+    return made
+
+
+def schedule(strategy: Strategy, options: ClmRecipe, updates: int = 40) -> list[str]:
+    """What a run does with the block of the schedule as its length is known."""
+    config, warmup = strategy.deepspeed, options.num_warmup_steps
+    notes = resolve_scheduler(config, strategy.source, options, updates, warmup)
+    check_deepspeed_schedule(config, strategy.source, make_schedule(options, updates)[0])
+    return notes
+
+
+def parsed(strategy: Strategy):
+    """The configuration as DeepSpeed has it, which believes in one process here."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = json.loads(json.dumps(strategy.deepspeed))
+    size = config["train_batch_size"] // 2
+    return DeepSpeedConfig({**config, "train_batch_size": size})
+
+
+def test_there_are_three_yamls_and_three_jsons():
+    assert {path.name for path in PRINTED.glob("*.yaml")} == set(PAIRS)
+    assert {path.name for path in PRINTED.glob("*.json")} == {*PAIRS.values(), "lora.json"} - {None}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_as_printed_a_gpu_is_needed_and_every_place_that_says_so_is_named(read, name, monkeypatch):
+    options = recipe(per_device_train_batch_size=16, learning_rate=5e-4)
+    strategy = read(name, options)
+    assert (strategy.precision, strategy.launch.world_size) == ("fp16", 2)
+    assert strategy.deepspeed["fp16"]["enabled"] is True
+    assert strategy.deepspeed["bf16"]["enabled"] is False
+    assert strategy.deepspeed["zero_optimization"]["stage"] == STAGES[name]
+    assert strategy.deepspeed["train_batch_size"] == 32
+    assert parsed(strategy).float16_config.enabled
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    lines = refusal(strategy.check_precision).splitlines()
+    yaml_line = next(line for line in lines if f"{name}: mixed_precision = fp16 needs a GPU" in line)
+    assert 'Write bf16, or "no"' in yaml_line
+    if PAIRS[name]:
+        assert "2 problems" in lines[0]
+        assert f"{PAIRS[name]}: fp16.enabled = true needs a GPU" in lines[2]
+        assert lines[2].endswith('Write "auto"')
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    strategy.check_precision()
+
+
+@pytest.mark.parametrize(("said", "precision"), [("no", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize("name", PAIRS)
+def test_with_another_precision_they_run_without_a_gpu(read, name, said, precision):
+    strategy = read(name, recipe(), said=said)
+    assert strategy.precision == precision
+    strategy.check_precision()
+    assert parsed(strategy).bfloat16_config.enabled == (said == "bf16")
+
+
+def test_the_zero2_pair(read):
+    """fp16.enabled is "true", a string; the schedule is all "auto" with the command's warm-up of 100, and without."""
+    options = recipe(learning_rate=1e-6, weight_decay=0.0, num_warmup_steps=100)
+    strategy = read("zero2.yaml", options)
+    assert [note for note in strategy.notes if 'fp16.enabled = "true" is a string, which DeepSpeed reads' in note]
+    zero = strategy.deepspeed["zero_optimization"]
+    assert zero["allgather_bucket_size"] == zero["reduce_bucket_size"] == 200_000_000
+    optimizer = strategy.deepspeed["optimizer"]["params"]
+    assert (optimizer["lr"], optimizer["weight_decay"], optimizer["torch_adam"]) == (1e-6, 0.0, True)
+    assert schedule(strategy, options, 200) == []
+    block = strategy.deepspeed["scheduler"]["params"]
+    assert (block["warmup_num_steps"], block["total_num_steps"], block["warmup_max_lr"]) == (100, 200, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["zero2.yaml", "zero3_offload.yaml"])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_no_warmup_where_deepspeeds_schedule_needs_two(read, name, warmup):
+    options = recipe(num_warmup_steps=warmup) if warmup else recipe()
+    strategy = read(name, options)
+    (note,) = schedule(strategy, options)
+    assert (
+        f"{PAIRS[name]}: DeepSpeed's WarmupDecayLR warms up for at least 2 updates, and this run for {warmup}" in note
+    )
+    assert "scheduler" not in strategy.deepspeed
+    assert options.lr_scheduler_type == "linear"
+
+
+def test_the_zero3_offload_pair(read):
+    zero = parsed(read("zero3_offload.yaml", recipe())).zero_config
+    assert (zero.offload_param.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
+    assert zero.max_live_parameters == 1_000_000_000
+
+
+def test_the_json_of_the_lora_article(read):
+    """It leaves precision, batches and optimizer to the program, so the recipe has them."""
+    strategy = read("zero2.yaml", recipe(per_device_train_batch_size=1), of="lora.json", said="bf16")
+    zero = parsed(strategy).zero_config
+    assert (zero.stage, zero.overlap_comm, zero.offload_optimizer.pin_memory) == (3, True, True)
+    assert strategy.offloads_optimizer
+    assert strategy.shards_parameters
+    assert strategy.deepspeed["train_batch_size"] == 2
+    strategy.check_precision()
