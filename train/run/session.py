@@ -16,6 +16,7 @@ from typing import Any
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
 from train.recipe.files import appears, is_there, without_folders
 from train.recipe.options import TrainingRecipe
+from train.recipe.paths import check_paths
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
@@ -34,13 +35,21 @@ def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Sess
     """The session of a run, or of a trial where the recipe says that it is one.
 
     Raises:
-        UserError: anything that can be found wrong before data is read.
+        UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
+            before torch is imported.
     """
+    check_paths(recipe, output_folder(task, recipe))
     if recipe.trial:
         from train.limits.trial import TrialSession
 
         return TrialSession(task, recipe, timeline)
     return Session(task, recipe, timeline)
+
+
+def output_folder(task: str, recipe: TrainingRecipe) -> Path:
+    """The run's folder; where nobody names one it is called after the recipe's file, or the task."""
+    source = recipe.source("config")
+    return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
 
 
 class Session:
@@ -58,8 +67,7 @@ class Session:
         before_leaving(self.witness.leave)
         from train.run.resuming import Origin
 
-        source = recipe.source("config")
-        self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+        self.folder = RunFolder(output_folder(task, recipe))
         self.origin = Origin(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
         self.strategy: Strategy = read_strategy(recipe)
         self.strategy.notes += self.origin.settle(self.strategy.batches.global_batch)
