@@ -107,7 +107,14 @@ def _where_it_is_drawn(auto_class, config, strategy, trust: bool):
     """The context for random weights: the strategy knows whether they are drawn whole or in shares."""
     if not strategy.shards_parameters:
         return contextlib.nullcontext()
-    with strategy.building_from_scratch(0), torch.device("meta"):
-        model = auto_class.from_config(config, trust_remote_code=trust)
-        size = sum(parameter.numel() for parameter in model.parameters())
-    return strategy.building_from_scratch(size)
+    return strategy.building_from_scratch(size_of_model(auto_class, config, strategy, trust))
+
+
+def size_of_model(auto_class, config, strategy, trust_remote_code: bool) -> int:
+    """The number of parameters, before there are any; 0 where that cannot be told."""
+    try:
+        with strategy.building_from_scratch(0), torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    except Exception:  # a mistake in the configuration: loading will tell; or code that has no use for meta tensors
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
