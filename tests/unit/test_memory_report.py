@@ -332,7 +332,7 @@ def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
     assert found.held.gradients == found.due.gradients == weights
 
 
-# --------------------------------------------------------------------------------------------- before there is an engine
+# ------------------------------------------------------------------------------------------- before there is an engine
 
 LOADING = replace(
     DDP, phase="load", update=None, held=Held(3 * GIB, rest=GIB), due=Held(8 * GIB, 8 * GIB, 16 * GIB),
@@ -375,9 +375,9 @@ def test_the_model_s_size_stands_against_the_limit():
 @pytest.mark.parametrize(
     ("stage", "precision", "lora", "sizes"),
     [
-        (None, "fp32", False, (400, 400, 800)), (None, "bf16", False, (400, 400, 800)), (None, "bf16", True, (200, 0, 0)),
-        (1, "bf16", False, (200, 200, 300)), (2, "bf16", False, (200, 50, 300)), (3, "bf16", False, (50, 50, 300)),
-        (3, "fp32", True, (100, 0, 0)),
+        (None, "fp32", False, (400, 400, 800)), (None, "bf16", False, (400, 400, 800)),
+        (None, "bf16", True, (200, 0, 0)), (1, "bf16", False, (200, 200, 300)),
+        (2, "bf16", False, (200, 50, 300)), (3, "bf16", False, (50, 50, 300)), (3, "fp32", True, (100, 0, 0)),
     ],
 )  # fmt: skip
 def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
@@ -399,8 +399,9 @@ def test_what_is_loaded_so_far_is_measured(tiny_run, monkeypatch):
 def test_copies_for_checkpoints_are_given_up_only_where_there_are_any(tiny_run):
     """In a first forward pass `--save_async false` stood before all others."""
     recipe, strategy, engine = tiny_run
-    said = [explain(MemoryError(), phase=phase, update=1, recipe=recipe, strategy=strategy, engine=engine, copied=copied)
-            for phase, copied in (("forward", 0), ("forward", 2**30), ("load", 0))]  # fmt: skip
+    moments = (("forward", 0), ("forward", 2**30), ("load", 0))
+    of_run = {"update": 1, "recipe": recipe, "strategy": strategy, "engine": engine}
+    said = [explain(MemoryError(), phase=phase, copied=copied, **of_run) for phase, copied in moments]
     assert ["--save_async false" in message for message in said] == [False, True, False]
     assert "about 1.00 GiB  --save_async false" in said[1]
 
