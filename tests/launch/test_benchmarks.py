@@ -55,7 +55,7 @@ def test_a_benchmark_runs(tmp_path, material, name):
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr
     assert any(character.isdigit() for character in done.stdout), "no figure is shown"
-    written = [Path(word) for word in flags if word.startswith(str(tmp_path)) and Path(word).suffix in (".md", ".json")]
-    for file in written:
+    written = [Path(word) for word in flags if word.startswith(str(tmp_path))]
+    for file in (path for path in written if path.suffix in (".md", ".json")):
         assert any(character.isdigit() for character in file.read_text()), file
     assert documents == {file: file.read_bytes() for file in (ROOT / "docs").rglob("*") if file.is_file()}
