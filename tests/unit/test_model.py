@@ -1,5 +1,7 @@
 """Published architectures, parameter counts, weight decay, vocabulary."""
 
+import shutil
+
 import pytest
 import torch
 from helpers import TINY, refusal, tiny_model
@@ -190,6 +192,35 @@ def test_sizes_that_follow_others_follow_their_overrides():
     assert (deberta.attention_head_size, deberta.pooler_hidden_size) == (16, 32)
     model = AutoModelForSequenceClassification.from_config(deberta)
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 2)
+
+
+# ----------------------------------------------------------------------------- vocabulary files that have other names
+
+
+@pytest.fixture
+def renamed(data, tmp_path):
+    """The folder of GPT-2's two files as Megatron's guide and others call them."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(data("tokenizers/gpt2") / name, tmp_path / f"gpt2-tiny-{name}")
+    return tmp_path
+
+
+def test_vocabulary_files_of_any_name(data, renamed):
+    config = AutoConfig.for_model("llama")  # which says nothing of them
+    files = {"vocab_file": str(renamed / "gpt2-tiny-vocab.json"), "merge_file": str(renamed / "gpt2-tiny-merges.txt")}
+    named = load_tokenizer(ClmRecipe(**files), config)
+    text = "def hello(world): return 1"
+    assert named(text)["input_ids"] == read_plainly(data("tokenizers/gpt2"), text)
+    assert named.name_or_path == files["vocab_file"]
+    assert named.decode([named.eos_token_id]) == "<|endoftext|>"
+    for option in ("tokenizer_name", "model_name_or_path"):
+        said = refusal(load_tokenizer, ClmRecipe(**{option: str(renamed)}), AutoConfig.for_model("gpt2"))
+        assert f"--vocab_file {files['vocab_file']} --merge_file {files['merge_file']}" in said
+    said = refusal(load_tokenizer, ClmRecipe(vocab_file=files["merge_file"], merge_file=files["merge_file"]), config)
+    assert "is no JSON file" in said
+    (renamed / "other.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    said = refusal(load_tokenizer, ClmRecipe(**files | {"vocab_file": str(renamed / "other.json")}), config)
+    assert f"merge_file = {files['merge_file']!r} is not that of vocab_file" in said
 
 
 # ----------------------------------------------------------------------------------------- weights that are no numbers
