@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="documents with a line <|endoftext|> between them")
     parser.add_argument("--updates", type=int, default=250)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs", help="folder of the picture and the table")
     args = parser.parse_args()
     if not (args.weights and args.text):
         from material import make_material
@@ -47,8 +48,8 @@ def main() -> None:
         run(BIN / "zerofit", "prepare", "--input", args.text, "--output_prefix",
             folder / "stories", "--tokenizer", folder / "hf", "--append_eod", "--workers", "2")  # fmt: skip
         curves = {label: train(folder, strategy, continued, args) for label, (strategy, continued) in RUNS.items()}
-    (ROOT / "outputs").mkdir(exist_ok=True)
-    draw(curves, f"{args.weights.parent.name} on {args.text.name}", ROOT / "outputs" / "continual.svg")
+    args.output.mkdir(exist_ok=True)
+    draw(curves, f"{args.weights.parent.name} on {args.text.name}", args.output / "continual.svg")
     text = "\n".join(
         [
             *table(curves),
@@ -58,7 +59,7 @@ def main() -> None:
             foot(f"{args.processes} processes", "torch", "accelerate", "deepspeed", "transformers"),
         ]
     )
-    (ROOT / "outputs" / "continual.md").write_text(text + "\n")
+    (args.output / "continual.md").write_text(text + "\n")
     print(text)
 
 

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e8, 2e10])
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "corpus-startup.md")
     args = parser.parse_args()
     rows = [HEAD]
     for tokens in map(int, args.tokens):
@@ -49,11 +50,10 @@ def main() -> None:
     how = f"{args.strategy}, {args.processes} processes, {UPDATES} updates"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(HEAD))
-    (ROOT / "outputs").mkdir(exist_ok=True)
-    (ROOT / "outputs" / "corpus-startup.md").write_text(
-        "\n".join([*lines, "", foot(how, "torch", "accelerate", "transformers", "megatron-core")]) + "\n"
-    )
-    print("\n".join([*lines, "", foot(how, "torch", "accelerate", "transformers", "megatron-core")]))
+    text = "\n".join([*lines, "", foot(how, "torch", "accelerate", "transformers", "megatron-core")])
+    args.output.parent.mkdir(exist_ok=True)
+    args.output.write_text(text + "\n")
+    print(text)
 
 
 def make_corpus(folder: Path, tokens: int) -> tuple[Path, str]:

@@ -26,7 +26,8 @@ def main() -> None:
 
     options = parse()
     rows, reference = [], None
-    for strategy, processes in STRATEGIES.items():
+    for strategy in options.strategies:
+        processes = STRATEGIES[strategy]
         with tempfile.TemporaryDirectory() as folder:
             output, begun = Path(folder) / "run", time.perf_counter()
             lines = launch(
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def write(rows: list[str], options: argparse.Namespace) -> None:
-    """docs/generation.md."""
+    """The report."""
     import torch
 
     from train.run.folder import describe_environment
@@ -75,7 +76,7 @@ processes do not divide the number of examples: the last batches are filled up w
 
 Command: `python {" ".join(sys.argv)}`
 """
-    (ROOT / "docs" / "generation.md").write_text(text)
+    options.output.write_text(text)
 
 
 def parse() -> argparse.Namespace:
@@ -85,6 +86,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--examples", type=int, default=101)
     parser.add_argument("--num_beams", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "generation.md")
     return parser.parse_args()
 
 

@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it once, whe
 
 import torch
 from contenders import CONTENDERS, Options, Stopwatch, Workload
-from startup import measure_startup
+from startup import LAUNCHES, measure_startup
 
 from train.model.parameters import count_parameters
 from train.run.folder import describe_environment
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # zerofit then leaves the number of threads to the user
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    figures = measure_startup() if startup else measure_loops(options, device)
+    figures = measure_startup(min(LAUNCHES, options.rounds)) if startup else measure_loops(options, device)
     path = Path(options.output or f"outputs/benchmarks/{'startup' if startup else 'loop_speed'}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = describe_environment([sys.executable, *sys.argv], device)

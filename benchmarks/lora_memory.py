@@ -26,29 +26,33 @@ METHODS = {"full": [], "LoRA": ["--lora"]}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", default="gpt2", help="a folder, or a name on the hub")
-    tokenizer = parser.parse_args().tokenizer
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--shape", default="", help="changes to GPT-2's configuration")
+    parser.add_argument("--text", default="{stdlib}/*.py", help="what is trained on")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "lora-memory.md")
+    options = parser.parse_args()
     rows = ["| strategy | ranks | method | trained | weights, MB | optimizer, MB | peak resident, MB |",
             "|---|---|---|---|---|---|---|"]  # fmt: skip
     print("\n".join(rows))
-    for strategy, processes in STRATEGIES.items():
+    for strategy in options.strategies:
         for method, flags in METHODS.items():
-            rows.append(measured(strategy, processes, method, flags, tokenizer))
+            rows.append(measured(strategy, method, flags, options))
             print(rows[-1], flush=True)
-    (ROOT / "outputs").mkdir(exist_ok=True)
-    (ROOT / "outputs" / "lora-memory.md").write_text(
-        "\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed", "peft")]) + "\n"
-    )
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text("\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed", "peft")]) + "\n")
 
 
-def measured(strategy: str, processes: int, method: str, flags: list[str], tokenizer: str) -> str:
+def measured(strategy: str, method: str, flags: list[str], options: argparse.Namespace) -> str:
     """One row of the table."""
     from helpers import launch
 
+    processes = STRATEGIES[strategy]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         lines = launch(
-            output, "--config_name", "gpt2", "--tokenizer_name", tokenizer, "--train_file", "{stdlib}/*.py",
-            "--block_size", "64", "--per_device_train_batch_size", "1", "--max_train_steps", "3",
+            output, "--config_name", "gpt2", "--config_overrides", options.shape, "--tokenizer_name",
+            options.tokenizer, "--train_file", options.text, "--block_size", "64",
+            "--per_device_train_batch_size", "1", "--max_train_steps", "3",
             "--validation_split_percentage", "0", "--precision", "fp32", *flags,
             strategy=strategy, processes=processes, timeout=1200,
         )  # fmt: skip

@@ -3,8 +3,8 @@
     python benchmarks/save_stall.py                        # the tokenizer is the hub's gpt2
     python benchmarks/save_stall.py --tokenizer data/tokenizers/gpt2
 
-Each row is a real launch of train/clm.py: a small GPT-2 of random weights (SHAPE), fp32, 2 CPU processes (one for
-`single`), UPDATES updates with a checkpoint every EVERY. `stood still` is the mean over the checkpoints but the first,
+Each row is a real launch of train/clm.py: a small GPT-2 of random weights (--shape), fp32, 2 CPU processes (one for
+`single`), 30 updates with a checkpoint every EVERY. `stood still` is the mean over the checkpoints but the first,
 in which the buffers are made (column `first`); `written in` is the mean time from the begin of a save to its end;
 `updates meanwhile` is the median time of the updates that ran while one was written over that of the others. Writes
 the table of docs/checkpoints.md to outputs/save-stall.md.
@@ -22,42 +22,46 @@ from foot import foot
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 STRATEGIES = {"single": 1, "ddp": 2, "zero2": 2, "zero3": 2}
-UPDATES, EVERY = 30, 6
-SHAPE = "n_embd=512,n_layer=8,n_head=8"
+EVERY = 6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", default="gpt2", help="a folder, or a name on the hub")
-    tokenizer = parser.parse_args().tokenizer
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--shape", default="n_embd=512,n_layer=8,n_head=8", help="changes to GPT-2's configuration")
+    parser.add_argument("--text", default="{stdlib}/*.py", help="what is trained on")
+    parser.add_argument("--updates", type=int, default=30, help=f"a multiple of {EVERY}")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "save-stall.md")
+    options = parser.parse_args()
     rows = ["| strategy | ranks | written | MB | first, s | stood still, s | written in, s | updates meanwhile |",
             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     print("\n".join(rows))
-    for strategy, processes in STRATEGIES.items():
+    options.output.parent.mkdir(exist_ok=True)
+    for strategy in options.strategies:
         for meanwhile in (True, False):
-            rows.append(measured(strategy, processes, meanwhile, tokenizer))
+            rows.append(measured(strategy, meanwhile, options))
             print(rows[-1], flush=True)
-    (ROOT / "outputs").mkdir(exist_ok=True)
-    (ROOT / "outputs" / "save-stall.md").write_text(
-        "\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed")]) + "\n"
-    )
+    options.output.write_text("\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed")]) + "\n")
 
 
-def measured(strategy: str, processes: int, meanwhile: bool, tokenizer: str) -> str:
+def measured(strategy: str, meanwhile: bool, options: argparse.Namespace) -> str:
     """One row of the table."""
     from helpers import launch, updates
 
-    with tempfile.TemporaryDirectory(dir=ROOT / "outputs") as folder:
+    processes = STRATEGIES[strategy]
+    with tempfile.TemporaryDirectory(dir=options.output.parent) as folder:
         output = Path(folder) / "run"
         lines = launch(
-            output, "--config_name", "gpt2", "--config_overrides", SHAPE, "--tokenizer_name", tokenizer,
-            "--train_file", "{stdlib}/*.py", "--block_size", "128", "--per_device_train_batch_size",
-            str(4 // processes), "--max_train_steps", str(UPDATES), "--validation_split_percentage", "0",
+            output, "--config_name", "gpt2", "--config_overrides", options.shape, "--tokenizer_name",
+            options.tokenizer,
+            "--train_file", options.text, "--block_size", "128", "--per_device_train_batch_size",
+            str(4 // processes), "--max_train_steps", str(options.updates), "--validation_split_percentage", "0",
             "--precision", "fp32", "--save_steps", str(EVERY), "--save_total_limit", "2", "--save_async",
             str(meanwhile).lower(), strategy=strategy, processes=processes, timeout=1200,
         )  # fmt: skip
         saves = json.loads((output / "environment.json").read_text())["checkpoints"]
-    assert len(saves) == UPDATES // EVERY
+    assert len(saves) == options.updates // EVERY
     stood = statistics.mean(save["stood_still"] for save in saves[1:])
     took = statistics.mean(save["seconds"] for save in saves[1:])
     busy, free = [], []

@@ -34,10 +34,10 @@ RECIPE = {
 }
 
 
-def measure_startup() -> dict[str, Any]:
-    """Launch each strategy LAUNCHES times, print the medians, and return all figures."""
+def measure_startup(number_of_launches: int = LAUNCHES) -> dict[str, Any]:
+    """Launch each strategy so many times, print the medians, and return all figures."""
     launches: dict[str, list[dict[str, float]]] = {name: [] for name in STRATEGIES}
-    for number in range(1, LAUNCHES + 1):
+    for number in range(1, number_of_launches + 1):
         for name, processes in STRATEGIES.items():
             phases = launch(name, processes)
             launches[name].append(phases)

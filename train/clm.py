@@ -29,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     from train.data.collate import CausalCollator, multiple_for
     from train.data.prepare_text import is_packed, prepare_text
     from train.model.configuration import load_configuration
-    from train.model.load import build_model
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
     from train.model.settle import check_masks, install_chosen_loss, settle_attention, settle_loss, settle_packing
@@ -51,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
-    model = build_model(AutoModelForCausalLM, config, recipe, session.strategy, recipe.seed)
+    model = session.load(AutoModelForCausalLM, config)
     session.add_adapter(model)
     install_chosen_loss(model, recipe)
     if is_packed(recipe):

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.data.labels import renamed_head, settle_labels
     from train.data.pack import contents_rows
     from train.model.configuration import load_configuration
-    from train.model.load import build_model, weights_of_head
+    from train.model.load import weights_of_head
     from train.model.loss import loss_of_examples
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
@@ -60,9 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
-    model = build_model(
-        AutoModelForSequenceClassification, config, recipe, session.strategy, recipe.seed, left_out=replaced
-    )
+    model = session.load(AutoModelForSequenceClassification, config, left_out=replaced)
     session.add_adapter(model)
     timeline.mark("model")
     engine = session.prepare(model)

@@ -30,7 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     from train.data.pack import contents_rows
     from train.data.pairs import prepare_pairs
     from train.model.configuration import load_configuration
-    from train.model.load import build_model
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_pair_token
     from train.model.settle import avoid_fp16_overflow, install_chosen_loss, settle_loss, settle_start_token
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
-    model = build_model(AutoModelForSeq2SeqLM, config, recipe, session.strategy, recipe.seed)
+    model = session.load(AutoModelForSeq2SeqLM, config)
     session.add_adapter(model)
     install_chosen_loss(model, recipe)
     timeline.mark("model")

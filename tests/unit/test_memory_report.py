@@ -13,7 +13,7 @@ from torch.distributed import DistBackendError
 
 from train.model.loss import install_loss
 from train.recipe import ClmRecipe, Seq2SeqRecipe
-from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report, take_stock
+from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report, sizes_of, take_stock
 from train.run.meters import MemoryMeter
 from train.run.progress import size
 from train.run.remedies import Held, Situation, remedies, smaller_batch
@@ -217,7 +217,7 @@ def test_offload_is_proposed_where_the_host_has_room():
 
 def test_host_memory_has_remedies_of_its_own():
     offloading = replace(
-        DDP, where="host", stage=3, offload_optimizer=True, dataloader_workers=4, save_async=True, lengths={},
+        DDP, where="host", stage=3, offload_optimizer=True, dataloader_workers=4, lengths={},
         held=Held(0, 0, 16 * GIB, 4 * GIB), copies={"save_async": 16 * GIB, "dataloader_num_workers": 2 * GIB},
     )  # fmt: skip
     assert list(options(offloading)) == [
@@ -242,7 +242,7 @@ def test_every_pair_that_is_proposed_exists():
 def test_every_option_that_is_proposed_exists():
     known = {*ClmRecipe().to_dict(), *Seq2SeqRecipe().to_dict(), "config_file", "num_processes", "save_async"}
     situations = (DDP, replace(DDP, phase="evaluate", eval_batch=4, beams=2, generates=True),
-                  replace(DDP, where="host", dataloader_workers=2, save_async=True))  # fmt: skip
+                  replace(DDP, where="host", dataloader_workers=2))  # fmt: skip
     named = {name for s in situations for option in options(s) for name in re.findall(r"--(\w+)", option)}
     assert len(named) >= 10
     assert named <= known
@@ -330,6 +330,80 @@ def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     assert found.held.gradients == found.due.gradients == weights
+
+
+# ------------------------------------------------------------------------------------------- before there is an engine
+
+LOADING = replace(
+    DDP, phase="load", update=None, held=Held(3 * GIB, rest=GIB), due=Held(8 * GIB, 8 * GIB, 16 * GIB),
+    parameters=2 * GIB,
+)  # fmt: skip
+
+
+def test_while_loading_only_what_makes_weights_smaller_helps():
+    pair = "--config_file accelerate_configs/{}.yaml".format
+    assert options(LOADING) == {
+        pair("zero3_offload"): 8, "--lora --load_in_4bit --precision bf16": 7, pair("zero3"): 6,
+        "--lora --precision bf16": 4,
+    }  # fmt: skip
+    assert list(options(replace(LOADING, stage=2))) == [
+        pair("zero3_offload"), "--lora --load_in_4bit --precision bf16", pair("zero3"), "--precision bf16",
+    ]  # fmt: skip
+    half = replace(LOADING, stage=3, element=2, precision="bf16")
+    assert list(options(half)) == [pair("zero3_offload")]
+    assert list(options(replace(half, where="host", on_cpu=True))) == [], "fewer processes would hold more each"
+    on_cpu = options(replace(LOADING, where="host", on_cpu=True))
+    assert on_cpu == {
+        "--num_processes 2 --gradient_accumulation_steps 4": 16, pair("zero3"): 6, "--lora --precision bf16": 4,
+    }  # fmt: skip
+
+
+def test_the_model_s_size_stands_against_the_limit():
+    lines = report(replace(LOADING, total=24 * GIB)).splitlines()
+    assert lines[2] == (
+        "  the model has 2,147,483,648 parameters: of each rank 8.00 GiB of weights, 32.00 GiB with gradients and "
+        "optimizer state, of the 24.00 GiB that it may have (8.00 GiB too much)"
+    )
+    assert re.fullmatch(r"\s+weights, so far \(about 8\.00 GiB once loaded\)\s+3\.00 GiB", lines[4])
+    assert "(activations come on top)" in report(LOADING)
+    shared = report(replace(LOADING, where="host", on_cpu=True, total=24 * GIB, process_limit=7 * GIB))
+    assert "of the 6.00 GiB that it may have" in shared, "four processes share the host"
+    assert "no option saves memory here" in report(replace(LOADING, pretrained=False, where="host", local_processes=1,
+                                                           world_size=1, on_cpu=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "lora", "sizes"),
+    [
+        (None, "fp32", False, (400, 400, 800)), (None, "bf16", False, (400, 400, 800)),
+        (None, "bf16", True, (200, 0, 0)), (1, "bf16", False, (200, 200, 300)),
+        (2, "bf16", False, (200, 50, 300)), (3, "bf16", False, (50, 50, 300)), (3, "fp32", True, (100, 0, 0)),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
+    strategy = SimpleNamespace(deepspeed=None if stage is None else {"zero_optimization": {"stage": stage}},
+                               precision=precision, launch=SimpleNamespace(world_size=4))  # fmt: skip
+    found = sizes_of(strategy, ClmRecipe(lora=lora), 100)
+    assert (found.weights, found.gradients, found.optimizer) == sizes
+
+
+def test_what_is_loaded_so_far_is_measured(tiny_run, monkeypatch):
+    recipe, strategy, _ = tiny_run
+    monkeypatch.setattr("train.run.memory_report.resident_bytes", lambda: 5 * GIB)
+    found = take_stock(MemoryError(), "load", None, recipe, strategy, parameters=GIB)
+    assert (found.held.weights, found.held.rest, found.weights, found.whole) == (4 * GIB, GIB, 4 * GIB, 16 * GIB)
+    advice = host_advice(recipe, strategy, parameters=GIB)
+    assert advice[0].startswith("model    the model has 1,073,741,824 parameters")
+
+
+def test_copies_for_checkpoints_are_given_up_only_where_there_are_any(tiny_run):
+    """In a first forward pass `--save_async false` stood before all others."""
+    recipe, strategy, engine = tiny_run
+    moments = (("forward", 0), ("forward", 2**30), ("load", 0))
+    of_run = {"update": 1, "recipe": recipe, "strategy": strategy, "engine": engine}
+    said = [explain(MemoryError(), phase=phase, copied=copied, **of_run) for phase, copied in moments]
+    assert ["--save_async false" in message for message in said] == [False, True, False]
+    assert "about 1.00 GiB  --save_async false" in said[1]
 
 
 def test_what_cannot_be_measured_is_left_out(tiny_run):

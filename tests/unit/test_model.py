@@ -1,5 +1,7 @@
 """Published architectures, parameter counts, weight decay, vocabulary."""
 
+import shutil
+
 import pytest
 import torch
 from helpers import TINY, refusal, tiny_model
@@ -14,9 +16,13 @@ from transformers import (
 )
 
 from train.model.configuration import ARCHITECTURES, load_configuration
+from train.model.finite import check_finite, not_finite
+from train.model.load import build_model
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from train.model.stored import read_model
 from train.model.tokenizer import check_vocabulary, load_tokenizer
 from train.recipe import ClmRecipe, UserError
+from train.strategy.strategy import Strategy
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808,
@@ -186,3 +192,70 @@ def test_sizes_that_follow_others_follow_their_overrides():
     assert (deberta.attention_head_size, deberta.pooler_hidden_size) == (16, 32)
     model = AutoModelForSequenceClassification.from_config(deberta)
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 2)
+
+
+# ----------------------------------------------------------------------------- vocabulary files that have other names
+
+
+@pytest.fixture
+def renamed(data, tmp_path):
+    """The folder of GPT-2's two files as Megatron's guide and others call them."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(data("tokenizers/gpt2") / name, tmp_path / f"gpt2-tiny-{name}")
+    return tmp_path
+
+
+def test_vocabulary_files_of_any_name(data, renamed):
+    config = AutoConfig.for_model("llama")  # which says nothing of them
+    files = {"vocab_file": str(renamed / "gpt2-tiny-vocab.json"), "merge_file": str(renamed / "gpt2-tiny-merges.txt")}
+    named = load_tokenizer(ClmRecipe(**files), config)
+    text = "def hello(world): return 1"
+    assert named(text)["input_ids"] == read_plainly(data("tokenizers/gpt2"), text)
+    assert named.name_or_path == files["vocab_file"]
+    assert named.decode([named.eos_token_id]) == "<|endoftext|>"
+    for option in ("tokenizer_name", "model_name_or_path"):
+        said = refusal(load_tokenizer, ClmRecipe(**{option: str(renamed)}), AutoConfig.for_model("gpt2"))
+        assert f"--vocab_file {files['vocab_file']} --merge_file {files['merge_file']}" in said
+    said = refusal(load_tokenizer, ClmRecipe(vocab_file=files["merge_file"], merge_file=files["merge_file"]), config)
+    assert "is no JSON file" in said
+    (renamed / "other.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    said = refusal(load_tokenizer, ClmRecipe(**files | {"vocab_file": str(renamed / "other.json")}), config)
+    assert f"merge_file = {files['merge_file']!r} is not that of vocab_file" in said
+
+
+# ----------------------------------------------------------------------------------------- weights that are no numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtype):
+    model = tiny_model("gpt2").to(dtype)
+    with torch.no_grad():
+        model.transformer.wte.weight[3, :5] = torch.nan
+        model.transformer.h[1].ln_1.bias[0] = -torch.inf
+    model.save_pretrained(tmp_path)
+    recipe = ClmRecipe(model_name_or_path=str(tmp_path))
+    strategy = Strategy(launch=None, batches=None, precision="fp32", deepspeed=None, source="")
+    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, strategy, 0)
+    assert f"model_name_or_path = {str(tmp_path)!r}: 2 of its 28 weights hold NaN or infinity" in said
+    assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
+    assert "an earlier checkpoint" in said
+    said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
+    assert said.startswith(f"error: model = {str(tmp_path)!r}: 2 of its 28 weights hold NaN")
+    assert ("--precision bf16" in said) == (dtype == torch.float16)
+
+
+def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
+    """Of three values two ranks have two each: the last is a filler, and may be anything."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    shares = torch.tensor([[1.0, torch.inf], [torch.nan, torch.nan]])
+    found = []
+    for rank, share in enumerate(shares):
+        model.weight.ds_tensor, model.weight.ds_numel, model.weight.ds_shape = share, 3, torch.Size([1, 3])
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        found.append(not_finite(model))
+    assert found == [{"weight": (1, True)}, {"weight": (1, True)}]
+    monkeypatch.setattr("train.model.finite.everyones", lambda own: found)
+    assert "weight (2 of 3 values)" in refusal(check_finite, model, "model_name_or_path = 'x'")
+    model.weight.ds_tensor, found[:] = torch.tensor([0.0, torch.nan]), [{}]
+    assert not_finite(model) == {}, "the filler"
+    check_finite(model, "model_name_or_path = 'x'")

@@ -397,6 +397,25 @@ def test_a_tiktoken_file(tmp_path):
         assert found.eos_token == "<|end_of_text|>"
 
 
+def test_gpt2_s_two_files_under_other_names(data, tmp_path, capsys):
+    folder = data("tokenizers/gpt2")
+    write_lines(tmp_path / "a.jsonl", ["hello world", "and more"])
+    (tmp_path / "mine").mkdir()
+    files = [tmp_path / "mine" / name for name in ("gpt2-tiny-vocab.json", "gpt2-tiny-merges.txt")]
+    for file, name in zip(files, ("vocab.json", "merges.txt")):
+        file.write_bytes((folder / name).read_bytes())
+    named = ("--vocab_file", files[0], "--merge_file", files[1])
+    words = ("--input", tmp_path / "a.jsonl", "--workers", "1", "--append_eod", "--output_prefix")
+    for prefix, tokenizer in (("one", ("--tokenizer", folder)), ("two", named)):
+        assert main(["prepare", *map(str, (*words, tmp_path / prefix, *tokenizer))]) == 0
+    one, two = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name in ("one", "two"))
+    assert one == two
+    hint = f"--vocab_file {files[0]} --merge_file {files[1]}"
+    assert hint in refused(capsys, *words, tmp_path / "three", "--tokenizer", tmp_path / "mine")
+    assert "go together" in refused(capsys, *words, tmp_path / "three", *named[:2])
+    assert "name one tokenizer" in refused(capsys, *words, tmp_path / "three", *named, "--tokenizer", folder)
+
+
 def test_tokenizers_that_are_none(data, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "vocab.json").write_text("{}")

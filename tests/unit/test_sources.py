@@ -7,10 +7,10 @@ import pytest
 from datasets import Dataset
 
 from train.data.prepare_text import prepare_text
-from train.data.sources import find_files
 from train.data.texts import load_texts, split_off
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
+from train.recipe.paths import find_files
 
 ROWS = [f"This is text number {number}, and it says little." for number in range(40)]
 

@@ -260,6 +260,10 @@ def test_want_of_memory_brings_the_remedies():
     assert "rank 1 (pid 42) ended without a word in phase load\n" in message
     assert "--dataloader_num_workers 0: two fewer" in message
     assert "2.00 GiB when last seen; 20.00 of the host's 32.00 GiB" in message
+    later = heard.after("advice\t").after("advice\tmodel    of 7 GiB").after("advice\t--lora: less")
+    message = obituary(1, 42, later, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
+    assert "\n  model    of 7 GiB\n  remedy   --lora: less\n" in message
+    assert "two fewer" not in message, "what is said later holds in its place"
     general = obituary(1, 42, Heard(), signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
     assert "zero3_offload" in general
 

@@ -87,6 +87,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     from train.corpora.named_tokenizer import named_tokenizer
     from train.corpora.writer import ENDINGS, PARTIAL, check_free
     from train.model.stored import be_quiet
+    from train.model.tokenizer import of_vocabulary_files
 
     start = str(Path(options.output_prefix).expanduser())
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]
@@ -98,7 +99,11 @@ def prepare(options: PrepareOptions) -> list[str]:
             f"json_keys = {' '.join(options.json_keys)}: plain text has no keys, so it goes with `text` only"
         )
     be_quiet()
-    tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
+    if options.vocab_file:
+        tokenizer = of_vocabulary_files(options.vocab_file, options.merge_file)
+        options.tokenizer = options.vocab_file  # as messages and the corpus' card call it
+    else:
+        tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
     return notes + Job(options, prefixes, files, tokenizer).run()
 
 

@@ -6,7 +6,6 @@ error in the middle of training. So the sizes are checked against each other bef
 
 import dataclasses
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from train.recipe.errors import UserError, first_line
+from train.recipe.paths import missing_corpus
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
@@ -153,12 +153,8 @@ def open_corpus(option: str, prefix: str) -> Corpus:
 def _problem(prefix: str) -> str | None:
     """What the sizes and the header show to be wrong; None if nothing."""
     index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    missing = [str(path) for path in (index, content) if not path.is_file()]
-    if missing:
-        folder, name = os.path.split(prefix)
-        near = sorted(Path(folder or ".").glob(f"{glob.escape(name)}_*_document.idx"))
-        close = f"Did you mean {' or '.join(str(path)[:-4] for path in near[:3])}?" if near else ""
-        return f"there is no {' and no '.join(missing)}. {close or 'Name what stands before .bin and .idx'}"
+    if missing := missing_corpus(prefix):
+        return missing
     size = index.stat().st_size
     with index.open("rb") as file:
         head = file.read(HEADER.size)

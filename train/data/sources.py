@@ -1,12 +1,9 @@
 """From files or the hub to tables of records, one for each part of the data."""
 
 import csv
-import glob
 import gzip
 import io
 import json
-import os
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +18,7 @@ from datasets.exceptions import DatasetGenerationError
 from train.data.cache import cache_root
 from train.recipe.errors import UserError, first_line
 from train.recipe.options import SourceOptions
+from train.recipe.paths import FILE_OPTIONS, find_files
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
@@ -28,7 +26,6 @@ FORMATS = {
 }  # fmt: skip
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
-FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file")
 HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
 EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # made from Python's own library (train/data/stdlib.py)
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
@@ -253,34 +250,6 @@ def files_and_sizes(recipe) -> dict[str, str]:
         digest = sha256(repr(sizes).encode()).hexdigest()[:8]
         found[option] = f"{len(sizes):,} of {sum(size for _, size in sizes):,} bytes (names and sizes: {digest})"
     return found
-
-
-def find_files(option: str, patterns: list[str]) -> list[Path]:
-    """The files that paths and globs name, in a fixed order. `{stdlib}` stands for Python's own library.
-
-    Raises:
-        UserError: something is missing, a folder, or empty.
-    """
-    problems, found = [], []
-    for pattern in patterns:
-        pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
-        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-        files = [Path(match) for match in matches if not os.path.isdir(match) or not glob.has_magic(pattern)]
-        if not files:
-            problems.append(f"{option} = {pattern!r}: no file matches")
-        for path in files:
-            if not path.exists():
-                problems.append(f"{option} = {str(path)!r}: there is no such file")
-            elif path.is_dir():
-                problems.append(f"{option} = {str(path)!r} is a folder; name its files, e.g. {path}/*.txt")
-            elif path.stat().st_size == 0 and not glob.has_magic(pattern):
-                problems.append(f"{option} = {str(path)!r}: the file is empty")
-        found += [path for path in files if path.is_file() and path.stat().st_size > 0]
-    if not problems and not found:
-        problems.append(f"{option} = {patterns}: all files that match are empty")
-    if problems:
-        raise UserError(problems)
-    return sorted(dict.fromkeys(path.resolve() for path in found))
 
 
 def format_of(files: list[Path]) -> str:

@@ -18,6 +18,7 @@ from train.limits.contenders import check_overrides, make_recipe, read_contender
 from train.limits.machine import Limits, Machine, look, settle_limits
 from train.limits.report import Report
 from train.recipe.joined import read_with_recipe
+from train.recipe.paths import check_paths
 from train.recipe.tools import CompareOptions, parse_bytes
 from train.run.folder import RunFolder, check_folder_of
 from train.run.launches import ending_in_order
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     source = options.source("config")
     output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
     check_folder_of(output, JOURNAL, "comparison")
+    check_paths(options, output, "output")
     made = make_recipe(options, cls)
     check_overrides(contenders, made, cls)
     machine = look()

@@ -7,6 +7,7 @@ from typing import Any
 
 from train.recipe.errors import UserError, first_line, nearest
 from train.recipe.options import ModelOptions
+from train.recipe.paths import is_missing_folder
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 FOLLOWS = {"num_decoder_layers": "num_layers", "pooler_hidden_size": "hidden_size"}  # T5's; DeBERTa's
@@ -65,8 +66,7 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
 
 def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
     """Call a `from_pretrained`, and turn its many ways of saying "not found" into one message."""
-    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_a_path and not Path(name).expanduser().exists():
+    if is_missing_folder(name):
         raise UserError(f"{option} = {name!r}: there is no such folder")
     try:
         return load(name, **kwargs)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from train.model.configuration import from_hub_or_folder
+from train.model.finite import check_finite
 from train.model.lora import quantisation
 from train.model.parameters import true_shape
 from train.recipe.errors import UserError
@@ -27,7 +28,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
         left_out: names of pretrained weights that are not to be loaded.
 
     Raises:
-        UserError: the weights cannot be had, or do not fit; the configuration makes no model.
+        UserError: the weights cannot be had, do not fit, or hold NaN; the configuration makes no model.
     """
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
@@ -43,6 +44,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
             model, info = from_hub_or_folder("model_name_or_path", name, load)
             model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
+            check_finite(model, f"model_name_or_path = {name!r}")
             return model
         with _where_it_is_drawn(auto_class, config, strategy, recipe.trust_remote_code):
             return auto_class.from_config(config, **common)
@@ -105,7 +107,14 @@ def _where_it_is_drawn(auto_class, config, strategy, trust: bool):
     """The context for random weights: the strategy knows whether they are drawn whole or in shares."""
     if not strategy.shards_parameters:
         return contextlib.nullcontext()
-    with strategy.building_from_scratch(0), torch.device("meta"):
-        model = auto_class.from_config(config, trust_remote_code=trust)
-        size = sum(parameter.numel() for parameter in model.parameters())
-    return strategy.building_from_scratch(size)
+    return strategy.building_from_scratch(size_of_model(auto_class, config, strategy, trust))
+
+
+def size_of_model(auto_class, config, strategy, trust_remote_code: bool) -> int:
+    """The number of parameters, before there are any; 0 where that cannot be told."""
+    try:
+        with strategy.building_from_scratch(0), torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    except Exception:  # a mistake in the configuration: loading will tell; or code that has no use for meta tensors
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())

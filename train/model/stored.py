@@ -79,9 +79,12 @@ def read_model(
         more: further arguments of from_pretrained, e.g. revision.
 
     Raises:
-        UserError: there are no such weights, they are broken, or what their quantisation takes is not installed.
+        UserError: there are no such weights, they are broken or hold NaN, or what their quantisation takes is not
+            installed.
     """
     from safetensors import SafetensorError
+
+    from train.model.finite import check_finite
 
     common = {"dtype": DTYPES.get(precision, "auto"), "trust_remote_code": trust_remote_code, **more}
     quantised = getattr(config, "quantization_config", None) is not None
@@ -101,6 +104,7 @@ def read_model(
             f"{option} = {name!r} is quantised, and cannot be loaded here: {first_line(error)}. Install what it "
             "takes, or name the model that was quantised"
         ) from None
+    check_finite(model, f"{option} = {name!r}")
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return model.eval(), sorted({*info["missing_keys"], *mismatched})
 

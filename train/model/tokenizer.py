@@ -1,16 +1,20 @@
 """The tokenizer: loaded, or trained on the training text and cached."""
 
 import hashlib
+import json
 import os
 import platform
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, first_line
 from train.recipe.files import is_there, put_in_place
 from train.recipe.options import ModelOptions
 
 END_OF_TEXT = "<|endoftext|>"
+LOOKED_FOR = "tokenizer.json, no vocab.json with merges.txt, no tokenizer.model"
 PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
                "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
 
@@ -44,10 +48,14 @@ def load_tokenizer(recipe: ModelOptions, config):
 
     from train.model.configuration import from_hub_or_folder
 
+    if getattr(recipe, "vocab_file", None):
+        return of_vocabulary_files(recipe.vocab_file, recipe.merge_file)
     option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
     name = getattr(recipe, option)
     told = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
+    if bare and (hint := other_names(Path(name))):
+        raise UserError(f"{option} = {name!r} has no {LOOKED_FOR}. {hint}")
     if bare and (Path(name) / "config.json").exists():
         config = from_hub_or_folder(
             option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
@@ -62,6 +70,46 @@ def load_tokenizer(recipe: ModelOptions, config):
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 
 
+def other_names(folder: Path) -> str:
+    """What to say of a folder whose vocabulary files have other names than those that are looked for; or nothing."""
+    from train.model.stored import has_tokenizer
+
+    names = [] if has_tokenizer(folder) else sorted(path.name for path in folder.iterdir())
+    vocabularies = [name for name in names if name.endswith(("vocab.json", "encoder.json"))]
+    merges = [name for name in names if name.endswith(("merges.txt", ".bpe"))]
+    if len(vocabularies) != 1 or len(merges) != 1:
+        return ""
+    return f"Name its files: --vocab_file {folder / vocabularies[0]} --merge_file {folder / merges[0]}"
+
+
+def of_vocabulary_files(vocab_file: str, merge_file: str):
+    """The tokenizer in GPT-2's two files, whatever they are called.
+
+    Raises:
+        UserError: they are no such files.
+    """
+    from transformers import GPT2Tokenizer
+
+    try:
+        vocabulary = json.loads(Path(vocab_file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"vocab_file = {vocab_file!r} is no JSON file: {first_line(error)}") from None
+    if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
+        raise UserError(
+            f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}, so it is no vocabulary of GPT-2's kind. Name a folder "
+            "with a tokenizer.json"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(Path(vocab_file).expanduser(), Path(folder) / "vocab.json")
+        shutil.copyfile(Path(merge_file).expanduser(), Path(folder) / "merges.txt")
+        try:
+            tokenizer = GPT2Tokenizer.from_pretrained(folder)
+        except Exception as error:  # tokenizers raises nothing but Exception
+            raise UserError(f"merge_file = {merge_file!r} is not that of vocab_file: {first_line(error)}") from None
+    tokenizer.name_or_path = vocab_file
+    return tokenizer
+
+
 def _refuse_one_that_reads_nothing(tokenizer, option: str, name: str, kind: str) -> None:
     """Raises UserError where vocabulary files were read as those of another kind of tokenizer: GPT-2's as a Llama's,
     say, which makes one unknown token of a whole sentence."""
@@ -70,8 +118,8 @@ def _refuse_one_that_reads_nothing(tokenizer, option: str, name: str, kind: str)
     if len(tokens) < len(sentence.split()):
         raise UserError(
             f"{option} = {name!r} has bare vocabulary files, and read as the model's own kind ({kind}) they make "
-            f"{len(tokens)} tokens of {sentence!r}: they are of another kind. Name a folder with a tokenizer.json, or "
-            "a model of that kind"
+            f"{len(tokens)} tokens of {sentence!r}: they are of another kind. Name a folder with a tokenizer.json, a "
+            "model of that kind, or GPT-2's two files with --vocab_file and --merge_file"
         )
 
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from train.recipe.fields import option
-from train.recipe.options import Recipe
+from train.recipe.options import Recipe, wrong_vocabulary_files
 
 
 def usable_cores() -> int:
@@ -21,6 +21,10 @@ class PrepareOptions(Recipe):
     )
     output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
     tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
+    vocab_file: str | None = option(
+        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, in place of tokenizer; with merge_file."
+    )
+    merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
     append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
     json_keys: list[str] = option(["text"], "Keys (columns of .parquet), each of which becomes a corpus.")  # noqa: RUF009
     workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
@@ -45,8 +49,9 @@ class PrepareOptions(Recipe):
             found.append("no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'")
         if not self.output_prefix:
             found.append("no output: set --output_prefix, e.g. corpora/wiki for corpora/wiki_text_document.bin")
-        if not self.tokenizer:
+        if not (self.tokenizer or self.vocab_file or self.merge_file):
             found.append("no tokenizer: set --tokenizer to the folder or hub name of the one to train with")
+        found += wrong_vocabulary_files(self, ["tokenizer"] if self.tokenizer else [])
         twice = sorted({key for key in self.json_keys if self.json_keys.count(key) > 1})
         if twice:
             found.append(f"json_keys has {', '.join(twice)} more than once: name each key once")

@@ -64,6 +64,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
 
     Every rank meets the same mistake at about the same time, and a launcher stops all ranks when the first one leaves.
     So rank 0 speaks and leaves; the others stay quiet for long enough that its message gets out, and leave after it.
+    Where a machine lacks what others have, the first of its ranks is the one that speaks.
     An error that `explain_failures_with` has an explanation for ends with its exit code; any other is raised.
     """
 
@@ -76,7 +77,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             if rank == 0:
                 print(error.report(), file=sys.stderr, flush=True)
             else:
-                _wait_for_the_launcher(seconds=20)
+                _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 print(f"[rank {rank}] {error.report()}", file=sys.stderr, flush=True)
             return EXIT_USER_ERROR
         except NothingToDo as message:

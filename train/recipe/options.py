@@ -61,6 +61,10 @@ class ModelOptions(Recipe):
     )
     config_overrides: str | None = option(None, "Changes to the configuration: n_layer=4,n_embd=256.")
     tokenizer_name: str | None = option(None, "Tokenizer folder or hub name, if it is not the model's own.")
+    vocab_file: str | None = option(
+        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, in place of tokenizer_name; with merge_file."
+    )
+    merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
     train_tokenizer_vocab_size: int | None = option(
         None, "Train a byte-level BPE tokenizer of this size on the training text (cached).", minimum=258
     )
@@ -84,14 +88,29 @@ class ModelOptions(Recipe):
                 f"model_name_or_path = {self.model_name_or_path!r} and {starts[1]} = {getattr(self, starts[1])!r}: "
                 "the first loads weights, the second starts from scratch; keep one"
             )
-        if not (self.model_name_or_path or self.tokenizer_name or self.train_tokenizer_vocab_size):
+        files = [name for name in ("vocab_file", "merge_file") if getattr(self, name)]
+        named = [name for name in ("tokenizer_name", "train_tokenizer_vocab_size") if getattr(self, name)]
+        if not (self.model_name_or_path or named or files):
             found.append(
                 "no tokenizer: a model from scratch needs tokenizer_name, or train_tokenizer_vocab_size to train one"
             )
-        if self.tokenizer_name and self.train_tokenizer_vocab_size:
+        if len(named) > 1:
             found.append("tokenizer_name and train_tokenizer_vocab_size are both set: name a tokenizer or train one")
+        found += wrong_vocabulary_files(self, named)
         found.extend(_bad_overrides(self.config_overrides))
         return found
+
+
+def wrong_vocabulary_files(recipe: Recipe, others: list[str]) -> list[str]:
+    """What is wrong with vocab_file and merge_file.
+
+    Args:
+        others: options that are set, and name a tokenizer too.
+    """
+    files = [name for name in ("vocab_file", "merge_file") if getattr(recipe, name)]
+    if len(files) == 1:
+        return [f"{files[0]} = {getattr(recipe, files[0])!r}: vocab_file and merge_file go together"]
+    return [f"{' and '.join(files)}, and {' and '.join(others)}: name one tokenizer"] if files and others else []
 
 
 def _bad_overrides(overrides: str | None) -> list[str]:

@@ -55,8 +55,6 @@ ELSEWHERE = {  # names that users bring along from other programs
     "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
     "tokenizer_type": "name the tokenizer's folder with --tokenizer_name",
     "tokenizer_model": "name the tokenizer's folder with --tokenizer_name",
-    "vocab_file": "name the tokenizer's folder with --tokenizer_name",
-    "merge_file": "name the tokenizer's folder with --tokenizer_name",
     "push_to_hub": "upload the run's model/ folder with `hf upload` after the run",
 }
 

@@ -190,6 +190,8 @@ class Keeper:
         progress = dataclasses.asdict(self.done) | {
             "best": dataclasses.asdict(self.best), "run": run, "data": self.data,
         }  # fmt: skip
+        if not self.saver.bytes_of_copies and self.saver.copies():
+            self.session.advise(copied=self.saver.bytes_of_copies)
         self.saver.save(updates, why or BEST, fill, self.session.weights, progress if with_state else None, is_best)
         self.session.stop.has_saved()
         if with_state:

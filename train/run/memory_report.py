@@ -12,12 +12,11 @@ import traceback
 
 from train.model.parameters import true_numel
 from train.recipe.errors import first_line
-from train.run.progress import size, table
+from train.run.memory_message import about_the_model, report
 from train.run.remedies import Held, Situation, remedies
-from train.run.watch import GIB, RESUME, cgroups, field, read, room
+from train.run.watch import GIB, cgroups, field, read, room
 
 EXIT_OUT_OF_MEMORY = 87
-MOST_REMEDIES = 11  # so that the whole message has some 20 lines
 # What says that memory ran out. A pinned block that is refused is host memory, in the words of a device's. NCCL's
 # words are those of its checks.h and alloc.h.
 PINNED = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
@@ -91,30 +90,37 @@ def figures_of(error: BaseException) -> dict[str, int]:
 
 def explain(
     error: BaseException, *, phase: str, update: int | None, recipe, strategy, engine=None,
-    row_tokens: int | None = None, program_bytes: int = 0,
+    row_tokens: int | None = None, **more,
 ) -> str:  # fmt: skip
     """What is said instead of a traceback. See `take_stock` for the arguments."""
     try:
-        return report(take_stock(error, phase, update, recipe, strategy, engine, row_tokens, program_bytes))
+        return report(take_stock(error, phase, update, recipe, strategy, engine, row_tokens, **more))
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
         at = f"{phase} of update {update}" if update else phase
         return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
 
 
-def host_advice(recipe, strategy, engine=None, row_tokens: int | None = None) -> list[str]:
+def host_advice(recipe, strategy, engine=None, row_tokens: int | None = None, **more) -> list[str]:
     """What a rank's witness is to propose should the rank die for want of host memory (Witness.advise)."""
-    situation = take_stock(MemoryError(), "backward", None, recipe, strategy, engine, row_tokens)
-    return [f"{remedy.option}: {remedy.what}" for remedy in remedies(situation)][:5]
+    phase = "backward" if engine is not None else "load"
+    situation = take_stock(MemoryError(), phase, None, recipe, strategy, engine, row_tokens, **more)
+    model = [f"model    {line}" for line in about_the_model(situation)]
+    return [*model, *(f"{remedy.option}: {remedy.what}" for remedy in remedies(situation)[:5])]
 
 
-def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=None, program_bytes=0) -> Situation:
+def take_stock(
+    error, phase, update, recipe, strategy, engine=None, row_tokens=None, program_bytes=0, parameters=0, copied=0
+) -> Situation:
     """Everything that the report and its remedies are made of.
 
     Args:
-        phase: load, forward, loss, backward, update, evaluate or save; of any other, only what holds for the host.
-        engine: where it exists by now; without it nothing is known of weights and optimizer.
+        phase: load, prepare, forward, loss, backward, update, evaluate or save; of any other, only what holds for the
+            host.
+        engine: where it exists by now; without it weights and optimizer are known by the number of parameters.
         row_tokens: tokens of a training row; by default what the recipe's options of length say.
         program_bytes: resident memory of the host before the model was loaded, which is no activation.
+        parameters: of the whole model, where it is known by now.
+        copied: bytes of the copies that checkpoints are written from, where there are any.
     """
     said, where = figures_of(error), is_out_of_memory(error) or "host"
     on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
@@ -125,7 +131,11 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
     offloads = {part: (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
                 for part in ("optimizer", "param")}  # fmt: skip
     batches, launch = strategy.batches, strategy.launch
-    held, due = _held(engine, where, on_cpu, offloads, program_bytes)
+    here = _what_is_here(where, on_cpu, offloads)
+    if engine is not None:
+        held, due = _held(engine, here, program_bytes)
+    else:
+        held, due = _on_the_way(sizes_of(strategy, recipe, parameters), here, where, strategy)
     free, total = _room(where, said)
     return Situation(
         where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
@@ -139,8 +149,9 @@ def take_stock(error, phase, update, recipe, strategy, engine=None, row_tokens=N
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
-        dataloader_workers=recipe.dataloader_num_workers, save_async=recipe.save_async is not False,
-        copies=_copies(recipe, held), is_sure=NO_HANDLE not in str(error),
+        dataloader_workers=recipe.dataloader_num_workers,
+        copies=_copies(recipe, copied), parameters=parameters,
+        element=_element(strategy, recipe), is_sure=NO_HANDLE not in str(error),
         **_of_model(engine, strategy, recipe, row_tokens or 0),
     )  # fmt: skip
 
@@ -150,23 +161,59 @@ def _has_device() -> bool:
     return torch is not None and torch.accelerator.is_available()
 
 
-def _held(engine, where: str, on_cpu: bool, offloads: dict[str, bool], program_bytes: int) -> tuple[Held, Held]:
+def _what_is_here(where: str, on_cpu: bool, offloads: dict[str, bool]) -> Held:
+    """1 for each part that lies on the memory that ran out, else 0; `rest`: for what is computed there."""
+    of_model = on_cpu or where == "device"
+    weights = on_cpu or (where == "host") == offloads["param"]
+    optimizer = on_cpu or (where == "host") == offloads["optimizer"]
+    return Held(int(weights), int(of_model), int(optimizer), int(of_model))
+
+
+def _held(engine, here: Held, program_bytes: int) -> tuple[Held, Held]:
     """(what this rank holds on the memory that ran out, what gradients and optimizer come to after an update)."""
-    if engine is None:
-        return Held(), Held()
     from train.run.meters import MemoryMeter
 
-    of_model = on_cpu or where == "device"
-    has_weights = on_cpu or (where == "host") == offloads["param"]
-    has_optimizer = on_cpu or (where == "host") == offloads["optimizer"]
     sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
-    gradients = of_model * _gradients(engine)
-    weights, optimizer = has_weights * sizes["parameters"], has_optimizer * sizes["optimizer"]
-    peak = MemoryMeter(engine.device).peak_bytes() if of_model else resident_bytes()
-    if on_cpu:  # a device's allocator has never heard of the program
+    gradients = here.gradients * _gradients(engine)
+    weights, optimizer = here.weights * sizes["parameters"], here.optimizer * sizes["optimizer"]
+    peak = MemoryMeter(engine.device).peak_bytes() if here.rest else resident_bytes()
+    if engine.device.type == "cpu":  # a device's allocator has never heard of the program
         peak -= program_bytes
     held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
-    return held, Held(gradients=of_model * gradients_due, optimizer=has_optimizer * optimizer_due)
+    return held, Held(gradients=here.gradients * gradients_due, optimizer=here.optimizer * optimizer_due)
+
+
+def _on_the_way(sizes: Held, here: Held, where: str, strategy) -> tuple[Held, Held]:
+    """The same while the model is loaded and prepared: what is there by now is known in all only."""
+    taken = resident_bytes()
+    if where == "device":
+        import torch
+
+        taken = torch.accelerator.memory_allocated(strategy.device)
+    weights = min(taken, here.weights * sizes.weights)
+    due = Held(here.weights * sizes.weights, here.gradients * sizes.gradients, here.optimizer * sizes.optimizer)
+    return Held(weights, rest=taken - weights) if sizes.weights else Held(), due
+
+
+def _element(strategy, recipe) -> int:
+    """Bytes of a weight as it is loaded."""
+    half = strategy.precision != "fp32" and (strategy.deepspeed is not None or recipe.lora)
+    return 2 if half else 4
+
+
+def sizes_of(strategy, recipe, parameters: int) -> Held:
+    """Weights, gradients and optimizer state of a rank, in bytes, by the number of the model's parameters. An adapter,
+    which is small, is not counted."""
+    quantised = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}.get(recipe.quantised)
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    stage, ranks = zero.get("stage", 0), strategy.launch.world_size
+    trained = 0 if recipe.lora else parameters
+    element = _element(strategy, recipe)
+    weights = int(parameters * (quantised or element)) // (ranks if stage == 3 else 1)
+    gradients = trained * element // (ranks if stage > 1 else 1)
+    if strategy.deepspeed is None:
+        return Held(weights, gradients, 2 * trained * element)
+    return Held(weights, gradients, 3 * 4 * trained // (ranks if stage else 1))
 
 
 def _gradients(engine) -> int:
@@ -235,10 +282,10 @@ def _process_limit() -> int | None:
     return None
 
 
-def _copies(recipe, held: Held) -> dict[str, int]:
+def _copies(recipe, copied: int) -> dict[str, int]:
     import psutil
 
-    found = {"save_async": held.weights + held.optimizer}
+    found = {"save_async": copied}
     if recipe.dataloader_num_workers:
         with contextlib.suppress(psutil.Error):
             found["dataloader_num_workers"] = sum(child.memory_info().rss for child in psutil.Process().children())
@@ -264,55 +311,3 @@ def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool
         "logits": rows * targets * config.vocab_size * (4 + element) if full else 0,
         "can_chunk": full and has_separate_body(engine.module),
     }
-
-
-# ------------------------------------------------------------------------------------------------------------- telling
-
-
-def report(s: Situation) -> str:
-    """The message: where, how much, what held it, what would help."""
-    memory = "the device's memory" if s.where == "device" else "host memory"
-    at = f" of update {s.update:,}" if s.update else ""
-    lines = [f"out of memory: rank {s.rank} of {s.world_size}, {s.phase}{at}, {memory} ({s.strategy}, {s.precision})"]
-    if not s.is_sure:
-        lines.append("  cuBLAS could not be started: mostly for want of memory, but not always")
-    lines += [f"  {line}" for line in _amounts(s)]
-    if s.held.total:
-        lines += [f"  held by this rank{_of_batch(s)}:", *("  " + line for line in table(_rows(s)).splitlines())]
-    found = remedies(s)[:MOST_REMEDIES]
-    if found:
-        lines.append("  what would help, by what it saves:")
-        shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in found]
-        width = max(map(len, shown))
-        lines += [f"    {saved:>{width}}  {remedy.option}  ({remedy.what})" for saved, remedy in zip(shown, found)]
-    lines.append(f"  with a remedy added, {RESUME}")
-    return "\n".join(lines)
-
-
-def _amounts(s: Situation) -> list[str]:
-    parts = [f"asked for {size(s.asked)}"] if s.asked else []
-    if s.free is not None and s.total:
-        parts.append(f"{size(s.free)} of {size(s.total)} free")
-    if s.others and s.total and s.others > 0.01 * s.total:
-        parts.append(f"other processes hold {size(s.others)}")
-    if s.process_limit:
-        parts.append(f"a process may have {size(s.process_limit)} here (ulimit)")
-    return ["; ".join(parts)] if parts else []
-
-
-def _of_batch(s: Situation) -> str:
-    if s.phase not in ("forward", "loss", "backward"):
-        return ""
-    return f" ({s.micro_batch} rows" + (f" of up to {s.row_tokens:,} tokens)" if s.row_tokens else ")")
-
-
-def _rows(s: Situation) -> list[tuple[str, str]]:
-    later = {"gradients": s.due.gradients, "optimizer": s.due.optimizer}
-    rows = []
-    for name, label in (("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer state")):
-        held = getattr(s.held, name)
-        if not held and later.get(name):
-            label += f" (none now; about {size(later[name])} to come)"
-        rows.append((label, size(held)))
-    rest = "activations, logits and workspace" if s.where == "device" else "the rest of the process"
-    return [*rows, (rest if not s.on_cpu else "activations, logits, workspace, program", size(s.held.rest))]

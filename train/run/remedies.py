@@ -31,11 +31,13 @@ class Situation:
     Args:
         where: device or host, which ran out.
         on_cpu: the model itself is computed on the host.
-        due: what gradients and optimizer come to once the first update is done.
+        due: what weights come to once they are loaded, gradients and optimizer once the first update is done.
+        parameters: of the whole model.
+        element: bytes of a weight as it is loaded.
         logits: what the logits of a micro-batch take where they are held whole, else 0.
         layer_inputs: the inputs of all layers together: what stays of the activations where they are recomputed.
         lengths: the options that say how long a row is, with their values.
-        copies: host memory of the program's other processes and copies: {option: bytes}.
+        copies: host memory of the program's other processes and copies, where there are any now: {option: bytes}.
         is_sure: whether the error says in so many words that memory ran out.
     """
 
@@ -55,6 +57,8 @@ class Situation:
     process_limit: int | None = None  # ulimit
     held: Held = Held()
     due: Held = Held()
+    parameters: int = 0
+    element: int = 4
     stage: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -77,7 +81,6 @@ class Situation:
     quantised: bool = False  # such weights cannot be shared out by ZeRO-3
     pretrained: bool = False
     dataloader_workers: int = 0
-    save_async: bool = False
     copies: dict[str, int] = field(default_factory=dict)
     is_sure: bool = True
 
@@ -88,7 +91,11 @@ class Situation:
 
     @property
     def in_training(self) -> bool:
-        return self.phase in (*WORKING, "update")
+        return self.phase in ("prepare", *WORKING, "update")
+
+    @property
+    def weights(self) -> int:
+        return max(self.held.weights, self.due.weights)
 
     @property
     def optimizer(self) -> int:
@@ -98,6 +105,19 @@ class Situation:
     @property
     def gradients(self) -> int:
         return max(self.held.gradients, self.due.gradients * self.in_training)
+
+    @property
+    def whole(self) -> int:
+        """Weights, gradients and optimizer state of this rank on the memory that ran out, once all are there."""
+        optimizer, gradients = (max(getattr(self.held, part), getattr(self.due, part))
+                                for part in ("optimizer", "gradients"))  # fmt: skip
+        return self.weights + gradients + optimizer
+
+    @property
+    def limit(self) -> int | None:
+        """What this rank may have of the memory that ran out."""
+        share = self.total and self.total // (self.local_processes if self.where == "host" else 1)
+        return min(filter(None, (share, self.process_limit)), default=None)
 
     @property
     def holds_model(self) -> bool:
@@ -122,9 +142,11 @@ def remedies(s: Situation) -> list[Remedy]:
             found += _of_batch(s) + _of_activations(s)
         elif s.phase == "evaluate":
             found += _of_evaluation(s)
+        elif s.phase == "load":
+            found += _of_loading(s)
         found += _of_state(s)
     found += _of_allocator(s) if s.where == "device" else _of_host(s)
-    least = NEGLIGIBLE * max(s.held.total, s.asked or 0)
+    least = NEGLIGIBLE * max(s.held.total, s.asked or 0, s.weights)
     found = [remedy for remedy in found if remedy.saves is None or remedy.saves > least]
     return sorted(found, key=lambda remedy: -1 if remedy.saves is None else remedy.saves, reverse=True)
 
@@ -177,12 +199,25 @@ def _of_evaluation(s: Situation) -> list[Remedy]:
     return found
 
 
+def _of_loading(s: Situation) -> list[Remedy]:
+    """Fewer bytes a weight. Without DeepSpeed what is trained is held in fp32, and only frozen weights are not."""
+    found, half = [], "" if s.precision != "fp32" else " --precision bf16"
+    if s.element == 4 and s.stage:
+        found.append(Remedy("--precision bf16", "weights in half precision", s.weights // 2))
+    elif s.element == 4 and s.pretrained:
+        found.append(Remedy(f"--lora{half}", "frozen weights, in half precision", s.weights // 2))
+    if s.where == "device" and s.pretrained and not s.quantised and s.stage < 3:
+        saved = s.weights - s.weights // (2 * s.element)
+        found.append(Remedy(f"--lora --load_in_4bit{half}", "frozen weights, in 4 bits", saved))
+    return found
+
+
 def _of_state(s: Situation) -> list[Remedy]:
     """Weights, gradients and optimizer state: shared out over the processes, moved to the host, or not there."""
-    known = s.held.weights > 0
+    known = s.weights > 0
     shared = 1 - 1 / s.world_size
     optimizer = 0 if s.offload_optimizer and s.where == "device" else s.optimizer
-    gains = {1: optimizer * shared, 2: s.gradients * shared, 3: s.held.weights * shared}
+    gains = {1: optimizer * shared, 2: s.gradients * shared, 3: s.weights * shared}
     parts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
     found = []
     for stage in range(s.stage + 1, 3 if s.quantised else 4) if s.world_size > 1 else ():
@@ -213,10 +248,10 @@ def _of_offload(s: Situation, optimizer: int, gains: dict[int, float], known: bo
         pair = "zero2_offload" if s.stage < 3 else "zero3_offload_optimizer"
         what = "the optimizer's state in host memory: slower"
         found.append(Remedy(_pair(pair), what, round(optimizer + gradients) if known else None))
-    moved += s.held.weights if s.stage == 3 else s.held.weights / s.world_size
+    moved += s.weights if s.stage == 3 else s.weights / s.world_size
     if not s.offload_parameters and not s.quantised and _host_takes(s, moved):
         what = "optimizer state and weights in host memory: the slowest"
-        saved = round(optimizer + gradients + s.held.weights)
+        saved = round(optimizer + gradients + s.weights)
         found.append(Remedy(_pair("zero3_offload"), what, saved if known else None))
     return found
 
@@ -238,17 +273,18 @@ def _of_host(s: Situation) -> list[Remedy]:
         pair = f"zero{s.stage}"
         what = "optimizer state (and weights) on the devices, not in host memory"
         found.append(Remedy(_pair(pair), what, s.held.optimizer + s.held.weights or None))
-    if s.save_async:
+    if s.copies.get("save_async"):
         what = "checkpoints are written without a copy of the state"
-        found.append(Remedy("--save_async false", what, s.copies.get("save_async")))
+        found.append(Remedy("--save_async false", what, s.copies["save_async"]))
     if s.dataloader_workers:
         what = f"{s.dataloader_workers} fewer processes a rank"
         found.append(Remedy("--dataloader_num_workers 0", what, s.copies.get("dataloader_num_workers")))
-    if s.local_processes > 1:
+    if s.local_processes > 1 and not (s.phase == "load" and s.stage == 3):  # of ZeRO-3 fewer would hold more each
         option, what = f"--num_processes {s.world_size // 2}", "half as many processes on each host"
         if not s.global_batch_is_set:
             option = f"{option} --gradient_accumulation_steps {2 * s.accumulation}"
-        found.append(Remedy(option, what, s.held.total * (s.local_processes - s.local_processes // 2) or None))
+        each = max(s.held.total, s.weights if s.holds_model else 0)
+        found.append(Remedy(option, what, each * (s.local_processes - s.local_processes // 2) or None))
     return found
 
 

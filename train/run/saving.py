@@ -50,6 +50,7 @@ class Saver:
         self._exported, self._whole = parameters if whole else trained, whole
         self._state_has_all = len(self._exported) == len(trained)
         self._asynchronous: bool | None = None
+        self.bytes_of_copies = 0  # of this host's memory, held from the first save on
         self._save: _Save | None = None
         self._copies = {part: HostCopies() for part in ("state", "model")}
         self.news: list[str] = []  # what has become of saves, on the main process
@@ -82,7 +83,7 @@ class Saver:
         """
         began = time.perf_counter()
         self.settle()
-        engine, copied = self.engine, self._is_asynchronous()
+        engine, copied = self.engine, self.copies()
         if progress is not None:
             engine.state.start()
         pieces = engine.state.own() if progress is not None else []
@@ -119,14 +120,16 @@ class Saver:
             return self._copies[part].of(tensors)
         return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
 
-    def _is_asynchronous(self) -> bool:
+    def copies(self) -> bool:
         """Whether saves are copied first; all ranks decide alike, at the first one."""
-        if self._wanted is not None:
-            return self._wanted
+        if self._asynchronous is None and self._wanted is not None:
+            self._asynchronous = self._wanted
         if self._asynchronous is None:
             room = 0.8 * host_room()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
             self._asynchronous = all(rank[0] for rank in fits)
+        if self._asynchronous:
+            self.bytes_of_copies = self._bytes_to_copy()
         return self._asynchronous
 
     def _bytes_to_copy(self) -> int:

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
 from train.recipe.files import appears, is_there, without_folders
 from train.recipe.options import TrainingRecipe
+from train.recipe.paths import check_paths
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, say
 from train.run.schedule import make_schedule
@@ -34,13 +36,21 @@ def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Sess
     """The session of a run, or of a trial where the recipe says that it is one.
 
     Raises:
-        UserError: anything that can be found wrong before data is read.
+        UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
+            before torch is imported.
     """
+    check_paths(recipe, output_folder(task, recipe))
     if recipe.trial:
         from train.limits.trial import TrialSession
 
         return TrialSession(task, recipe, timeline)
     return Session(task, recipe, timeline)
+
+
+def output_folder(task: str, recipe: TrainingRecipe) -> Path:
+    """The run's folder; where nobody names one it is called after the recipe's file, or the task."""
+    source = recipe.source("config")
+    return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
 
 
 class Session:
@@ -58,8 +68,7 @@ class Session:
         before_leaving(self.witness.leave)
         from train.run.resuming import Origin
 
-        source = recipe.source("config")
-        self.folder = RunFolder(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+        self.folder = RunFolder(output_folder(task, recipe))
         self.origin = Origin(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
         self.strategy: Strategy = read_strategy(recipe)
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
@@ -69,7 +78,7 @@ class Session:
         if self.main:
             self.folder.lock()
             self.folder.forget_the_end()
-        self.adapter = None
+        self.adapter, self.keeper = None, None
         minutes = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else recipe.save_minutes
         self.stop = Stop(recipe.max_hours, minutes, timeline.started, self.witness.told)
         if recipe.quantised:
@@ -79,7 +88,7 @@ class Session:
         from train.run.trackers import wanted_trackers
 
         self.trackers = wanted_trackers(recipe)
-        self.engine, self.row_tokens, self.program_bytes = None, None, 0
+        self.engine, self.row_tokens, self.program_bytes, self.parameters = None, None, 0, 0
         self.stopped = 0
         explain_failures_with(self._explain)
         self.witness.phase("data", patience=math.inf)
@@ -175,6 +184,27 @@ class Session:
         view = f"view of output_dir = {str(self.folder.path)!r}"
         check_same({view: "the run" if seen else "no such run"}, f"{SHARED_REMEDY}, or --save_strategy no")
 
+    def load(self, auto_class, config, left_out: Sequence[str] = ()):
+        """The model, see build_model for the arguments. Its size is known before: loading may take all memory."""
+        from train.model.load import build_model, size_of_model
+
+        self.parameters = size_of_model(auto_class, config, self.strategy, self.recipe.trust_remote_code)
+        self.advise()
+        return build_model(auto_class, config, self.recipe, self.strategy, self.recipe.seed, left_out)
+
+    def advise(self, copied: int = 0) -> None:
+        """Tell the witness what would help from here on, should this rank be killed for want of host memory.
+
+        Args:
+            copied: bytes of the copies that checkpoints are written from.
+        """
+        from train.run.memory_report import host_advice
+
+        self.witness.advise(
+            host_advice(self.recipe, self.strategy, self.engine, self.row_tokens, parameters=self.parameters,
+                        copied=copied)
+        )  # fmt: skip
+
     def add_adapter(self, model) -> None:
         """Freeze the model and put a LoRA adapter into it, where the recipe asks for one.
 
@@ -244,7 +274,6 @@ class Session:
         from train.run.best import make_best
         from train.run.keeper import Keeper
         from train.run.loop import Hooks, fit
-        from train.run.memory_report import host_advice
         from train.run.sentinel import Sentinel
         from train.run.trackers import start_trackers
 
@@ -252,7 +281,7 @@ class Session:
         recipe, engine = self.recipe, self.engine
         lengths = job.train_set.lengths
         self.row_tokens = len(job.train_set[0]["input_ids"]) if lengths is None else int(lengths.max())
-        self.witness.advise(host_advice(recipe, self.strategy, engine, self.row_tokens))
+        self.advise()
         self.best = make_best(recipe, job.figures, job.evaluate is not None)
         self.keeper = keeper = Keeper(self, job, tokenizer, self.best)
         check_same({"training data": keeper.data}, "Give all machines the same data and the same packages")
@@ -300,7 +329,8 @@ class Session:
                 phase = "loss"
             said = explain(
                 error, phase=phase, update=update, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
-                row_tokens=self.row_tokens, program_bytes=self.program_bytes,
+                row_tokens=self.row_tokens, program_bytes=self.program_bytes, parameters=self.parameters,
+                copied=self.keeper.saver.bytes_of_copies if self.keeper else 0,
             )  # fmt: skip
             print(f"\n{said}", file=sys.stderr, flush=True)
             return EXIT_OUT_OF_MEMORY

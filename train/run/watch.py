@@ -62,7 +62,7 @@ class Heard(NamedTuple):
         if kind == "told":
             return self._replace(told=words[0])
         if kind == "advice":
-            return self._replace(advice=(*self.advice, words[0]))
+            return self._replace(advice=(*self.advice, words[0]) if words[0] else ())
         return self._replace(asked=self.asked or kind.startswith("Stack ("))  # of faulthandler, see witness.py
 
     @property
@@ -230,7 +230,11 @@ def obituary(rank: int, pid: int, heard: Heard, status: int | None, samples: lis
         f"rank {rank} (pid {pid}) ended without a word in {heard.where}",
         f"cause    {why}",
         f"memory   {describe_memory(samples[-1])}",
-        *(f"remedy   {line}" for line in (heard.advice or (GENERAL_ADVICE,)) if for_memory),
+        *(
+            line if line.startswith("model ") else f"remedy   {line}"
+            for line in (heard.advice or (GENERAL_ADVICE,))
+            if for_memory
+        ),
         f"resume   {RESUME}",
     ]
     return "\n  ".join(lines)

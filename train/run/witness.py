@@ -119,8 +119,8 @@ class Witness:
         self._send(f"told\t{signal_name}\n".encode())
 
     def advise(self, lines: Iterable[str]) -> None:
-        """What the witness is to propose, one remedy a line, should the rank die for want of host memory."""
-        for line in lines:
+        """What the witness is to propose from here on, a line each, should the rank die for want of host memory."""
+        for line in ("", *lines):  # an empty one: what was said before holds no more
             self._send(b"advice\t" + " ".join(line.split()).encode()[: LONGEST - 8] + b"\n")
 
     def leave(self) -> None:

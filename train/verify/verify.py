@@ -11,6 +11,7 @@ another number of processes, and must end as the one that nobody disturbed. All 
 from pathlib import Path
 
 from train.recipe.joined import read_with_recipe
+from train.recipe.paths import check_paths
 from train.recipe.tools import VerifyOptions
 from train.run.folder import check_folder_of
 from train.run.launches import ending_in_order
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     source = options.source("config")
     output = Path(options.output or Path("outputs") / f"verify-{Path(source).stem if source else options.task}")
     check_folder_of(output, RECIPE, "proof")
+    check_paths(options, output, "output")
     short = shorten(options, cls)
     precision = precision_of(options)
     options.tolerance = options.tolerance or TOLERANCES[precision]

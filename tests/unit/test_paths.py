@@ -1,0 +1,86 @@
+"""What is missing on the disk is told at once: all of it, by every task and tool, before torch is imported."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, environment, refusal
+
+from train.limits import compare
+from train.recipe import ClmRecipe
+from train.recipe.paths import cannot_be_written, check_paths
+from train.verify import verify
+
+GOOD = {"config_name": "gpt2", "tokenizer_name": "gpt2"}
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_text("some words")
+    return str(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train_file": ["no.txt"], "validation_file": ["no/*.txt"]},
+         ["train_file = 'no.txt': there is no such file", "validation_file = 'no/*.txt': no file matches"]),
+        ({"model_name_or_path": "./no/model"}, ["model_name_or_path = './no/model': there is no such folder"]),
+        ({"tokenizer_name": "/no/tokenizer", "config_name": "models/of/mine"},
+         ["tokenizer_name = '/no/tokenizer'", "config_name = 'models/of/mine'"]),
+        ({"dataset_name": "~/no/data"}, ["dataset_name = '~/no/data': there is no such folder"]),
+        ({"data_path": ["0.3", "no/all"]}, ["data_path = 'no/all': there is no no/all.idx and no no/all.bin"]),
+        ({"cache_dir": "{text}/cache"}, ["cache_dir = ", "a.txt is a file. Choose another folder"]),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_told_all_at_once(text, tmp_path, options, words):
+    options = {name: value.replace("{text}", text) if isinstance(value, str) else value
+               for name, value in options.items()}  # fmt: skip
+    said = refusal(check_paths, ClmRecipe(**options), tmp_path / "run")
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_there_or_may_be_on_the_hub_is_let_through(text, tmp_path):
+    check_paths(ClmRecipe(**GOOD, train_file=[text, str(tmp_path / "*.txt")]), tmp_path / "a" / "run")
+    check_paths(ClmRecipe(model_name_or_path="elyza/some-model", dataset_name="wikitext"), tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_folder_that_cannot_be_written(text, tmp_path):
+    assert cannot_be_written(tmp_path / "new" / "run") is None
+    assert cannot_be_written(tmp_path) is None
+    assert "is a file" in cannot_be_written(tmp_path / "a.txt" / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "nothing is left behind"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
+def test_a_folder_that_nobody_may_write():
+    said = refusal(check_paths, ClmRecipe(**GOOD), "/proc/self/run")
+    assert said.startswith("error: output_dir = '/proc/self/run' cannot be written: ")
+
+
+@pytest.mark.parametrize("task", ["clm", "cls", "seq2seq"])
+def test_it_comes_before_torch(tmp_path, task):
+    """A run of two processes that is refused took 16 seconds of two cores."""
+    argv = ["--model_name_or_path", "./no/model", "--train_file", "no.txt", "--output_dir", str(tmp_path / "run")]
+    heavy = "[name for name in ('torch', 'transformers', 'datasets', 'deepspeed') if name in sys.modules]"
+    code = f"import sys\nfrom train.{task} import main\nprint(main({argv}), {heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.stdout == "2 []\n"
+    assert done.stderr.splitlines() == [
+        "error: 2 problems, nothing was trained",
+        "  1. train_file = 'no.txt': there is no such file",
+        "  2. model_name_or_path = './no/model': there is no such folder",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("tool", [compare.main, verify.main])
+def test_tools_look_before_they_launch(tmp_path, tool):
+    recipe = ["--config_name", "gpt2", "--tokenizer_name", "./no", "--train_file", "no.txt"]
+    said = refusal(tool, ["--task", "clm", *recipe, "--output", str(tmp_path / "out")])
+    assert "'no.txt'" in said
+    assert "'./no'" in said
+    assert not (tmp_path / "out").exists()

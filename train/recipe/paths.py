@@ -1,0 +1,102 @@
+"""What a recipe names on the disk: a look at it that costs little, before anything heavy is imported."""
+
+import glob
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from train.recipe.errors import UserError
+
+FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file")
+FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
+ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
+
+
+def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
+    """See that what the recipe names is there, and that the run's folder can be written. Each rank looks for itself:
+    machines may differ.
+
+    Raises:
+        UserError: with all that is missing.
+    """
+    problems = []
+    for option in FILE_OPTIONS:
+        try:
+            find_files(option, getattr(recipe, option, None) or [])
+        except UserError as error:
+            problems += error.problems
+    for option in FOLDER_OPTIONS:
+        name = getattr(recipe, option, None)
+        if name and is_missing_folder(name):
+            problems.append(f"{option} = {name!r}: there is no such folder")
+    for option in ONE_FILE_OPTIONS:
+        name = getattr(recipe, option, None)
+        if name and not Path(name).expanduser().is_file():
+            problems.append(f"{option} = {name!r}: there is no such file")
+    for _, prefix in getattr(recipe, "blend", []):
+        missing = missing_corpus(str(Path(prefix).expanduser()))
+        problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
+    for option, folder in ((output_option, output), ("cache_dir", recipe.cache_dir)):
+        why = cannot_be_written(Path(folder).expanduser()) if folder else None
+        problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
+    if problems:
+        raise UserError(problems)
+
+
+def find_files(option: str, patterns: list[str]) -> list[Path]:
+    """The files that paths and globs name, in a fixed order. `{stdlib}` stands for Python's own library.
+
+    Raises:
+        UserError: something is missing, a folder, or empty.
+    """
+    problems, found = [], []
+    for pattern in patterns:
+        pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
+        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+        files = [Path(match) for match in matches if not os.path.isdir(match) or not glob.has_magic(pattern)]
+        if not files:
+            problems.append(f"{option} = {pattern!r}: no file matches")
+        for path in files:
+            if not path.exists():
+                problems.append(f"{option} = {str(path)!r}: there is no such file")
+            elif path.is_dir():
+                problems.append(f"{option} = {str(path)!r} is a folder; name its files, e.g. {path}/*.txt")
+            elif path.stat().st_size == 0 and not glob.has_magic(pattern):
+                problems.append(f"{option} = {str(path)!r}: the file is empty")
+        found += [path for path in files if path.is_file() and path.stat().st_size > 0]
+    if patterns and not problems and not found:
+        problems.append(f"{option} = {patterns}: all files that match are empty")
+    if problems:
+        raise UserError(problems)
+    return sorted(dict.fromkeys(path.resolve() for path in found))
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether a name can only be that of a folder, and there is none."""
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return looks_like_a_path and not Path(name).expanduser().exists()
+
+
+def missing_corpus(prefix: str) -> str | None:
+    """What to say where a corpus in Megatron's format lacks a file; None if both are there."""
+    missing = [f"{prefix}{ending}" for ending in (".idx", ".bin") if not Path(f"{prefix}{ending}").is_file()]
+    if not missing:
+        return None
+    folder, name = os.path.split(prefix)
+    near = sorted(Path(folder or ".").glob(f"{glob.escape(name)}_*_document.idx"))
+    close = f"Did you mean {' or '.join(str(path)[:-4] for path in near[:3])}?" if near else ""
+    return f"there is no {' and no '.join(missing)}. {close or 'Name what stands before .bin and .idx'}"
+
+
+def cannot_be_written(folder: Path) -> str | None:
+    """Why a folder cannot be made, or written into, for a sentence; None: it can. Leaves nothing behind."""
+    folder = folder.absolute()
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    if not place.is_dir():
+        return "is a file" if place == folder else f"cannot be made: {place} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        return f"cannot be written: {error.strerror} ({place})"
