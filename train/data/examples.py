@@ -9,7 +9,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from train.data import glue
 from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.data.labels import MISSING, Labels, find_labels, in_the_models_order
-from train.data.lengths import choose_length
+from train.data.lengths import choose_length, report_loss
 from train.data.rows import Rows
 from train.data.sources import (
     HELD_OUT,
@@ -87,6 +87,10 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
         length = choose_length(recipe, "max_length", config)
         rows = {name: _encode(part, tokenizer, length, recipe) for name, part in parts.items()}
+    for name, part in rows.items():
+        what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
+        cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
+        notes += report_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
@@ -163,12 +167,12 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         if bad and not recipe.skip_bad_records:
             index, what = min(bad.items())
             raise bad_record(where[name], index, what, len(bad))
+        if len(bad) == len(table):
+            raise UserError(f"{where[name]} has no record that can be used")
         if bad:
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
-            notes.append(f"note      {len(bad):,} of {len(table):,} records of {where[name]} are left out: "
-                         "an empty text or no label")  # fmt: skip
-        if not len(part.texts):
-            raise UserError(f"{where[name]} has no record that can be used")
+            what = f"records of {where[name]} are left out: an empty text or no label"
+            notes += report_loss(recipe, len(bad), len(table), what)
         parts[name] = part
     return labels, parts, notes
 

@@ -11,7 +11,8 @@ GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnl
 GLUE_ON_THE_HUB = "nyu-mll/glue"
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # what happens at an end of document
 OF_TEXT = (  # options of data that is read as text, without effect on corpora
-    "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_split_percentage",
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "field",
+    "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
     "train_on_prompt", "cache_dir", "overwrite_cache",
