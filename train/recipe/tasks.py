@@ -59,6 +59,10 @@ class LabelOptions(Recipe):
     task_name: str | None = option(None, "A GLUE task: its columns, labels and metric.", choices=GLUE_TASKS)
     text_columns: list[str] | None = option(None, "Column of the text, or the two of a pair.")  # noqa: RUF009
     label_column: str | None = option(None, "Column of the label; by default `label` or a name like it.")
+    choice_columns: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Multiple choice: columns of the choices, or one of lists; by default choice0, choice1, ... and the like.",
+    )
     regression: bool | None = option(
         None, "Predict a number; by default where the labels are numbers with a fractional part."
     )
@@ -74,6 +78,9 @@ class LabelOptions(Recipe):
         found = super().problems()
         if self.text_columns and len(self.text_columns) > 2:
             found.append(f"text_columns = {' '.join(self.text_columns)}: name one column, or the two of a pair")
+        if self.choice_columns and (self.task_name or self.regression):
+            other = f"task_name = {self.task_name}" if self.task_name else "regression = true"
+            found.append(f"choice_columns = {' '.join(self.choice_columns)} and {other}: keep one of the two")
         if self.validation_mismatched_file and self.task_name != "mnli":
             found.append("validation_mismatched_file belongs to --task_name mnli")
         if self.task_name and self.regression is not None and self.regression != (self.task_name == "stsb"):
