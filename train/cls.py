@@ -1,5 +1,5 @@
 r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
-AutoModelForSequenceClassification.
+AutoModelForSequenceClassification; and multiple choice, with an AutoModelForMultipleChoice.
 
     accelerate launch train/cls.py --config recipes/cls/stdlib-packages.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
@@ -25,15 +25,15 @@ def main(argv: list[str] | None = None) -> int:
     recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
     session = open_session("cls", recipe, timeline)
 
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
-    from train.data.collate import ExampleCollator, multiple_for
+    from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
     from train.data.examples import prepare_examples
     from train.data.labels import renamed_head, settle_labels
     from train.data.pack import contents_rows
-    from train.model.configuration import load_configuration
+    from train.model.configuration import check_task, load_configuration
     from train.model.load import weights_of_head
-    from train.model.loss import loss_of_examples
+    from train.model.loss import logits_of_examples, loss_of_examples
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
     from train.run.evaluate import eval_batches
@@ -49,9 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.contents if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
-    notes.append(renamed_head(config, data.labels, recipe.model_name_or_path))
-    had = settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes)
-    replaced = weights_of_head(AutoModelForSequenceClassification, config, had) if had else []
+    auto_class, replaced = AutoModelForSequenceClassification, []
+    if data.labels.choices:
+        auto_class = AutoModelForMultipleChoice
+        check_task(recipe, config, auto_class)
+    else:
+        notes.append(renamed_head(config, data.labels, recipe.model_name_or_path))
+        had = settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes)
+        replaced = weights_of_head(auto_class, config, had) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     settle_padding(config, data.tokenizer)
@@ -60,17 +65,18 @@ def main(argv: list[str] | None = None) -> int:
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     session.start_processes()
-    model = session.load(AutoModelForSequenceClassification, config, left_out=replaced)
+    model = session.load(auto_class, config, left_out=replaced)
     session.add_adapter(model)
     timeline.mark("model")
     engine = session.prepare(model)
 
     # The loss is a sum over examples; the loop divides by their number in the global batch.
     width = data.max_length if recipe.pad_to_max_length else None
-    collate = ExampleCollator(fillers(data.tokenizer), width, multiple_for(engine.device))
+    collator = ChoiceCollator if data.labels.choices else ExampleCollator
+    collate = collator(fillers(data.tokenizer), width, multiple_for(engine.device))
 
     def loss_sum(model, batch):
-        return loss_of_examples(model(**batch.inputs).logits, batch.labels)
+        return loss_of_examples(logits_of_examples(model, batch), batch.labels)
 
     def evaluate(engine):
         figures = {}
@@ -88,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         figures=figures_of(data.labels, data.held_out, recipe.task_name),
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
-        longest={"input_ids": data.max_length},
+        longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
         baseline=lambda: best_constant(data.labels, data.held_out),
     )
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))

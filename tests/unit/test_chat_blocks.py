@@ -150,11 +150,12 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
         row["input_ids"][:100].tolist() for row in kept
     ]
     assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
-    assert (
-        "note      2 of 10 training samples are left out: their answer lies beyond block_size = 100 tokens"
-        in data.notes
-    )
-    assert "note      2 of 10 training samples have their answer cut at block_size = 100 tokens" in data.notes
+    needed = max(len(row["input_ids"]) for row in whole)
+    keeps = f"block_size = 100 tokens. block_size = {needed} would keep 99% of them whole"
+    assert [note for note in data.notes if "WARNING" in note] == [
+        f"WARNING   20%: 2 of 10 training samples are left out: their answer lies beyond {keeps}",
+        f"WARNING   20%: 2 of 10 training samples have their answer cut at {keeps}",
+    ]
     contents, tokens = data.train.contents, sum(len(row["input_ids"]) for row in whole)
     assert (contents.documents, contents.samples, contents.tokens) == (10, 8, tokens)
     assert contents.truncated == tokens - sum(min(len(row["input_ids"]), 100) for row in kept)
@@ -165,6 +166,23 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     everything = prepare(path, "--packing", "none", "--block_size", "100", "--train_on_prompt")
     assert len(everything.train) == 10, "a prompt alone is trained on too"
     assert any("4 of 10 training samples have their answer cut" in note for note in everything.notes)
+
+
+def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
+    few = write(tmp_path / "few.jsonl", asked([5] * 20 + [120], [2] * 21))
+    most = write(tmp_path / "most.jsonl", asked([5] + [120] * 2, [2] * 3))
+    flags = ("--packing", "none", "--block_size", "100")
+    assert any(
+        note.startswith("note      1 of 21 training samples are left out") for note in prepare(few, *flags).notes
+    )
+    for path, part in ((most, "training"), (few, "held-out")):
+        held_out = ("--validation_file", most) if part == "held-out" else ()
+        message = refusal(prepare, path, *flags, *held_out)
+        assert f"2 of 3 {part} samples are left out" in message
+        assert "block_size = 1" in message
+        assert "99% of them whole" in message
+        assert "67%; to train all the same, say --allow_data_loss" in message
+        assert len(prepare(path, *flags, *held_out, "--allow_data_loss").train)
 
 
 def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):

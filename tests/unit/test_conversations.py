@@ -322,7 +322,11 @@ def test_the_same_columns_in_another_role(tmp_path, prepare):
 
 
 def test_a_trained_tokenizer_marks_sources_and_targets(tmp_path, prepare):
-    data = prepare(write(tmp_path / "a.jsonl", [talk(n) for n in range(20)]), "--max_target_length", "5")
+    talks = write(tmp_path / "a.jsonl", [talk(n) for n in range(20)])
+    message = refusal(prepare, talks, "--max_target_length", "5")
+    assert "training targets are cut at 5 tokens (max_target_length)" in message
+    data = prepare(talks, "--max_target_length", "5", "--allow_data_loss")
+    assert any(note.startswith("WARNING   100%: ") for note in data.notes)
     begin, end = data.tokenizer.cls_token_id, data.tokenizer.sep_token_id
     samples = [data.train[index] for index in range(len(data.train))]
     assert len(samples) > 50

@@ -130,8 +130,8 @@ def refused(capsys, *words: object) -> str:
 
 
 def texts_in(prefix: object, tokenizer) -> list[str]:
-    data = open_corpus("input", str(prefix)).data
-    return [tokenizer.decode(data[number]) for number in range(len(data))]
+    corpus = open_corpus("input", str(prefix))
+    return [tokenizer.decode(ids) for ids in np.split(np.array(corpus.ids()), np.cumsum(corpus.lengths)[:-1])]
 
 
 # ------------------------------------------------------------------------------------------------------ the same bytes
@@ -157,8 +157,8 @@ def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
     empty = texts.index("")
     assert corpus.documents == len(texts) > 1000
     assert corpus.dtype is np.uint16
-    assert len(corpus.data) == len(texts) - (name == "gpt2")  # Llama's empty document has its first token
-    assert np.diff(corpus.data.document_indices)[empty] == (name == "llama")
+    assert len(corpus.lengths) == len(texts) - (name == "gpt2")  # Llama's empty document has its first token
+    assert np.diff(corpus.ends)[empty] == (name == "llama")
     card = corpus.card
     assert (card.documents, card.tokens, card.eod) == (len(texts), corpus.tokens, tokenizers[name].eos_token_id)
     assert card.largest_id == corpus.ids().max()
@@ -517,6 +517,25 @@ def test_parts_do_not_change_how_a_text_is_cut(tmp_path, monkeypatch, unit, endi
         line += task.data.count(b"\n")
 
 
+def test_types_of_ids_are_megatrons():
+    assert {code: kind.__name__ for code, kind in corpus_files.DTYPES.items()} == {
+        kind.value: kind.name for kind in megatron().indexed.DType
+    }
+
+
+def test_info_is_read_without_megatrons_core_and_transformers(small, tmp_path):
+    """Importing them takes seconds."""
+    made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one", "two"]), small)
+    code = (
+        "import sys; from train.cli import main; main(sys.argv[1:]); assert not {'megatron', 'torch'} & {*sys.modules}"
+    )
+    words = ("prepare", "info", "--input", made)
+    said = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "set()"
+    assert "document 0   'one'" in said.stdout
+    assert "whole: the index fits the file" in said.stdout
+
+
 def test_text_endings_are_those_of_training():
     assert set(TEXT) == {ending for ending, kind in FORMATS.items() if kind == "text"}
 
@@ -566,16 +585,43 @@ def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
     assert "3 more bad lines were left out" in said
 
 
+@pytest.mark.parametrize(("name", "encoding"), [
+    ("list.json", None), ("list.json.gz", None), ("a.csv", None), ("a.tsv", None), ("a.csv", "utf-16"),
+    ("list.json", "cp932"), ("lines.jsonl", "cp932"), ("lines.jsonl", "utf-16"), ("lines.txt", "euc_jp"),
+])  # fmt: skip
+def test_lists_tables_and_other_encodings_make_the_same_corpus(small, tmp_path, name, encoding):
+    written = ["吾輩は猫である。", "a, b", "", '名前は "まだ" 無い。', "x" * 70_000, "last"]
+    written = [text for text in written if text or not name.endswith(".txt")]
+    lines = "".join(json.dumps({"n": 1, "text": text}, ensure_ascii=False) + "\n" for text in written)
+    plain = prepared(tmp_path / "plain", write_lines(tmp_path / "plain.jsonl", written), small)
+    content_of = {
+        "list": json.dumps([{"text": text, "n": 1} for text in written], ensure_ascii=False, indent=1),
+        "lines": "".join(text + "\n" for text in written) if name.endswith("txt") else lines,
+        "a": "n,text\r\n" + "".join(f'1,"{text.replace(chr(34), chr(34) * 2)}"\r\n' for text in written),
+    }
+    if name == "a.tsv":
+        content_of["a"] = "text\tn\n" + "".join(f"{text}\t1\n" for text in written)
+    data = content_of[name.split(".")[0]].encode(encoding or "utf-8")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    more = ["--encoding", encoding] if encoding else []
+    more += ["--document_separator", "line"] if name.endswith(".txt") else []
+    made = prepared(tmp_path / "made", tmp_path / name, small, *more)
+    assert content(made) == content(plain)
+
+
 def test_input_that_is_refused(small, tmp_path, capsys):
     (tmp_path / "a.csv").write_text("a,b\n")
-    (tmp_path / "list.json").write_text('[{"text": "a"}]')
+    (tmp_path / "a.xls").write_text("a,b\n")
+    (tmp_path / "list.json").write_text('[{"text": "a"}')
+    (tmp_path / "kana.txt").write_text("吾輩は猫である。", encoding="cp932")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
     (tmp_path / "no.parquet").write_bytes(b"PAR1")
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "empty.jsonl").write_text("")
     before = sorted(tmp_path.iterdir())
     for name, said in (
-        ("a.csv", "the ending tells no known kind"), ("list.json", "is a JSON list. One object a line is read"),
+        ("a.xls", "the ending tells no known kind"), ("list.json", "begins as a JSON list and is none"),
+        ("a.csv", "has no column text; it has a, b. See --json_keys"), ("kana.txt", "say --encoding cp932"),
         ("cut.jsonl.gz", "cannot be read"), ("no.parquet", "cannot be read as .parquet"), ("gone.txt", "no such file"),
         ("blank.txt", "has no text"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),
     ):  # fmt: skip

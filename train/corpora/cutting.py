@@ -98,9 +98,7 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
     except UnicodeDecodeError as error:
         raise _BadLine(f"not UTF-8: byte 0x{line[error.start]:02x}, {error.start} bytes into the line") from None
     except (ValueError, RecursionError) as error:
-        hint = ""
-        if line.strip() in (b"{", b"[", b"[{"):
-            hint = ". One JSON object a line is read, e.g. what jq -c '.[]' or jq -c . makes of this"
+        hint = ". One JSON object a line is read, or one list of objects" if line.strip() == b"{" else ""
         raise _BadLine(f"not JSON: {error}{hint}") from None
     if not isinstance(record, dict):
         raise _BadLine(f'no JSON object but a {type(record).__name__}: expected one like {{"{keys[0]}": "..."}}')
@@ -141,12 +139,7 @@ def _of_text(task: Task, setup: Setup, answer: Answer) -> list[str]:
                 texts += cut_text(piece.decode("utf-8"), task.kind, task.mark)
             except UnicodeDecodeError as error:
                 where = line + piece.count(b"\n", 0, error.start)
-                _note(
-                    answer,
-                    task,
-                    f"not UTF-8: byte 0x{piece[error.start]:02x}. Convert it, e.g. iconv -f latin1",
-                    where,
-                )
+                _note(answer, task, f"not UTF-8: byte 0x{piece[error.start]:02x}", where)
             line += piece.count(b"\n") + (between or b"").count(b"\n")
     return texts
 

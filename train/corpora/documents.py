@@ -1,8 +1,12 @@
 """The input of `zerofit prepare`: which files are read, in which order, and as which parts of about a megabyte."""
 
+import csv
 import glob
 import gzip
+import io
+import json
 import os
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,10 +14,11 @@ from pathlib import Path
 
 from train.corpora.encode import Task
 from train.data.corpus import INDICES
+from train.data.encodings import as_utf8, open_bytes
 from train.recipe.errors import UserError, first_line
 
 PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own
-JSON, PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet",)
+JSON, PARQUET, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet",), (".csv", ".tsv")
 TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/sources.py
 ROWS = 256  # of a .parquet file, read at a time
 UNITS = ("line", "paragraph", "file")
@@ -22,7 +27,7 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file, what is in it (json, parquet or text), and its size on disk in bytes."""
+    """A file, what is in it (json, csv, tsv, parquet or text), and its size on disk in bytes."""
 
     path: Path
     kind: str
@@ -97,7 +102,8 @@ def _describe(path: Path, problems: list[str]) -> InputFile | None:
     endings = [suffix.lower() for suffix in path.suffixes]
     packed = bool(endings) and endings[-1] == ".gz"
     ending = (endings[:-1] if packed else endings or [""])[-1:] or [""]
-    for kind, known in (("json", JSON), ("text", TEXT), ("parquet", () if packed else PARQUET)):
+    tables = [(name[1:], (name,)) for name in TABLES]
+    for kind, known in (("json", JSON), ("text", TEXT), *tables, ("parquet", () if packed else PARQUET)):
         if ending[0] in known:
             if not size:
                 problems.append(f"input = {str(path)!r}: the file is empty")
@@ -106,33 +112,31 @@ def _describe(path: Path, problems: list[str]) -> InputFile | None:
         problems.append(
             f"input = {str(path)!r}: the ending tells no known kind, and it does not begin with '{{' as JSON lines do"
             ". "
-            f"Known are {', '.join((*JSON, *TEXT))}, each also .gz, and .parquet"
+            f"Known are {', '.join((*JSON, *TABLES, *TEXT))}, each also .gz, and .parquet"
         )
     return InputFile(path, "json", size)
 
 
 def _begins_an_object(path: Path) -> bool:
     try:
-        with open_unpacked(path) as file:
+        with open_bytes(path) as file:
             return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"{"
     except (OSError, EOFError, zlib.error):
         return False
 
 
-def open_unpacked(path: Path):
-    """A file for reading bytes, unpacked if its name ends in .gz."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def tasks_of(file: InputFile, keys: tuple[str, ...], separator: str | None, mark: str) -> Iterator[tuple[Task, int]]:
+def tasks_of(
+    file: InputFile, keys: tuple[str, ...], separator: str | None, mark: str, encoding: str | None = None
+) -> Iterator[tuple[Task, int]]:
     """The parts of a file, in order, each with the bytes of the file (as it is on disk) that are read by then.
 
     Args:
         separator: of plain text: line, paragraph, file or a mark. None: at `mark` where the file has it, else the
             whole file is one document.
+        encoding: of the file; None: UTF-8.
 
     Raises:
         UserError: the file cannot be read, is a broken .gz or .parquet, or has no such column.
@@ -140,56 +144,110 @@ def tasks_of(file: InputFile, keys: tuple[str, ...], separator: str | None, mark
     try:
         if file.kind == "parquet":
             yield from _rows(file, keys)
+        elif file.kind in ("csv", "tsv"):
+            yield from _in_parts(file, _table(file, keys, encoding))
+        elif file.kind == "json" and _is_list(file.path, encoding):
+            yield from _in_parts(file, _list(file, keys, encoding))
         elif file.kind == "json":
-            for data, line, read in _cut(file.path, b"\n"):
-                if line == 1 and data.lstrip()[:1] == b"[":
-                    raise UserError(
-                        f"{file.path} is a JSON list. One object a line is read: jq -c '.[]' {file.path} > FILE.jsonl"
-                    )
+            for data, line, read in _cut(file.path, b"\n", encoding):
                 yield Task(str(file.path), line, "json", data), read
         else:
-            yield from _text(file, separator, mark)
+            yield from _text(file, separator, mark, encoding)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file.path} cannot be read: {first_line(error)}. Is it cut off?") from None
 
 
-def _text(file: InputFile, separator: str | None, mark: str) -> Iterator[tuple[Task, int]]:
+def _blocks(path: Path, encoding: str | None) -> Iterator[tuple[bytes, int]]:
+    """The bytes of a file, unpacked and as UTF-8, in blocks, each with the bytes on disk that are read by then."""
+    with path.open("rb") as raw:
+        file = gzip.GzipFile(fileobj=raw, mode="rb") if path.suffix == ".gz" else raw
+        blocks = as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b"")
+        for number, block in enumerate(blocks):
+            yield block if number else block.removeprefix(BOM), raw.tell()
+
+
+def _is_list(path: Path, encoding: str | None) -> bool:
+    """Whether a .json file is one list, and not an object a line."""
+    return next(_blocks(path, encoding), (b"", 0))[0].lstrip()[:1] == b"["
+
+
+def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
+    """The texts of each record of a JSON list; a record that is a text is that of the only key."""
+    try:
+        records = json.loads(b"".join(block for block, _ in _blocks(file.path, encoding)))
+    except ValueError as error:
+        raise UserError(f"{file.path} begins as a JSON list and is none: {error}") from None
+    for record in records:
+        yield [record.get(key) for key in keys] if isinstance(record, dict) else [record] * len(keys)
+
+
+def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
+    """The texts of each record of a .csv or .tsv; in .tsv, quotes are text, as in training."""
+    csv.field_size_limit(sys.maxsize)
+    rules = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.kind == "tsv" else {}
+    with open_bytes(file.path) as packed:
+        text = io.TextIOWrapper(packed, encoding=encoding or "utf-8-sig", newline="")
+        try:
+            records = csv.reader(text, **rules)
+            header = [name.removeprefix("\ufeff") for name in next(records, [])]
+            _check_columns(file.path, keys, header)
+            places = [header.index(key) for key in keys]
+            for record in records:
+                if record:
+                    yield [record[place] if place < len(record) else None for place in places]
+        except (csv.Error, UnicodeDecodeError) as error:
+            told = f"is not {encoding or 'UTF-8'} (see --encoding)" if isinstance(error, UnicodeError) else "is broken"
+            raise UserError(f"{file.path} {told}, after line {records.line_num}: {first_line(error)}") from None
+
+
+def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:
+    missing = [key for key in keys if key not in names]
+    if missing:
+        raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys")
+
+
+def _in_parts(file: InputFile, records: Iterator[list]) -> Iterator[tuple[Task, int]]:
+    """Tasks of about PART characters each. How much is read by then is not known before the end."""
+    held, size, line = [], 0, 1
+    for record in records:
+        held.append(record)
+        size += sum(len(text) for text in record if isinstance(text, str))
+        if size >= PART:
+            yield Task(str(file.path), line, "rows", list(zip(*held))), 0
+            held, size, line = [], 0, line + len(held)
+    if held:
+        yield Task(str(file.path), line, "rows", list(zip(*held))), file.size
+
+
+def _text(file: InputFile, separator: str | None, mark: str, encoding: str | None) -> Iterator[tuple[Task, int]]:
     unit = separator if separator in UNITS else "mark"
     mark = mark if separator is None or unit != "mark" else separator
     between = {"line": b"\n", "file": None, "mark": mark.encode()}.get(unit)
     if unit == "paragraph":
-        between = _blank_line(file.path)
-    for data, line, read in _cut(file.path, between):
+        first, _ = next(_blocks(file.path, encoding), (b"", 0))
+        between = b"\n\r\n" if b"\r\n" in first else b"\n\n"
+    for data, line, read in _cut(file.path, between, encoding):
         kind = unit
         if separator is None and line == 1 and mark.encode() not in data:
             kind = "file"  # the first part is the whole of it
         yield Task(str(file.path), line, kind, data, mark), read
 
 
-def _blank_line(path: Path) -> bytes:
-    with open_unpacked(path) as file:
-        return b"\n\r\n" if b"\r\n" in file.read(PART) else b"\n\n"
-
-
-def _cut(path: Path, between: bytes | None) -> Iterator[tuple[bytes, int, int]]:
+def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tuple[bytes, int, int]]:
     """(bytes, number of their first line, bytes of the file read by then) of parts that end with `between`."""
-    held, line, first = bytearray(), 1, True
-    with path.open("rb") as raw:
-        file = gzip.GzipFile(fileobj=raw, mode="rb") if path.suffix == ".gz" else raw
-        while block := file.read(PART):
-            if first:
-                block, first = block.removeprefix(BOM), False
-            searched = max(0, len(held) - len(between or b""))
-            held += block
-            stop = held.rfind(between, searched) if between else -1
-            if stop >= 0:
-                stop += len(between)
-                data = bytes(held[:stop])
-                del held[:stop]
-                yield data, line, raw.tell()
-                line += data.count(b"\n")
-        if held:
-            yield bytes(held), line, raw.tell()
+    held, line, read = bytearray(), 1, 0
+    for block, read in _blocks(path, encoding):
+        searched = max(0, len(held) - len(between or b""))
+        held += block
+        stop = held.rfind(between, searched) if between else -1
+        if stop >= 0:
+            stop += len(between)
+            data = bytes(held[:stop])
+            del held[:stop]
+            yield data, line, read
+            line += data.count(b"\n")
+    if held:
+        yield bytes(held), line, read
 
 
 def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
@@ -199,11 +257,7 @@ def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
     try:
         table = parquet.ParquetFile(file.path)
         names = table.schema_arrow.names
-        missing = [key for key in keys if key not in names]
-        if missing:
-            raise UserError(
-                f"{file.path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys"
-            )
+        _check_columns(file.path, keys, names)
         total, columns, line, held, row = table.metadata.num_rows, [[] for _ in keys], 1, 0, 0
         for batch in table.iter_batches(ROWS, columns=list(keys)):
             for column, key in zip(columns, keys):

@@ -21,6 +21,7 @@ import numpy as np
 
 from train.corpora.encode import Setup, Task, encoder_of
 from train.corpora.memo_rules import allows_memo, nasty_texts
+from train.data.encodings import proposal
 from train.recipe.corpora import InfoOptions, JoinOptions, PrepareOptions
 from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from train.recipe.parse import parse_recipe
@@ -175,8 +176,8 @@ class Job:
             writers = [stack.enter_context(CorpusWriter(prefix, self.setup.dtype)) for prefix in self.prefixes]
             crew.greet()
             meter = stack.enter_context(Meter(total))
-            for _, read, answer in crew.work(self._tasks()):
-                self._take_note(answer)
+            for task, read, answer in crew.work(self._tasks()):
+                self._take_note(answer, task)
                 for writer, piece in zip(writers, answer.pieces):
                     writer.add(piece.ids, piece.lengths, piece.largest)
                 meter.show(read, writers[0].documents, sum(writer.tokens for writer in writers))
@@ -198,12 +199,15 @@ class Job:
 
         before = 0
         for file in self.files:
-            for task, read in tasks_of(file, self.setup.keys, self.options.document_separator, END_OF_TEXT):
+            separator, encoding = self.options.document_separator, self.options.encoding
+            for task, read in tasks_of(file, self.setup.keys, separator, END_OF_TEXT, encoding):
                 yield task, before + read
             before += file.size
 
-    def _take_note(self, answer) -> None:
+    def _take_note(self, answer, task: Task) -> None:
         if answer.num_bad and not self.options.skip_bad_lines:
+            if "not UTF-8" in answer.bad[0]:
+                raise UserError(f"{answer.bad[0]}. {proposal(task.data)}, or leave such lines out: --skip_bad_lines")
             raise UserError(f"{answer.bad[0]}. Correct it, or leave such lines out with --skip_bad_lines")
         self.num_bad += answer.num_bad
         self.bad += answer.bad[: SHOWN_BAD - len(self.bad)]

@@ -111,7 +111,6 @@ def _differences(first: Corpus, other: Corpus) -> list[str]:
 
 def info(options: InfoOptions) -> int:
     """Describe corpora and check them. Returns the exit code: 2 if something is wrong with one of them."""
-    be_quiet()
     code = 0
     for name in options.input:
         corpus = open_corpus("input", name)
@@ -133,10 +132,10 @@ def check(corpus: Corpus) -> list[str]:
     if (lengths < 1).any():
         wrong.append(f"{index}: sequence {int(np.argmax(lengths < 1)):,} has the length {int(lengths.min())}")
     pointers = np.cumsum(lengths, dtype=np.int64) * width - lengths.astype(np.int64) * width
-    differ = pointers != corpus.data.index.sequence_pointers
+    differ = pointers != corpus.pointers
     if differ.any():
         wrong.append(f"{index}: sequence {int(np.argmax(differ)):,} does not begin where the one before it ends")
-    ends = corpus.data.document_indices
+    ends = corpus.ends
     if ends[0] != 0 or ends[-1] != len(lengths) or (np.diff(ends) < 0).any():
         wrong.append(f"{index}: the ends of the documents are no rising row from 0 to {len(lengths):,}")
     smallest, largest = corpus.id_range()
@@ -160,7 +159,7 @@ def _against_card(corpus: Corpus, card: Card, largest: int) -> list[str]:
 def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
     lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    inside = np.clip(corpus.data.document_indices, 0, len(lengths))
+    inside = np.clip(corpus.ends, 0, len(lengths))
     per_document = np.diff(ends[inside])
     lines = [
         corpus.prefix,
@@ -196,7 +195,10 @@ def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptio
     tokenizer = None
     if name:
         try:
-            tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code)
+            tokenizer = _native(name, corpus.card)
+            if tokenizer is None:
+                be_quiet()
+                tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code)
         except UserError as error:
             if options.tokenizer:
                 raise
@@ -212,3 +214,29 @@ def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptio
         ]
     text = tokenizer.decode(ids)
     return [*lines, f"  document {number}   {text!r}{more}"]
+
+
+class _Native:
+    """A tokenizer.json as far as a fingerprint and a decoded text take: transformers, which imports torch, is left."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        self.backend_tokenizer = Tokenizer.from_file(str(path))
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": self.backend_tokenizer.encode(text).ids}
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def decode(self, ids: list[int]) -> str:
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _native(name: str, card: Card | None) -> _Native | None:
+    """The tokenizer.json of a folder, where it is known to be all that made the corpus."""
+    path = Path(name).expanduser() / "tokenizer.json"
+    found = _Native(path) if card and path.is_file() else None
+    return found if found and tokenizer_fingerprint(found) == card.fingerprint else None

@@ -9,10 +9,11 @@ from datasets import Dataset, Features, Value
 
 from train.data.cache import cache_root, prepare_anew
 from train.data.instructions import Form
+from train.data.lengths import report_loss
 from train.data.pack import Conversations, PackedConversations, SampleSet, TextData
 from train.data.records import BadRecord, check_records, records_of
 from train.data.sources import Source, first, hold_out
-from train.data.tokenise import IDS, encode_table, fingerprint
+from train.data.tokenise import IDS, Documents, encode_table, fingerprint
 from train.model import chat
 from train.model.chat import BadTemplate, Template, install_template, render, unended
 from train.model.loss import IGNORE
@@ -60,7 +61,7 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     for name, part in parts.items():
         encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)
         table = _encode(part, encoder, recipe)
-        notes += what_is_lost(table, name, block_size)
+        notes += what_is_lost(recipe, config, table, name, block_size)
         sets[name] = Conversations(table)
     shown = show(sets["train"][0], tokenizer, template)
     filler = padding_token(tokenizer)
@@ -173,8 +174,8 @@ def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe) -> Dataset:
 # ------------------------------------------------------------------------------------------------ what there is to say
 
 
-def what_is_lost(table: Dataset, part: str, block_size: int) -> list[str]:
-    """What there is to say about answers beyond block_size. Raises UserError if none is left."""
+def what_is_lost(recipe: ClmRecipe, config, table: Dataset, part: str, block_size: int) -> list[str]:
+    """What there is to say about answers beyond block_size. Raises UserError if none is left, or too few."""
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
     left_out, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
     if left_out == len(table):
@@ -183,10 +184,15 @@ def what_is_lost(table: Dataset, part: str, block_size: int) -> list[str]:
             f"block_size = {block_size}: of all {len(table):,} {PARTS[part]} samples the answer lies beyond it, no "
             f"sample is left. Choose a larger one (they have up to {longest:,} tokens), or shorten the prompts"
         )
-    of = f"of {len(table):,} {PARTS[part]} samples"
-    beyond = f"block_size = {block_size} tokens"
-    notes = [f"note      {left_out:,} {of} are left out: their answer lies beyond {beyond}"] if left_out else []
-    return notes + ([f"note      {cut:,} {of} have their answer cut at {beyond}"] if cut else [])
+    of, beyond = f"{PARTS[part]} samples", f"block_size = {block_size} tokens"
+    lengths = Documents(table).lengths + columns["truncated"]
+    notes = []
+    for lost, what in (
+        (left_out, f"{of} are left out: their answer lies beyond {beyond}"),
+        (cut, f"{of} have their answer cut at {beyond}"),
+    ):
+        notes += report_loss(recipe, lost, len(table), what, lengths, "block_size", config)
+    return notes
 
 
 def show(sample: dict[str, np.ndarray], tokenizer, template: Template) -> list[str]:

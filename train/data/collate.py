@@ -116,6 +116,27 @@ class ExampleCollator:
 
 
 @dataclass
+class ChoiceCollator(ExampleCollator):
+    """Rows of all choices (B, C, T): C is the most choices of a sample, a missing one is a row of one token."""
+
+    def __call__(self, samples: Samples) -> Batch:
+        most, rows = max(len(sample["sizes"]) for sample, _ in samples), []
+        for sample, index in samples:
+            stops = np.cumsum(sample["sizes"])[:-1]
+            parts = {name: np.split(sample[name], stops) for name in self.fillers}
+            missing = {name: np.array([filler]) for name, filler in self.fillers.items()}
+            for place in range(most):
+                there = place < len(sample["sizes"])
+                row = {name: parts[name][place] for name in parts} if there else missing
+                rows.append(({**row, "label": sample["label"]}, index))
+        flat = super().__call__(rows)
+        inputs = {name: tensor.view(len(samples), most, -1) for name, tensor in flat.inputs.items()}
+        indices = [index for _, index in samples]
+        targets = int(counted(indices).sum())
+        return replace(flat, inputs=inputs, labels=flat.labels[::most], indices=indices, num_targets=targets)
+
+
+@dataclass
 class PairCollator:
     """Pad sources and targets on the right; a target's padding is not trained on.
 

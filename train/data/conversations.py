@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Value
 
+from train.data.encodings import open_bytes
 from train.data.records import BadRecord
-from train.data.sources import columns_present, name_for_the_cache, open_bytes, text_columns
+from train.data.sources import columns_present, name_for_the_cache, text_columns
 from train.recipe.errors import UserError
 from train.recipe.tasks import PairOptions
 
@@ -25,6 +26,9 @@ SOURCES_AND_TARGETS = (
 )  # fmt: skip
 TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
 ROLE_OF_A_TURN = ("role", "from", "speaker")
+PREFERENCES = (("chosen", "rejected"), ("response_a", "response_b"), ("response_0", "response_1"),
+               ("conversation_a", "conversation_b"), ("answer_a", "answer_b"), ("output_1", "output_2"))  # fmt: skip
+VERDICTS = ("label", "kto_tag")  # columns that call an answer a good one or a bad one
 ASSISTANT = ("assistant", "gpt", "bot", "model")  # where these speak, they alone give the replies
 
 
@@ -38,31 +42,41 @@ class Pair:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a table holds its pairs: a conversation with or without its reply, or a source and a target."""
+    """Where a table holds its pairs: a conversation with or without its reply, or a source and a target.
+
+    Args:
+        context: what a source asks about, which is put behind it, as run_seq2seq_qa.py does.
+        verdict: whether the answer is a good one.
+    """
 
     dialogue: str | None
     source: str | None
     target: str | None
+    context: str | None = None
+    verdict: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.dialogue, self.source, self.target) if name)
+        return tuple(name for name in (self.dialogue, self.source, self.context, self.target, self.verdict) if name)
 
     @property
     def describe(self) -> str:
         """For the log."""
         if self.dialogue is None:
-            return f"source {self.source}, target {self.target}"
+            return f"source {self.source}{f' with {self.context}' if self.context else ''}, target {self.target}"
         reply = f", reply {self.target}" if self.target else ", each turn after the first is a reply"
         return f"conversations {self.dialogue}{reply}"
 
     def pairs(self, record: dict[str, Any]) -> list[Pair]:
         """The pairs of a record. Raises BadRecord: there is none, or a text is empty."""
+        refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            source, target = record[self.source], record[self.target]
+            source, target = record[self.source], first_answer(record[self.target])
             for name, text in ((self.source, source), (self.target, target)):
                 if blank(text):
                     raise BadRecord(f"the {name} is empty")
+            if self.context and not blank(record[self.context]):
+                source = f"question: {source.strip()} context: {record[self.context].strip()}"
             return [Pair([source.strip()], target.strip())]
         turns = list(turns_of(record[self.dialogue] or []))
         for number, (_, text) in enumerate(turns, 1):
@@ -104,18 +118,24 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
         name = getattr(recipe, option)
         if name and name not in texts:
             raise UserError(f"{option} = {name!r} holds no text; {columns_present(table)}")
+    verdict = None
+    if not recipe.source_column:
+        verdict = refuse_preferences(table, "--source_column and --target_column")
     if not dialogue and not recipe.source_column:
         dialogue = next((name for name in DIALOGUES if name in lists), None)
     if dialogue:
-        return Columns(dialogue, None, recipe.target_column or next((name for name in REPLIES if name in texts), None))
+        reply = recipe.target_column or next((name for name in REPLIES if name in texts), None)
+        return Columns(dialogue, None, reply, verdict=verdict)
     if recipe.source_column and recipe.target_column:
         return Columns(None, recipe.source_column, recipe.target_column)
     if not recipe.source_column and not recipe.target_column:
+        if asked := asks_about_a_text(table):
+            return Columns(None, *asked)
         for source, target in SOURCES_AND_TARGETS:
             if "instruction" in texts and source == "input":
                 continue  # the question is in another column: whoever wants this names the columns
             if source in texts and target in texts:
-                return Columns(None, source, target)
+                return Columns(None, source, target, verdict=verdict)
     if len(texts) == 2:
         source = recipe.source_column or next(name for name in texts if name != recipe.target_column)
         return Columns(None, source, recipe.target_column or next(name for name in texts if name != source))
@@ -123,6 +143,86 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
         "no conversation and no source and target are found: name --dialogue_column, or --source_column and "
         f"--target_column; {columns_present(table)}"
     )
+
+
+def refuse_preferences(table: Dataset, remedy: str) -> str | None:
+    """The column that calls answers good or bad ones, if there is one and some are bad.
+
+    Raises:
+        UserError: each record has a preferred and a rejected answer.
+    """
+    for good, bad in PREFERENCES:
+        if {good, bad} <= set(table.column_names):
+            raise UserError(
+                f"the records are preferences: two answers each, of which one is better ({good}, {bad}), as for DPO "
+                "or a reward model, which is not trained here. To train on the better answers alone, write them into "
+                f"a file of prompts and answers, or name columns with {remedy}; {columns_present(table)}"
+            )
+    verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
+    return verdicts[0] if verdicts else None
+
+
+def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
+    """Raises BadRecord if the record says of its answer that it is a bad one."""
+    if verdict and record[verdict] is False:
+        raise BadRecord(f"its answer is a rejected one ({verdict}: false), as in data of preferences for KTO")
+
+
+def asks_about_a_text(table: Dataset) -> tuple[str, str, str] | None:
+    """(question, answer, context) of records as SQuAD has them; None where they are not such."""
+    there = table.column_names
+    answer = next((name for name in ("answers", "answer") if name in there), None)
+    return ("question", answer, "context") if answer and {"question", "context"} <= set(there) else None
+
+
+def first_answer(value: Any) -> Any:
+    """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, [{"text": "..."}] as in its
+    files."""
+    while isinstance(value, (list, dict)):
+        value = value.get("text") if isinstance(value, dict) else value[0] if value else None
+    return value
+
+
+def read_conversation_files(paths: list[Path]) -> Dataset | None:
+    """Conversations in files of a form of their own: ParlAI's text, Topical-Chat's JSON. None for any other."""
+    with open_bytes(paths[0]) as file:
+        first = file.readline(1 << 16).removeprefix(b"\xef\xbb\xbf")
+    names = {field.partition(b":")[0] for field in first.split(b"\t")}
+    parlai = b"text" in names and names & {b"labels", b"eval_labels"}
+    return read_parlai(paths) if parlai else read_keyed_conversations(paths)
+
+
+def read_parlai(paths: list[Path]) -> Dataset:
+    """ParlAI's text: fields `name:value` between tabs, a line for each exchange, `episode_done:True` in the last of a
+    conversation. Where there are several labels, the first is the answer.
+
+    Source: https://parl.ai/docs/tutorial_task.html (ParlAI dialog format).
+    """
+    conversations: list[list[dict[str, str]]] = [[]]
+    for path in paths:
+        with open_bytes(path) as file:
+            for number, line in enumerate(file.read().decode("utf-8-sig").splitlines(), 1):
+                fields = dict(field.partition(":")[::2] for field in line.split("\t"))
+                if not line.strip():
+                    continue
+                labels = fields.get("labels", fields.get("eval_labels"))
+                if "text" not in fields or labels is None:
+                    raise UserError(f"{path}, line {number}: a line of ParlAI's text has `text:` and `labels:`")
+                turns = {"user": fields["text"], "assistant": labels.split("|")[0]}
+                conversations[-1] += [
+                    {"role": role, "text": text.replace("\\n", "\n").replace("__PIPE__", "|")}
+                    for role, text in turns.items()
+                ]
+                if fields.get("episode_done") == "True":
+                    conversations.append([])
+        if conversations[-1]:
+            conversations.append([])
+    return _named_after({"dialogue": conversations[:-1]}, paths)
+
+
+def _named_after(columns: dict[str, list], paths: list[Path]) -> Dataset:
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return name_for_the_cache(Dataset.from_dict(columns), "conversations", stamps)
 
 
 def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
@@ -147,8 +247,7 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
             conversations += [[text for _, text in turns_of(value["content"])] for value in held]
         except BadRecord:
             return None
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return name_for_the_cache(Dataset.from_dict({"dialogue": conversations}), "keyed conversations", stamps)
+    return _named_after({"dialogue": conversations}, paths)
 
 
 def holds_lists(feature: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Megatron's corpora: PREFIX.bin and PREFIX.idx, read by megatron-core, and PREFIX.json, which says what made them.
+"""Megatron's corpora: PREFIX.bin and PREFIX.idx, and PREFIX.json, which says what made them. Samples are made by
+megatron-core; what a corpus holds is read without it, since its import takes seconds.
 
 The format has no checksum and no end mark, and its reader believes what it reads: a cut-off .bin shows only as an
 error in the middle of training. So the sizes are checked against each other before a corpus is opened.
@@ -22,6 +23,7 @@ from train.recipe.paths import missing_corpus
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
+DTYPES = dict(enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1))
 INDICES = "GPTDataset_indices"  # the folder that training keeps beside a corpus, called as Megatron calls it
 PORTION = 1 << 22  # ids that are looked at in one go
 # What a tokenizer makes of these tells it from others that have the same vocabulary.
@@ -90,31 +92,27 @@ class Corpus:
 
     Args:
         prefix: the path without .bin.
-        data: megatron-core's IndexedDataset.
+        dtype: of the ids.
+        lengths: (sequences,) tokens of each sequence, int32. Megatron's own tool makes one sequence of a document.
+        pointers: (sequences,) where each begins in the .bin, in bytes, int64.
+        ends: (documents + 1,) the first sequence of each document, and the end of the last, int64.
         card: None where there is no PREFIX.json.
     """
 
     prefix: str
-    data: object
+    dtype: type[np.number]
+    lengths: np.ndarray
+    pointers: np.ndarray
+    ends: np.ndarray
     card: Card | None
 
     @property
     def documents(self) -> int:
-        return len(self.data.document_indices) - 1
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """(sequences,) tokens of each sequence, int32, mapped for as long as the corpus is there. Megatron's own tool
-        makes one sequence of a document."""
-        return self.data.sequence_lengths
+        return len(self.ends) - 1
 
     @property
     def tokens(self) -> int:
         return os.path.getsize(f"{self.prefix}.bin") // self.dtype().itemsize
-
-    @property
-    def dtype(self) -> type[np.number]:
-        return self.data.index.dtype
 
     def ids(self) -> np.ndarray:
         """(tokens,) all ids, mapped."""
@@ -141,13 +139,21 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     problem = _problem(prefix)
     if problem:
         raise UserError(f"{option} = {prefix!r}: {problem}")
-    data = megatron().indexed.IndexedDataset(prefix)
-    ends = int(data.index.sequence_pointers[-1]) + int(data.sequence_lengths[-1]) * data.index.dtype_size
-    if ends != os.path.getsize(f"{prefix}.bin") or data.document_indices[-1] != len(data):
+    index = Path(f"{prefix}.idx")
+    with index.open("rb") as file:
+        _, _, code, sequences, documents = HEADER.unpack(file.read(HEADER.size))
+    columns, place = [], HEADER.size
+    for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
+        columns.append(np.memmap(index, kind, "r", place, (count,)))
+        place += columns[-1].nbytes
+    lengths, pointers, ends = columns
+    corpus = Corpus(prefix, DTYPES[code], lengths, pointers, ends, None)
+    end = int(pointers[-1]) + int(lengths[-1]) * corpus.dtype().itemsize
+    if end != os.path.getsize(f"{prefix}.bin") or ends[-1] != len(lengths):
         raise UserError(
             f"{option} = {prefix!r}: {prefix}.idx contradicts itself. Make the corpus anew, or copy it once more"
         )
-    return Corpus(prefix, data, read_card(prefix))
+    return dataclasses.replace(corpus, card=read_card(prefix))
 
 
 def _problem(prefix: str) -> str | None:
@@ -165,12 +171,11 @@ def _problem(prefix: str) -> str | None:
     _, version, code, sequences, ends = HEADER.unpack(head)
     if version != VERSION:
         return f"{index} has version {version} of the format, and only {VERSION} can be read"
-    kinds = megatron().indexed.DType
-    if code not in [kind.value for kind in kinds]:
+    if code not in DTYPES:
         return f"{index} has an unknown type of ids (code {code})"
-    width = kinds.size(code)
-    if not np.issubdtype(kinds.dtype_from_code(code), np.integer):
-        return f"{index} has ids of type {kinds(code).name}, which are no token ids"
+    width = DTYPES[code]().itemsize
+    if not np.issubdtype(DTYPES[code], np.integer):
+        return f"{index} has ids of type {DTYPES[code].__name__}, which are no token ids"
     expected = HEADER.size + 12 * sequences + 8 * ends
     if size not in (expected, expected + sequences):  # the second has a mode of each sequence
         return f"{index} has {size:,} bytes, and by its header {expected:,}: it was cut off, or copied in part"

@@ -9,7 +9,8 @@ from datasets import ClassLabel, Dataset, Features, Value
 from train.data import glue
 from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.data.labels import MISSING, Labels, find_labels, in_the_models_order
-from train.data.lengths import choose_length
+from train.data.lengths import choose_length, report_loss
+from train.data.pack import SampleSet
 from train.data.rows import Rows
 from train.data.sources import (
     HELD_OUT,
@@ -37,16 +38,16 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 class HeldOut:
     """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures."""
 
-    samples: Rows
+    samples: SampleSet
     texts: Dataset
     suffix: str  # "" or "_mismatched"
 
 
 @dataclass
 class ExampleData:
-    """Samples of all parts, the labels, and the tokenizer that made them."""
+    """Samples of all parts (of multiple choice ChoiceRows, else Rows), the labels, and the tokenizer that made them."""
 
-    train: Rows
+    train: SampleSet
     held_out: list[HeldOut]
     labels: Labels
     tokenizer: object
@@ -74,6 +75,11 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     task = glue.TASKS.get(recipe.task_name or "")
     with one_process_at_a_time(recipe.cache_dir):
         source, held_out = _read(recipe)
+        if task is None:
+            from train.data.choices import find_choices, prepare_choices
+
+            if choices := find_choices(recipe, source.parts["train"]):
+                return prepare_choices(recipe, config, source, held_out, choices)
         texts, label = _columns(recipe, source.parts["train"], task)
         labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
         notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
@@ -86,7 +92,11 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         train = parts["train"].texts
         tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
         length = choose_length(recipe, "max_length", config)
-        rows = {name: _encode(part, tokenizer, length, recipe) for name, part in parts.items()}
+        rows = {name: encode_texts(part.texts, tokenizer, length, recipe, part.labels) for name, part in parts.items()}
+    for name, part in rows.items():
+        what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
+        cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
+        notes += report_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
@@ -163,12 +173,12 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         if bad and not recipe.skip_bad_records:
             index, what = min(bad.items())
             raise bad_record(where[name], index, what, len(bad))
+        if len(bad) == len(table):
+            raise UserError(f"{where[name]} has no record that can be used")
         if bad:
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
-            notes.append(f"note      {len(bad):,} of {len(table):,} records of {where[name]} are left out: "
-                         "an empty text or no label")  # fmt: skip
-        if not len(part.texts):
-            raise UserError(f"{where[name]} has no record that can be used")
+            what = f"records of {where[name]} are left out: an empty text or no label"
+            notes += report_loss(recipe, len(bad), len(table), what)
         parts[name] = part
     return labels, parts, notes
 
@@ -209,19 +219,19 @@ def _all_texts(table: Dataset):
             yield from (text for text in column if text)
 
 
-def _encode(part: _Part, tokenizer, length: int, recipe: ClsRecipe) -> Rows:
+def encode_texts(texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None) -> Rows:
     """Token ids of the text or the pair, the longer text cut first where both do not fit."""
     columns = tuple(fillers(tokenizer))
 
     def encode(batch: dict) -> dict:
-        texts = [[text or "" for text in column] for column in batch.values()]
-        encoded = tokenizer(*texts, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
+        given = [[text or "" for text in column] for column in batch.values()]
+        encoded = tokenizer(*given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
                             verbose=False)  # fmt: skip
         rows = {name: list(encoded[name]) for name in columns}
-        truncated = [0] * len(texts[0])
+        truncated = [0] * len(given[0])
         for index, ids in enumerate(rows["input_ids"]):
             if len(ids) > length:
-                cut = tokenizer(*(column[index] for column in texts), truncation=True, max_length=length)
+                cut = tokenizer(*(column[index] for column in given), truncation=True, max_length=length)
                 truncated[index] = len(ids) - len(cut["input_ids"])
                 for name in columns:
                     rows[name][index] = cut[name]
@@ -229,6 +239,6 @@ def _encode(part: _Part, tokenizer, length: int, recipe: ClsRecipe) -> Rows:
 
     features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
     anew = prepare_anew(recipe)
-    table = encode_table(part.texts, encode, features, (fingerprint(tokenizer), length, columns),
+    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns),
                          cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
-    return Rows(table, columns, part.labels)
+    return Rows(table, columns, labels)

@@ -4,13 +4,25 @@ A *message* is {"role": system, user or assistant, "content": text}. The message
 `instruction` and `input` beside its content, and an answer that stands in a prompt has `trained: False`.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 
-from train.data.conversations import ASSISTANT, DIALOGUES, ROLE_OF_A_TURN, blank, holds_lists, turns_of
+from train.data.conversations import (
+    ASSISTANT,
+    DIALOGUES,
+    ROLE_OF_A_TURN,
+    asks_about_a_text,
+    blank,
+    first_answer,
+    holds_lists,
+    refuse_preferences,
+    refuse_rejected,
+    turns_of,
+)
 from train.data.records import BadRecord
 from train.data.sources import columns_present, text_columns
 from train.model.chat import Message
@@ -35,6 +47,7 @@ class Form:
         question: the column of the instruction, of the prompt, or of the turns.
         answer: the column of the answer; None where it is among the turns.
         system_prompt: for conversations that have no system text of their own.
+        verdict: whether the answer is a good one.
         plain: prompt and answer are texts, which may stand one after the other without a template between them.
     """
 
@@ -45,11 +58,13 @@ class Form:
     history: str | None = None
     system: str | None = None
     system_prompt: str | None = None
+    verdict: str | None = None
     plain: bool = False
 
     @property
     def columns(self) -> list[str]:
-        return [name for name in (self.system, self.history, self.question, self.input, self.answer) if name]
+        names = (self.system, self.history, self.question, self.input, self.answer, self.verdict)
+        return [name for name in names if name]
 
     @property
     def describe(self) -> str:
@@ -62,6 +77,7 @@ class Form:
         Raises:
             BadRecord: a text is empty, a role is unknown or out of order, there is no answer.
         """
+        refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
             turns = [*self._history(record), self._instruction(record)]
         else:
@@ -71,7 +87,8 @@ class Form:
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         if self.answer:
-            turns += _turns(record[self.answer], "assistant", self.answer)
+            answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
+            turns += _turns(answer, "assistant", self.answer)
         _check_order(turns)
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
@@ -178,6 +195,7 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
         raise UserError(
             f"messages_column = {recipe.messages_column!r} holds no list of turns; {columns_present(table)}"
         )
+    verdict = None if recipe.messages_column else refuse_preferences(table, "--messages_column")
     kinds = KINDS if recipe.data_format == "auto" else (recipe.data_format,)
     kinds = ("messages",) if recipe.messages_column else kinds
     found = next(filter(None, (_form(kind, recipe, table) for kind in kinds)), None)
@@ -189,7 +207,7 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
         raise UserError(
             f"data_format = {recipe.data_format}: it reads {wanted[recipe.data_format]}; {columns_present(table)}"
         )
-    return found
+    return dataclasses.replace(found, verdict=verdict) if found else None
 
 
 def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
@@ -202,6 +220,8 @@ def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
         forced = lists if recipe.data_format == "messages" else []
         column = recipe.messages_column or next(iter((*known, *forced)), None)
         return Form(kind, column, **extra) if column else None
+    if kind == "instruction" and (asked := asks_about_a_text(table)):
+        return Form(kind, *asked, **extra)
     answer = next((name for name in ANSWERS[kind] if name in there), None)
     question = next((name for name in QUESTIONS[kind] if name in there), None)
     if question is None or answer is None:

@@ -15,9 +15,14 @@ MOST_CLASSES = 1000
 
 @dataclass(frozen=True)
 class Labels:
-    """The classes by name, in the order of their numbers; None where the label is a number itself (regression)."""
+    """The classes by name, in the order of their numbers; None where the label is a number itself (regression).
+
+    Args:
+        choices: it is multiple choice: the classes are an example's choices, by their numbers.
+    """
 
     names: tuple[str, ...] | None
+    choices: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -29,6 +34,8 @@ class Labels:
         """For the log."""
         if self.names is None:
             return "each label is a number (regression)"
+        if self.choices:
+            return f"multiple choice, one of {len(self.names)}"
         shown = f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
         return shown + (f" (f1 is that of {self.names[1]})" if len(self.names) == 2 else "")
 

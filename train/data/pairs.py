@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from datasets import Dataset, Features, Value
 
 from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
-from train.data.conversations import Columns, Pair, find_columns, read_keyed_conversations
-from train.data.lengths import choose_length
+from train.data.conversations import Columns, Pair, find_columns, read_conversation_files
+from train.data.lengths import choose_length, report_loss
 from train.data.records import BadRecord, check_records, records_of
 from train.data.rows import Rows
 from train.data.sources import columns_present, first, hold_out, read_source
@@ -17,9 +17,11 @@ from train.recipe.errors import UserError
 from train.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
-TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "truncated": Value("int32"),
-                  "is_cut": Value("bool")})  # fmt: skip
 FORMAT = "source_format"  # in tokenizer_config.json
+NUMBERS = ("truncated", "source_tokens", "target_tokens")
+TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "is_cut": Value("bool"),
+                  **dict.fromkeys(NUMBERS, Value("int32"))})  # fmt: skip
+PARTS = {"train": "training", "validation": "held-out"}
 TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's delimiter for these models
 
 
@@ -68,7 +70,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         UserError: columns are not found, a text is empty, a reply has no history.
     """
     with one_process_at_a_time(recipe.cache_dir):
-        source = read_source(recipe, reader=read_keyed_conversations)
+        source = read_source(recipe, reader=read_conversation_files)
         columns = find_columns(recipe, source.parts["train"])
         notes = [f"data      {columns.describe}"]
         for part, table in source.parts.items():
@@ -90,15 +92,31 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         encoder = PairEncoder(tokenizer, form, widths[1])
         tables = {name: _encode(part, columns, encoder, recipe) for name, part in parts.items()}
     tokenizer.init_kwargs[FORMAT] = asdict(form)
-    train = first(tables["train"], recipe.max_train_samples)
-    if cut := sum(train["is_cut"][:]):
-        notes.append(f"note      {cut:,} of {len(train):,} targets are cut at {widths[1]} tokens (max_target_length)")
-    validation = None
+    limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
+    tables = {name: first(table, limits[name]) for name, table in tables.items()}
+    for name, table in tables.items():
+        notes += what_is_lost(recipe, config, columns, table, name, widths)
+    train, validation = tables["train"], None
     if "validation" in tables:
-        table = first(tables["validation"], recipe.max_eval_samples)
+        table = tables["validation"]
         ((usual, _),) = Counter(train["target"][:]).most_common(1)
         validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:], usual)
     return PairData(Rows(train, COLUMNS), validation, tokenizer, widths, notes)
+
+
+def what_is_lost(recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]) -> list[str]:
+    """What there is to say about texts that are cut; of a conversation the latest turns are kept, as is meant.
+    Raises UserError if most targets are cut."""
+    numbers = table.select_columns(["source_tokens", "target_tokens"]).with_format("numpy")[:]
+    notes = []
+    for side, width in zip(("source", "target"), widths):
+        if side == "source" and columns.dialogue:
+            continue
+        option, lengths = f"max_{side}_length", numbers[f"{side}_tokens"]
+        what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
+        lost = int((lengths > width).sum())
+        notes += report_loss(recipe, lost, len(table), what, lengths, option, config, stops=side == "target")
+    return notes
 
 
 def turn_separator(config, tokenizer) -> str:
@@ -140,10 +158,12 @@ class PairEncoder:
         return marked[:place], marked[place + len(plain) :]
 
     def encode(self, pairs: list[Pair]) -> dict[str, list]:
-        """Columns input_ids, labels, target (the whole text), truncated (tokens lost) and is_cut (of the target)."""
+        """Columns input_ids, labels, target (the whole text), is_cut (of the target), truncated (tokens lost), and the
+        tokens that the whole source and target have."""
         if not pairs:
             return {name: [] for name in TABLE}
         sources, lost = self.sources([pair.source for pair in pairs])
+        whole = [len(ids) + n for ids, n in zip(sources, lost)]
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
         targets = self._ids([pair.target for pair in pairs], "text_target")
@@ -151,7 +171,9 @@ class PairEncoder:
         cut = [len(ids) > room for ids in targets]
         labels = [[*before, *ids[:room], *after] for ids in targets]
         texts = [pair.target for pair in pairs]
-        return {"input_ids": sources, "labels": labels, "target": texts, "truncated": lost, "is_cut": cut}
+        lengths = [len(ids) + len(before) + len(after) for ids in targets]
+        return {"input_ids": sources, "labels": labels, "target": texts, "is_cut": cut, "truncated": lost,
+                "source_tokens": whole, "target_tokens": lengths}  # fmt: skip
 
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a

@@ -6,6 +6,7 @@ from typing import Any
 from datasets import Features, Value
 
 from train.data.cache import cache_root, prepare_anew
+from train.data.lengths import report_loss
 from train.data.sources import Source, bad_record
 from train.data.tokenise import encode_table
 from train.recipe.errors import UserError
@@ -53,5 +54,5 @@ def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, A
         )
     if not recipe.skip_bad_records:
         raise bad_record(where, bad[0]["record"], bad[0]["problem"], len(bad))
-    return [f"note      {len(bad):,} of {len(table):,} records of {where} are left out, such as record "
-            f"{bad[0]['record'] + 1}: {bad[0]['problem']}"]  # fmt: skip
+    what = f"records of {where} are left out, such as record {bad[0]['record'] + 1}: {bad[0]['problem']}"
+    return report_loss(recipe, len(bad), len(table), what)

@@ -24,7 +24,8 @@ class Rows:
         # ones only, and a token weighs the more the fewer its update has (docs/padding.md).
         self.lengths = counted[0]
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
-        truncated = int(np.sum(table.with_format("numpy")["truncated"][:]))
+        self.truncated = np.asarray(table.with_format("numpy")["truncated"][:])
+        truncated = int(np.sum(self.truncated))
         self.contents = Contents(
             documents=len(table),
             tokens=int(np.sum(counted)) + truncated,

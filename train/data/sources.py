@@ -1,7 +1,6 @@
 """From files or the hub to tables of records, one for each part of the data."""
 
 import csv
-import gzip
 import io
 import json
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from datasets import Dataset, DatasetDict, Features, Value, get_dataset_config_n
 from datasets.exceptions import DatasetGenerationError
 
 from train.data.cache import cache_root
+from train.data.encodings import open_bytes, proposal
+from train.data.plain_files import plain_files
 from train.recipe.errors import UserError, first_line
 from train.recipe.options import SourceOptions
 from train.recipe.paths import FILE_OPTIONS, find_files
@@ -59,7 +60,7 @@ def read_source(
     Args:
         held_out: the held-out parts, each with the names that it may have on the hub. The option of part P is P_file.
         sample_by: for text files: line, paragraph or document, by a look at them. Without it they are refused.
-        reader: asked first for the table of JSON files that have a form of their own; None where they have not.
+        reader: asked first for the table of JSON and text files of a form of their own; None where it is none.
         header: names of the columns of .csv and .tsv files that have no line of names.
 
     Raises:
@@ -76,28 +77,41 @@ def read_source(
     files = {part: find_files(option, getattr(recipe, option)) for part, option in options.items()
              if getattr(recipe, option)}  # fmt: skip
     kind = format_of(files["train"])
-    if kind == "text" and sample_by is None:
-        raise UserError(
-            f"train_file = {files['train'][0]}: this task reads records: .jsonl, .json, .csv, .tsv, .parquet"
-        )
-    builder, kwargs = BUILDERS.get(kind, (kind, {}))
-    if kind == "text":
-        kwargs = {"sample_by": sample_by(files["train"])}
-    if header and builder == "csv":
-        kwargs = {**kwargs, "names": list(header)}
-    parts = {}
     for part, paths in files.items():
         if format_of(paths) != kind:
             raise UserError(f"{part}_file is {format_of(paths)} and train_file is {kind}: use one format for both")
-        parts[part] = _load(builder, part, paths, kind, recipe, kwargs, reader)
-    return Source(parts, kind, files)
+    plain = {part: plain_files(paths, kind, recipe) for part, paths in files.items()}
+    builder, kwargs = BUILDERS.get(kind, (kind, {}))
+    if kind == "text":
+        kwargs = {"sample_by": sample_by(plain["train"]) if sample_by else None}
+    if header and builder == "csv":
+        kwargs = {**kwargs, "names": list(header)}
+    parts = {part: _load(builder, part, paths, kind, recipe, kwargs, reader) for part, paths in plain.items()}
+    return Source(_plain_names(parts, recipe), kind, files)
+
+
+def _plain_names(parts: dict[str, Dataset], recipe: SourceOptions) -> dict[str, Dataset]:
+    """The tables with their columns in small letters: Text is found as text is. Not those that an option names, nor
+    those of GLUE's own files."""
+    named = {name for option, value in recipe.to_dict().items() if option.endswith(("_column", "_columns")) and value
+             for name in ([value] if isinstance(value, str) else value)}  # fmt: skip
+    if getattr(recipe, "task_name", None):
+        return parts
+    for part, table in parts.items():
+        small = {name: name.strip().lower() for name in table.column_names if name not in named}
+        new = [*small.values(), *(name for name in table.column_names if name in named)]
+        changed = {name: other for name, other in small.items() if name != other and new.count(other) == 1}
+        parts[part] = table.rename_columns(changed) if changed else table
+    return parts
 
 
 def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs: dict, reader) -> Dataset:
     try:
-        table = reader(paths) if reader and kind == "json" else None
+        table = reader(paths) if reader and kind in ("json", "text") else None
         if table is not None:
             return table
+        if kind == "text" and not kwargs["sample_by"]:
+            raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .tsv, .parquet")
         names = [str(path) for path in paths]
         if builder == "csv":
             for path in paths:
@@ -267,11 +281,6 @@ def format_of(files: list[Path]) -> str:
     return next(iter(kinds))
 
 
-def open_bytes(path: Path):
-    """A file for reading bytes, unpacked if it is packed."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
 def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     """Why these files could not be read: the first that is not UTF-8 or not of its format, and where in it."""
     for path in files if kind != "parquet" else []:
@@ -283,7 +292,7 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
             line = data.count(b"\n", 0, wrong.start) + 1
             return UserError(
                 f"{path} is not UTF-8: byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line}). "
-                "Convert it, e.g. iconv -f latin1 -t utf-8"
+                + proposal(data)
             )
         if kind == "json" and not data.lstrip().startswith(b"["):
             for number, line in enumerate(data.splitlines(), 1):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from train.data.encodings import open_bytes
 from train.data.sources import (
     Source,
     columns_present,
@@ -13,7 +14,6 @@ from train.data.sources import (
     first,
     hold_out,
     name_for_the_cache,
-    open_bytes,
     read_source,
     text_columns,
 )

@@ -42,6 +42,9 @@ def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
             found[name] = np.resize(values, longest["input_ids"])
     if "labels" in sample and "labels" not in longest:  # next tokens: prompts and filling count as well
         found["labels"] = found["input_ids"].copy()
+    if "sizes" in sample:  # of choices, which share the row
+        found["sizes"] = np.full_like(sample["sizes"], longest["input_ids"] // len(sample["sizes"]))
+        found["sizes"][-1] += longest["input_ids"] - found["sizes"].sum()
     if "num_tokens" in sample:
         found["num_tokens"] = np.array(longest["input_ids"])
     return found

@@ -53,15 +53,21 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
                 option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
             )
     _override(config, recipe.config_overrides)
-    if auto_class is not None and type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
+    if auto_class is not None:
+        check_task(recipe, config, auto_class)
+    config.use_cache = False
+    return config
+
+
+def check_task(recipe: ModelOptions, config, auto_class) -> None:
+    """Raises UserError if transformers has no model of this architecture for the task."""
+    if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
         option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
         raise UserError(
             f"{option} = {getattr(recipe, option)!r}: transformers has no {auto_class.__name__} for a "
             f"{config.model_type}. Text is trained on with train/clm.py, classes with train/cls.py, and "
             "encoder-decoder models with train/seq2seq.py"
         )
-    config.use_cache = False
-    return config
 
 
 def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:

@@ -191,3 +191,11 @@ def loss_of_examples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
     there = ~labels.isnan()
     return F.mse_loss(logits[there, 0], labels[there], reduction="sum")
+
+
+def logits_of_examples(model, batch) -> torch.Tensor:
+    """(B, classes) of a batch of examples; of multiple choice (B, choices), where one that an example lacks, a row of
+    one token, is never chosen."""
+    logits = model(**batch.inputs).logits
+    mask = batch.inputs["attention_mask"]
+    return logits if mask.dim() == 2 else logits.masked_fill(mask.sum(-1) == 1, torch.finfo(logits.dtype).min)

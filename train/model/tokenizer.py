@@ -128,6 +128,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
 
     Args:
         texts: the training documents; read only if the cache has nothing.
+        vocab_size: what is asked for; a short text yields fewer tokens.
         key: a fingerprint of the texts.
         pairs: mark texts and pairs as BERT does, with the special tokens that this takes.
     """
@@ -148,11 +149,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
         trained.save_pretrained(partial)
         put_in_place(partial, folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    if len(tokenizer) < vocab_size:
-        raise UserError(
-            f"train_tokenizer_vocab_size = {vocab_size}: the training text yields only {len(tokenizer)} tokens. "
-            f"Choose {len(tokenizer)} or less, or train on more text"
-        )
+    tokenizer.asked_size = vocab_size
     return tokenizer
 
 
@@ -170,8 +167,16 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     A model may have more rows than the tokenizer has tokens (a size padded to a multiple), not fewer, and not so many
     more that the tokenizer must belong to another model.
 
-    Returns: a sentence for the log if the configuration was changed.
+    Returns: sentences for the log if the configuration was changed, or the tokenizer is smaller than asked for.
     """
+    fitted, asked = _fit_vocabulary(config, tokenizer, recipe), getattr(tokenizer, "asked_size", 0)
+    if not asked or len(tokenizer) >= asked:
+        return fitted
+    few = f"note      train_tokenizer_vocab_size = {asked}: the text yields no more than {len(tokenizer):,} tokens"
+    return f"{few}\n{fitted}" if fitted else few
+
+
+def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     from train.model.configuration import overrides_of
 
     from_scratch = not recipe.model_name_or_path

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from train.recipe.fields import option
-from train.recipe.options import Recipe, wrong_vocabulary_files
+from train.recipe.options import Recipe, unknown_encoding, wrong_vocabulary_files
 
 
 def usable_cores() -> int:
@@ -17,7 +17,8 @@ class PrepareOptions(Recipe):
     """Text to corpora in Megatron's format"""
 
     input: list[str] | None = option(  # noqa: RUF009
-        None, "Files, folders and globs (** too): .jsonl, .json with an object a line, .parquet, .txt; each also .gz."
+        None,
+        "Files, folders and globs (** too): .jsonl, .json (objects, or a list), .csv, .tsv, .parquet, .txt; also .gz.",
     )
     output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
     tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
@@ -26,13 +27,14 @@ class PrepareOptions(Recipe):
     )
     merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
     append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
-    json_keys: list[str] = option(["text"], "Keys (columns of .parquet), each of which becomes a corpus.")  # noqa: RUF009
+    json_keys: list[str] = option(["text"], "Keys (columns of tables), each of which becomes a corpus.")  # noqa: RUF009
     workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
     skip_bad_lines: bool = option(False, "Leave out and count lines that cannot be read; else the first ends the job.")
     document_separator: str | None = option(
         None,
         "Of plain text: line, paragraph, file or a mark; by default <|endoftext|> where a file has it, else file.",
     )
+    encoding: str | None = option(None, "Encoding of files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ...")
     overwrite: bool = option(False, "Replace corpora of that name.")
     word_memo: bool = option(
         True, "Keep what words became; false: the tokenizer sees each document whole, and slower."
@@ -44,7 +46,7 @@ class PrepareOptions(Recipe):
         return self.workers or usable_cores()
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        found = super().problems() + unknown_encoding(self.encoding)
         if not self.input:
             found.append("no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'")
         if not self.output_prefix:

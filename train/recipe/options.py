@@ -1,5 +1,6 @@
 """The options that every task has, in groups."""
 
+import codecs
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,19 @@ class LoraOptions(Recipe):
         return wanted[0] if wanted else None
 
 
+def unknown_encoding(name: str | None) -> list[str]:
+    """A problem, if there is no such encoding of text."""
+    try:
+        return [] if name is None or codecs.lookup(name)._is_text_encoding else [_NO_ENCODING.format(name)]
+    except LookupError:
+        return [_NO_ENCODING.format(name)]
+
+
+_NO_ENCODING = (
+    "encoding = {!r}: there is no such encoding. Known are cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ..."
+)
+
+
 @dataclass
 class SourceOptions(Recipe):
     """Where the data comes from"""
@@ -177,6 +191,12 @@ class SourceOptions(Recipe):
         None, ".txt, .json(l), .csv, .tsv, .parquet, also .gz: files or globs."
     )
     validation_file: list[str] | None = option(None, "The same for the held-out data.")  # noqa: RUF009
+    encoding: str | None = option(
+        None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
+    )
+    field: str | None = option(
+        None, 'Key of the records in .json files that hold one object: data for {"data": [...]}; a.b for a key in it.'
+    )
     validation_split_percentage: float = option(
         5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
     )
@@ -185,6 +205,9 @@ class SourceOptions(Recipe):
     )
     max_eval_samples: int | None = option(
         None, "Use only this many records for evaluation (or pairs).", positive=True, aliases=("n_val",)
+    )
+    allow_data_loss: bool = option(
+        False, "Train although more than half of the samples are left out, or more than half of the answers are cut."
     )
     preprocessing_num_workers: int | None = option(
         None, "Processes that tokenise; by default the tokenizer's own threads do.", positive=True
@@ -200,7 +223,8 @@ class SourceOptions(Recipe):
             found.append(
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
-        for name in ("validation_file", "validation_mismatched_file"):
+        found += unknown_encoding(self.encoding)
+        for name in ("validation_file", "validation_mismatched_file", "encoding", "field"):
             if self.dataset_name and getattr(self, name, None):
                 found.append(
                     f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"

@@ -11,7 +11,8 @@ GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnl
 GLUE_ON_THE_HUB = "nyu-mll/glue"
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # what happens at an end of document
 OF_TEXT = (  # options of data that is read as text, without effect on corpora
-    "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_split_percentage",
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "field",
+    "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
     "train_on_prompt", "cache_dir", "overwrite_cache",
@@ -58,6 +59,10 @@ class LabelOptions(Recipe):
     task_name: str | None = option(None, "A GLUE task: its columns, labels and metric.", choices=GLUE_TASKS)
     text_columns: list[str] | None = option(None, "Column of the text, or the two of a pair.")  # noqa: RUF009
     label_column: str | None = option(None, "Column of the label; by default `label` or a name like it.")
+    choice_columns: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Multiple choice: columns of the choices, or one of lists; by default choice0, choice1, ... and the like.",
+    )
     regression: bool | None = option(
         None, "Predict a number; by default where the labels are numbers with a fractional part."
     )
@@ -73,6 +78,9 @@ class LabelOptions(Recipe):
         found = super().problems()
         if self.text_columns and len(self.text_columns) > 2:
             found.append(f"text_columns = {' '.join(self.text_columns)}: name one column, or the two of a pair")
+        if self.choice_columns and (self.task_name or self.regression):
+            other = f"task_name = {self.task_name}" if self.task_name else "regression = true"
+            found.append(f"choice_columns = {' '.join(self.choice_columns)} and {other}: keep one of the two")
         if self.validation_mismatched_file and self.task_name != "mnli":
             found.append("validation_mismatched_file belongs to --task_name mnli")
         if self.task_name and self.regression is not None and self.regression != (self.task_name == "stsb"):

@@ -13,7 +13,7 @@ from train.data.collate import Batch
 from train.data.examples import HeldOut
 from train.data.glue import TASKS
 from train.data.labels import Labels
-from train.model.loss import loss_of_examples
+from train.model.loss import logits_of_examples, loss_of_examples
 from train.run.evaluate import mean_over_ranks, one_row_each
 from train.run.folder import RunFolder
 from train.run.metrics import compute
@@ -23,6 +23,8 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
     """The names of the figures that `evaluate_examples` gives, the one that the task is judged by in front."""
     if labels.names is None:
         of_part = ("pearson", "spearmanr", "mse", "loss")
+    elif labels.choices:
+        of_part = ("accuracy", "loss")
     else:
         of_part = ("accuracy", "f1" if len(labels.names) == 2 else "f1_macro", "matthews_correlation", "loss")
     names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
@@ -37,7 +39,7 @@ def evaluate_examples(
     """The figures of one held-out part; the main process also writes its predictions."""
     loss, targets, found = torch.zeros((), device=engine.device), 0, {}
     for batch in batches:
-        logits = engine.model(**batch.inputs).logits.float()  # (B, classes)
+        logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
         loss += loss_of_examples(logits, batch.labels)
         targets += batch.num_targets
         found |= zip(batch.indices, _answers(logits, labels))
@@ -47,10 +49,7 @@ def evaluate_examples(
         truth = part.samples.labels.tolist()
         folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
         predictions = [answer for answer, _ in answers]
-        if labels.names is None:
-            figures |= compute("regression", predictions, truth)
-        else:
-            figures |= compute("classification", predictions, truth, num_labels=len(labels.names))
+        figures |= _measured(predictions, truth, labels)
     figures = engine.from_main(figures)
     return {f"eval_{name}{part.suffix}": value for name, value in figures.items()}
 
@@ -69,10 +68,17 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
         else:
             most = int(np.bincount(truth).argmax())
             answer = labels.names[most]
-            figures = compute("classification", [most] * len(truth), truth.tolist(), num_labels=len(labels.names))
+            figures = _measured([most] * len(truth), truth.tolist(), labels)
         shown = ", ".join(f"{name}{part.suffix} {value:.4f}" for name, value in figures.items())
         lines.append(f"baseline    always {answer}: {shown}")
     return lines
+
+
+def _measured(predictions: list, truth: list, labels: Labels) -> dict[str, float]:
+    if labels.names is None:
+        return compute("regression", predictions, truth)
+    figures = compute("classification", predictions, truth, num_labels=len(labels.names))
+    return {"accuracy": figures["accuracy"]} if labels.choices else figures
 
 
 def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | None]]:

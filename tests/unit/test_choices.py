@@ -1,0 +1,130 @@
+"""Multiple choice: the columns and labels of the known data sets, samples of several rows, their loss."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import refusal, save_docs_tokenizer
+from transformers import AutoModelForMultipleChoice, BertConfig
+
+from train.data.choices import ChoiceRows, find_choices
+from train.data.collate import ChoiceCollator
+from train.data.examples import prepare_examples
+from train.data.order import FILLER
+from train.data.sources import read_source
+from train.limits.worst import stretched
+from train.model.configuration import load_configuration
+from train.model.loss import IGNORE, logits_of_examples, loss_of_examples
+from train.model.tokenizer import fillers
+from train.recipe import ClsRecipe, parse_recipe
+from train.run.examples import best_constant, figures_of
+
+QUESTION = {"question": "Which is red?"}
+FORMS = {  # how it is published: (a record, the texts of its choices, which is right)
+    "JCommonsenseQA": ({"q_id": 1, **QUESTION, "choice0": "sky", "choice1": "blood", "choice2": "sea", "label": 1},
+                       ("Which is red?", ["sky", "blood", "sea"]), 1),
+    "SWAG": ({"video-id": "x", "startphrase": "He sits. He", "sent1": "He sits.", "sent2": "He", "gold-source": "gold",
+              "ending0": "runs.", "ending1": "eats.", "label": 0}, ("He sits.", ["He runs.", "He eats."]), 0),
+    "CommonsenseQA": ({**QUESTION, "choices": {"label": ["A", "B"], "text": ["sky", "blood"]}, "answerKey": "B"},
+                      ("Which is red?", ["sky", "blood"]), 1),
+    "RACE": ({"article": "It was red.", **QUESTION, "options": ["sky", "blood"], "answer": "A"},
+             ("It was red.", ["Which is red? sky", "Which is red? blood"]), 0),
+    "PIQA": ({"goal": "Sit.", "sol1": "on it", "sol2": "in it", "label": 1}, ("Sit.", ["on it", "in it"]), 1),
+    "Winogrande": ({"sentence": "The _ is red.", "option1": "sky", "option2": "sea", "answer": "2"},
+                   ("The _ is red.", ["sky", "sea"]), 1),
+    "HellaSwag": ({"ctx": "He", "endings": ["runs.", "eats."], "label": "1"}, ("He", ["runs.", "eats."]), 1),
+    "CosmosQA": ({"context": "It was red.", **QUESTION, "answer0": "sky", "answer1": "blood", "label": 1},
+                 ("It was red.", ["Which is red? sky", "Which is red? blood"]), 1),
+}  # fmt: skip
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def recipe_of(path, tmp_path, *flags):
+    words = ["--model_type", "bert", "--tokenizer_name", str(save_docs_tokenizer(tmp_path / "tokenizer")),
+             "--train_file", str(path), "--cache_dir", str(tmp_path / "cache"), *map(str, flags)]  # fmt: skip
+    return parse_recipe(ClsRecipe, words)
+
+
+def others(record: dict) -> list[dict]:
+    """Records that show where the numbers of the choices begin."""
+    name = next(name for name in ("label", "answer", "answerKey") if name in record)
+    values = {"A": "AB", "B": "AB", "2": "12"}.get(record[name], (0, 1) if record[name] in (0, 1) else "01")
+    return [{**record, name: value} for value in values]
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_published_forms(tmp_path, form):
+    record, (question, texts), right = FORMS[form]
+    recipe = recipe_of(write(tmp_path / "a.jsonl", [record, *others(record)]), tmp_path)
+    table = read_source(recipe).parts["train"]
+    choices = find_choices(recipe, table)
+    assert choices.read(table[0]) == ([(question, text) for text in texts], right)
+
+
+def test_what_is_no_multiple_choice(tmp_path):
+    plain = write(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
+    recipe = recipe_of(plain, tmp_path)
+    assert find_choices(recipe, read_source(recipe).parts["train"]) is None
+    record = FORMS["JCommonsenseQA"][0]
+    recipe = recipe_of(write(tmp_path / "b.jsonl", others(record)), tmp_path, "--text_columns", "question")
+    assert find_choices(recipe, read_source(recipe).parts["train"]) is None
+    recipe = recipe_of(tmp_path / "b.jsonl", tmp_path, "--choice_columns", "choice0", "nothing")
+    assert "no column 'nothing'" in refusal(find_choices, recipe, read_source(recipe).parts["train"])
+
+
+def test_samples_and_their_loss(tmp_path):
+    """Records of two and three choices: a batch has three, and the missing one is never chosen."""
+    two = {**QUESTION, "choices": ["the sky", "blood"], "label": 1}
+    three = {**QUESTION, "choices": ["a", "much longer than the others are", "c"], "label": 2}
+    bad = {**QUESTION, "choices": ["a", "b"], "label": 7}
+    path = write(tmp_path / "a.jsonl", [two, three] * 6 + [{**two, "label": 0}, bad])
+    flags = ("--max_length", "16", "--validation_split_percentage", "25")
+    recipe = recipe_of(path, tmp_path, *flags)
+    config = load_configuration(recipe)
+    assert "record 14: its label 7 is none of its 2 choices" in refusal(prepare_examples, recipe, config)
+    recipe = recipe_of(path, tmp_path, *flags, "--skip_bad_records")
+    data = prepare_examples(recipe, config)
+    assert (type(data.train), len(data.train), len(data.held_out[0].samples)) == (ChoiceRows, 10, 3)
+    assert data.labels.names == ("0", "1", "2")
+    assert figures_of(data.labels, data.held_out, None) == ("accuracy", "loss")
+    assert "accuracy" in best_constant(data.labels, data.held_out)[0]
+    assert any("choices are cut at 16" in note for note in data.notes) == bool(data.train.rows.truncated.any())
+
+    sizes = [len(data.train[index]["sizes"]) for index in range(10)]
+    small, large = sizes.index(2), sizes.index(3)
+    collate = ChoiceCollator(fillers(data.tokenizer))
+    batch = collate([(data.train[small], small), (data.train[large], large), (data.train[large], FILLER)])
+    assert (
+        batch.inputs["input_ids"].shape == batch.inputs["attention_mask"].shape == (3, 3, max(data.train.lengths) // 3)
+    )
+    assert batch.num_targets == 2
+    assert batch.labels.tolist() == [data.train.labels[small], 2, IGNORE]
+    row = batch.inputs["input_ids"][1, 1][batch.inputs["attention_mask"][1, 1] == 1]
+    assert data.tokenizer.decode(row) == "[CLS] Which is red?[SEP] much longer than the others are[SEP]"
+
+    torch.manual_seed(1)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = AutoModelForMultipleChoice.from_config(BertConfig(**shape, vocab_size=len(data.tokenizer))).eval()
+    logits = logits_of_examples(model, batch)
+    assert logits[0, 2] < -1e30
+    assert logits.softmax(-1)[0, 2] == 0
+    alone = collate([(data.train[small], small)])
+    assert torch.allclose(logits[0, :2], logits_of_examples(model, alone)[0], atol=1e-5)
+    expected = -(logits[0].log_softmax(-1)[batch.labels[0]] + logits[1].log_softmax(-1)[2])
+    assert torch.allclose(loss_of_examples(logits, batch.labels), expected)
+
+    longest = stretched(data.train[large], {"input_ids": 48})
+    assert longest["sizes"].tolist() == [16, 16, 16]
+    assert collate([(longest, 0)]).inputs["token_type_ids"].shape == (1, 3, 16)
+    assert np.issubdtype(longest["label"].dtype, np.integer)
+
+
+def test_an_adapter_is_refused(tmp_path):
+    record = FORMS["JCommonsenseQA"][0]
+    recipe = recipe_of(write(tmp_path / "a.jsonl", others(record) * 3), tmp_path, "--lora")
+    assert "lora = true" in refusal(prepare_examples, recipe, load_configuration(recipe))

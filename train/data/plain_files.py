@@ -1,0 +1,73 @@
+"""Files as the readers take them: UTF-8, and of JSON the records alone. What is otherwise is written anew, once, into
+the cache."""
+
+import json
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from train.data.cache import cache_root
+from train.data.encodings import as_utf8, open_bytes
+from train.recipe.errors import UserError
+from train.recipe.options import SourceOptions
+
+
+def plain_files(paths: list[Path], kind: str, recipe: SourceOptions) -> list[Path]:
+    """The files themselves, or what stands for them where the recipe has an `encoding` or a `field`.
+
+    Raises:
+        UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
+    """
+    if recipe.encoding and kind == "parquet":
+        raise UserError(f"encoding = {recipe.encoding!r}: it has no effect on .parquet, which is UTF-8. Leave it out")
+    if recipe.field and kind != "json":
+        raise UserError(f"field = {recipe.field!r}: it is for .json files, and {paths[0]} is {kind}. Leave it out")
+    return [_plain(path, recipe) for path in paths] if recipe.encoding or recipe.field else paths
+
+
+def _plain(path: Path, recipe: SourceOptions) -> Path:
+    found = path.stat()
+    what = (str(path), found.st_size, found.st_mtime_ns, recipe.encoding, recipe.field)
+    ending = ".jsonl" if recipe.field else Path(path.name.removesuffix(".gz")).suffix
+    place = cache_root(recipe.cache_dir) / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
+    if not place.exists():
+        partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
+        try:
+            with open_bytes(path) as file, partial.open("wb") as written:
+                portions = as_utf8(file, recipe.encoding, path) if recipe.encoding else file
+                for portion in _records(portions, recipe.field, path) if recipe.field else portions:
+                    written.write(portion)
+            partial.replace(place)
+        finally:
+            partial.unlink(missing_ok=True)
+    return place
+
+
+def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
+    """The records under a key of one JSON object, one a line."""
+    try:
+        held = json.loads(b"".join(portions))
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not valid JSON: {error}. (field = {field!r} is for files of one JSON object)"
+        ) from None
+    for key in field.split("."):
+        if not isinstance(held, dict) or key not in held:
+            there = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
+            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {there}")
+        held = held[key]
+    if not isinstance(held, list) or not held:
+        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
+    for record in held:
+        for one in _questions(record) if isinstance(record, dict) and "paragraphs" in record else [record]:
+            yield json.dumps(one if isinstance(one, dict) else {"text": one}, ensure_ascii=False).encode() + b"\n"
+
+
+def _questions(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The questions of an article in SQuAD's files, as the hub has them (Rajpurkar et al. 2016)."""
+    for paragraph in article["paragraphs"]:
+        for question in paragraph.get("qas", []):
+            answers = [answer["text"] for answer in question.get("answers", [])]
+            yield {"context": paragraph["context"], "question": question["question"], "answers": {"text": answers}}
