@@ -78,7 +78,7 @@ def _help() -> str:
     lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
     return "\n".join([
         "usage: zerofit COMMAND [--option value]", "", *lines, "",
-        "`zerofit COMMAND --help` lists the options of a command. Training is started by accelerate launch:",
+        "`zerofit COMMAND --help` shows the options of a command. Training is started by accelerate launch:",
         "`python train/clm.py --help`, and cls.py and seq2seq.py likewise.",
     ])  # fmt: skip
 

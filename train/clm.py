@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.run.evaluate import eval_batches, held_out_loss
     from train.run.job import Job
     from train.run.meters import make_meter
-    from train.run.progress import table
+    from train.run.progress import screen_width, table
 
     timeline.mark("imports")
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
     session.announce(
         f"data      {data.kind}",
-        table(data.report),
+        table(data.report, screen_width()),
         *(note for note in notes if note),
         *data.shown,
     )

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.run.examples import best_constant, evaluate_examples, figures_of
     from train.run.job import Job
     from train.run.meters import make_meter
-    from train.run.progress import table
+    from train.run.progress import screen_width, table
 
     timeline.mark("imports")
 
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
     session.announce(
         f"data      {data.labels.describe}",
-        table(contents_rows(data.train.contents, held_out)),
+        table(contents_rows(data.train.contents, held_out), screen_width()),
         *(note for note in notes if note),
     )
     results = session.train(job, meter, data.tokenizer)

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.run.generation import FIGURES, evaluate_generation, generation_settings, shown, trivial_answers
     from train.run.job import Job
     from train.run.meters import make_meter
-    from train.run.progress import table
+    from train.run.progress import screen_width, table
 
     timeline.mark("imports")
 
@@ -92,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
 
     session.announce(
-        table(contents_rows(data.train.contents, data.validation and data.validation.samples.contents)),
+        table(
+            contents_rows(data.train.contents, data.validation and data.validation.samples.contents), screen_width()
+        ),
         *(note for note in notes if note),
     )
     results = session.train(job, meter, data.tokenizer)

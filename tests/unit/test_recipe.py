@@ -1,12 +1,16 @@
 """Options from YAML and flags: names, types, who wins, and what is refused."""
 
 import dataclasses
+import re
 import shlex
 
 import pytest
 from helpers import ROOT
 
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from train.recipe.habits import SAID_HERE, SAID_IN_WORDS, habits_of
+
+TASKS = (ClmRecipe, ClsRecipe, Seq2SeqRecipe)
 
 PUBLISHED = """--config_name "gpt2-xl" --tokenizer_name "gpt2-xl" --dataset_name "wikitext"
   --dataset_config_name "wikitext-2-raw-v1" --block_size 128
@@ -129,15 +133,77 @@ def test_all_problems_come_together(tmp_path):
         assert word in message
 
 
-def test_help_names_every_option(capsys):
+def help_of(capsys, cls, word: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        parse_recipe(ClmRecipe, ["--help"])
+        parse_recipe(cls, [word])
     assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    names = [field.name for field in dataclasses.fields(ClmRecipe)]
-    assert len(names) > 40
-    for name in names:
-        assert f"--{name} " in shown
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cls", TASKS)
+def test_help_is_short_and_help_all_names_every_option(cls, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    short, long = help_of(capsys, cls, "--help"), help_of(capsys, cls, "--help_all")
+    fields = dataclasses.fields(cls)
+    assert len(fields) > 40
+    for field in fields:
+        hidden, common = field.metadata["hidden"], field.metadata["common"]
+        assert (f"  --{field.name}" in re.findall(r"^  --\w+", long, re.M)) != hidden, field.name
+        assert (f"  --{field.name}" in re.findall(r"^  --\w+", short, re.M)) == common, field.name
+    assert "--trial" not in long
+    assert len(short.splitlines()) <= 90
+    assert "--help_all" in short
+    for line in (short + long).splitlines():
+        assert len(line) <= 80, line
+    headings = [line for line in long.splitlines() if line and not line.startswith(" ")][2:]
+    assert headings.index("Model and tokenizer") < headings.index("Where the data comes from")
+    assert headings.index("Where the data comes from") < headings.index("Batches and length of the run")
+    assert len(headings) == len(set(headings)), "a group comes twice"
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "answer"),
+    [
+        (ClmRecipe, "epochs", "say --num_train_epochs"),
+        (ClmRecipe, "num_epochs", "say --num_train_epochs"),
+        (ClmRecipe, "cutoff_len", "say --block_size"),
+        (ClsRecipe, "cutoff_len", "say --max_length"),
+        (Seq2SeqRecipe, "sequence_len", "say --max_source_length or --max_target_length"),
+        (ClmRecipe, "deepspeed", "accelerate_configs/NAME.yaml"),
+        (ClmRecipe, "do_train", "leave it out"),
+        (ClmRecipe, "evaluation_strategy", "say --eval_steps"),
+        (ClmRecipe, "lora_target", "say --lora_target_modules"),
+        (ClmRecipe, "finetuning_type", "say --lora"),
+        (ClmRecipe, "val_set_size", "say --validation_split_percentage"),
+        (ClmRecipe, "num_processes", "before the script's name"),
+    ],
+)
+def test_habits_are_answered(tmp_path, cls, name, answer):
+    with pytest.raises(UserError) as caught:
+        parse_recipe(cls, [f"--{name}", "1", *recipe_file(tmp_path, f"{name}: 1\n")])
+    flag, line = caught.value.problems
+    assert flag == f"--{name} is not an option: {habits_of(cls, names_of(cls), False)[name]}"
+    assert answer in flag
+    assert answer in line
+
+
+def names_of(cls) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_habits_name_options_that_there_are():
+    ours = {name for cls in TASKS for name in names_of(cls)}
+    everywhere = names_of(ClmRecipe) & names_of(ClsRecipe) & names_of(Seq2SeqRecipe)
+    assert len(SAID_HERE) > 40
+    for options, said in SAID_HERE.items():
+        assert set(options) <= ours, options
+        assert not set(said.split()) & everywhere, said
+    for words, said in SAID_IN_WORDS.items():
+        named = set(re.findall(r"--(\w+)", words)) - {"config_file"}
+        assert named <= ours, words
+        assert not set(said.split()) & everywhere, said
+    said = [name for texts in (SAID_HERE, SAID_IN_WORDS) for text in texts.values() for name in text.split()]
+    assert len(said) == len(set(said)), "one name, two answers"
 
 
 def test_the_recipe_room_is_light():

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from train.run.progress import duration
+from train.run.progress import duration, fitted, screen_width
 
 AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0
 
@@ -32,11 +32,11 @@ class Meter:
             return
         self.shown = now
         seconds, share = now - self.started, min(1.0, read_bytes / self.total)
-        left = f", {duration(seconds * (1 - share) / share)} left" if share else ""
-        line = (
-            f"{share:6.1%}  {documents:,} documents ({documents / seconds:,.0f}/s), "
-            f"{tokens:,} tokens ({tokens / seconds:,.0f}/s){left}"
-        )
+        pieces = [f"{share:6.1%}", *([f"{duration(seconds * (1 - share) / share)} left"] if share else []),
+                  f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
+                  f"{documents:,} documents ({documents / seconds:,.0f}/s)"]  # fmt: skip
+        width = screen_width(sys.stderr)
+        line = fitted(pieces, width and width - 1)
         if not self.renewed:
             print(line, file=sys.stderr, flush=True)
             return

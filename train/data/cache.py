@@ -1,6 +1,7 @@
 """Where prepared data lives, and how the processes of a machine share the work of preparing it."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,7 @@ def one_process_at_a_time(cache_dir: str | None) -> Iterator[None]:
 
     root = cache_root(cache_dir)
     root.mkdir(parents=True, exist_ok=True)
-    if _rank() != 0:
+    if _rank() != 0 or not sys.stderr.isatty():
         from datasets.utils import disable_progress_bars
 
         disable_progress_bars()

@@ -16,7 +16,7 @@ from train.limits.results import Row, common_size, fact_of, outcome_text
 from train.limits.search import Known, Step, next_step, predict
 from train.recipe.errors import UserError
 from train.run.launches import Trial
-from train.run.progress import duration, say
+from train.run.progress import duration, rounded, say
 
 MIB = 2**20
 
@@ -176,7 +176,7 @@ class Comparison:
         if line["event"] == "fits":
             peak = f"{peak_of(line) / MIB:,.0f}"
             limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""
-            say(f"  {line['size']:>6}  fits: {peak}{limit} MiB, {line['samples_per_s']:,.3g} samples/s")
+            say(f"  {line['size']:>6}  fits: {peak}{limit} MiB, {rounded(line['samples_per_s'])} samples/s")
 
     def _say_limit(self, contender: Contender) -> None:
         row = next(row for row in self.rows() if row.name == contender.name)

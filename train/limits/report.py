@@ -8,7 +8,7 @@ from train.limits.journal import peak_of
 from train.limits.page import page
 from train.limits.plots import memory_plot, throughput_plot
 from train.limits.results import Row, common_size, conclusion, factor, outcome_text, speed_up
-from train.run.progress import duration, size, table
+from train.run.progress import duration, rounded, screen_width, size, table
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 COLUMNS = (
@@ -54,7 +54,7 @@ class Report:
     def for_terminal(self) -> str:
         """The table and the sentence."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        return "\n".join([table(self.main_table()), "", *problems, self.conclusion])
+        return "\n".join([table(self.main_table(), screen_width()), "", *problems, self.conclusion])
 
     # ---------------------------------------------------------------------------------------------------------- tables
 
@@ -73,8 +73,8 @@ class Report:
         times, faster = factor(row, first), speed_up(row, first)
         return (
             row.name, row.limit_text, f"{times:.2f}" if times else "-", size(peak_of(at)),
-            size(peak_of(common)) if common else "-", _number(at["samples_per_s"]), _number(at["tokens_per_s"]),
-            str(best["size"]), _number(best["samples_per_s"]), duration(row.epoch_s) if row.epoch_s else "-",
+            size(peak_of(common)) if common else "-", rounded(at["samples_per_s"]), rounded(at["tokens_per_s"]),
+            str(best["size"]), rounded(best["samples_per_s"]), duration(row.epoch_s) if row.epoch_s else "-",
             f"{faster:.2f}" if faster else "-",
         )  # fmt: skip
 
@@ -103,7 +103,7 @@ class Report:
                     rows.append((row.name, str(line["size"]), outcome_text(line), *["-"] * 6, fresh))
                     continue
                 peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
-                rates = [_number(line[name]) for name in ("samples_per_s", "tokens_per_s")]
+                rates = [rounded(line[name]) for name in ("samples_per_s", "tokens_per_s")]
                 rows.append((row.name, str(line["size"]), "fits", *peaks, *rates, f"{line['loss']:.4f}", fresh))
         return [head, *rows]
 
@@ -194,7 +194,3 @@ def _values(row: Row, line: dict[str, Any]) -> list[Any]:
     rates = [line.get(name, "") for name in ("samples_per_s", "tokens_per_s", "loss")]
     return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
             *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -5,6 +5,7 @@ from typing import Any
 
 from train.limits.journal import peak_of
 from train.limits.search import Fact, Known
+from train.run.progress import rounded
 
 
 def fact_of(line: dict[str, Any]) -> Fact:
@@ -158,12 +159,12 @@ def _conclusion(rows: list[Row]) -> str:
         )
     else:
         times = factor(largest[0], first)
-        against = f", {times:.3g} times the {first.largest} of {first.name}" if times and times != 1 else ""
+        against = f", {rounded(times)} times the {first.largest} of {first.name}" if times and times != 1 else ""
         if not first.largest:
             against = f"; {first.name} holds none"
         said = f"{hold} the largest batch, {most} a process{against}"
     best = fastest.best
     faster = speed_up(fastest, first)
-    against = f", {faster:.3g} times {first.name} at its best" if faster and fastest is not first else ""
-    rate = f"{best['samples_per_s']:.3g} samples/s{against}"
+    against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
+    rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
     return f"{said}. The fastest is {fastest.name} at {best['size']} a process: {rate}."

@@ -17,6 +17,8 @@ def option(
     positive: bool = False,
     minimum: float | None = None,
     aliases: tuple[str, ...] = (),
+    common: bool = False,
+    hidden: bool = False,
 ):
     """A dataclass field that is an option: its default, its help line, and what values it takes.
 
@@ -24,8 +26,11 @@ def option(
         positive: the value must be above zero.
         minimum: the smallest value allowed, inclusive.
         aliases: other names for it, which users bring along from other programs.
+        common: --help shows it; --help_all shows all.
+        hidden: it is no user's business, and no help shows it.
     """
-    metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum, "aliases": aliases}
+    metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum, "aliases": aliases,
+                "common": common, "hidden": hidden}  # fmt: skip
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from train.recipe.errors import UserError
+from train.recipe.help import wants_help
 from train.recipe.options import Recipe, TrainingRecipe
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
@@ -30,7 +31,7 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
     argv = list(argv or [])
     task = _given(argv, "task") or _task_of(_given(argv, "config"))
     if task not in TASKS:
-        if {"-h", "--help"} & set(argv):
+        if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)  # with a task, its options are shown
         raise UserError(
             "which task is it? It is known of recipes in folders called clm, cls or seq2seq; of others, and without "

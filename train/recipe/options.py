@@ -53,15 +53,19 @@ class Recipe:
 class ModelOptions(Recipe):
     """Model and tokenizer"""
 
-    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.")
+    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.", common=True)
     config_name: str | None = option(
-        None, "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name."
+        None,
+        "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name.",
+        common=True,
     )
     model_type: str | None = option(
         None, "Architecture family to train from scratch with its default sizes: gpt2, ..."
     )
     config_overrides: str | None = option(None, "Changes to the configuration: n_layer=4,n_embd=256.")
-    tokenizer_name: str | None = option(None, "Tokenizer folder or hub name, if it is not the model's own.")
+    tokenizer_name: str | None = option(
+        None, "Tokenizer folder or hub name, if it is not the model's own.", common=True
+    )
     vocab_file: str | None = option(
         None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, in place of tokenizer_name; with merge_file."
     )
@@ -72,7 +76,10 @@ class ModelOptions(Recipe):
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
     attn_implementation: str | None = option(None, "eager, sdpa, flash_attention_2, ...: the attention kernel to use.")
     gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass: less memory, slower.", aliases=("recompute_activations",)
+        False,
+        "Recompute activations in the backward pass: less memory, slower.",
+        aliases=("recompute_activations",),
+        common=True,
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
 
@@ -125,9 +132,9 @@ def _bad_overrides(overrides: str | None) -> list[str]:
 
 @dataclass
 class LoraOptions(Recipe):
-    """LoRA: an adapter is trained, the model itself stays as it is"""
+    """LoRA: an adapter is trained, not the model itself"""
 
-    lora: bool = option(False, "Train a LoRA adapter and not the model's own weights.")
+    lora: bool = option(False, "Train a LoRA adapter and not the model's own weights.", common=True)
     lora_r: int = option(8, "Rank of the adapter.", positive=True)
     lora_alpha: int = option(16, "Its scale: what it adds is multiplied by lora_alpha / lora_r.", positive=True)
     lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0)
@@ -184,13 +191,14 @@ class SourceOptions(Recipe):
         None,
         "A dataset on the hub, or a folder that the datasets library can load. Made from Python's own library and not "
         "from the hub: stdlib-docstrings (text, label: its package) and stdlib-functions (source, target).",
+        common=True,
     )
     dataset_config_name: str | None = option(None, "Its configuration.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None, ".txt, .json(l), .csv, .tsv, .parquet, also .gz: files or globs."
+        None, ".txt, .json(l), .csv, .tsv, .parquet, also .gz: files or globs.", common=True
     )
-    validation_file: list[str] | None = option(None, "The same for the held-out data.")  # noqa: RUF009
+    validation_file: list[str] | None = option(None, "The same for the held-out data.", common=True)  # noqa: RUF009
     encoding: str | None = option(
         None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
     )
@@ -242,16 +250,16 @@ class BatchOptions(Recipe):
     """Batches and length of the run"""
 
     per_device_train_batch_size: int = option(
-        8, "Micro-batch: samples on one device in one pass.", positive=True, aliases=("micro_batch_size",)
+        8, "Micro-batch: samples on one device in one pass.", positive=True, aliases=("micro_batch_size",), common=True
     )
     per_device_eval_batch_size: int = option(8, "The same in evaluation.", positive=True)
     gradient_accumulation_steps: int | None = option(None, "Micro-batches in one update (default 1).", positive=True)
     global_batch_size: int | None = option(
-        None, "Samples in one update over all devices; the accumulation follows from it.", positive=True
+        None, "Samples in one update over all devices; the accumulation follows from it.", positive=True, common=True
     )
-    num_train_epochs: float = option(3.0, "Passes over the training data.", positive=True)
+    num_train_epochs: float = option(3.0, "Passes over the training data.", positive=True, common=True)
     max_train_steps: int | None = option(
-        None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",)
+        None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",), common=True
     )
     seed: int = option(42, "Seeds the order of samples, the initial weights and dropout.", minimum=0)
     dataloader_num_workers: int | None = option(
@@ -263,7 +271,7 @@ class BatchOptions(Recipe):
 class OptimizerOptions(Recipe):
     """Optimizer, schedule and precision"""
 
-    learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0, aliases=("lr",))
+    learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0, aliases=("lr",), common=True)
     weight_decay: float = option(0.0, "AdamW's weight decay, for matrices only (not for biases and norms).", minimum=0)
     adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
     adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)
@@ -272,7 +280,7 @@ class OptimizerOptions(Recipe):
         1.0, "Clip the gradient's norm to this; 0 turns clipping off.", minimum=0, aliases=("clip_grad",)
     )
     lr_scheduler_type: str = option(
-        "linear", "Shape of the learning-rate schedule.", choices=SCHEDULES, aliases=("lr_decay_style",)
+        "linear", "Shape of the learning-rate schedule.", choices=SCHEDULES, aliases=("lr_decay_style",), common=True
     )
     num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
     warmup_ratio: float | None = option(
@@ -280,6 +288,7 @@ class OptimizerOptions(Recipe):
         "Warm-up as a share of the updates of the schedule (lr_decay_steps, else all).",
         minimum=0,
         aliases=("lr_warmup_fraction",),
+        common=True,
     )
     min_lr_ratio: float = option(
         0.0, "Smallest learning rate as a share of the peak (linear, cosine, wsd).", minimum=0
@@ -291,8 +300,9 @@ class OptimizerOptions(Recipe):
     wsd_decay_ratio: float = option(0.2, "Share of these updates in which wsd decays, at its end.", positive=True)
     precision: str | None = option(
         None,
-        "fp32, bf16 or fp16; by default what the accelerate YAML or the DeepSpeed JSON says, else fp32.",
+        "By default what the accelerate YAML or the DeepSpeed JSON says, else fp32.",
         choices=("fp32", "bf16", "fp16"),
+        common=True,
     )
 
     def problems(self) -> list[str]:
@@ -311,9 +321,9 @@ class OptimizerOptions(Recipe):
 
 @dataclass
 class RunOptions(Recipe):
-    """The run and its record"""
+    """The run's folder and its record"""
 
-    output_dir: str | None = option(None, "The run's folder; by default outputs/ and the recipe's name.")
+    output_dir: str | None = option(None, "The run's folder; by default outputs/ and the recipe's name.", common=True)
     overwrite_output_dir: bool = option(
         False, "Allow output_dir to hold a different run, and replace that; this very run goes on all the same."
     )
@@ -323,11 +333,26 @@ class RunOptions(Recipe):
         positive=True,
         aliases=("log_interval",),
     )
+    record_samples: bool = option(
+        False, "Write samples.jsonl: which samples of the training set each update was made of."
+    )
+    trial: str | None = option(
+        None,
+        "Measure batch sizes in place of training: the orders that `zerofit compare` has written for this run.",
+        hidden=True,
+    )
+
+
+@dataclass
+class EvaluationOptions(Recipe):
+    """Evaluation, and which one is the best"""
+
     eval_steps: int | None = option(
         None,
         "Updates between evaluations; by default at the end of each epoch.",
         positive=True,
         aliases=("eval_interval",),
+        common=True,
     )
     eval_on_start: bool = option(True, "Evaluate before the first update.")
     metric_for_best_model: str | None = option(
@@ -345,10 +370,25 @@ class RunOptions(Recipe):
         "Leave the best weights in model/, not the last; by default with early stopping.",
         aliases=("load_best_model",),
     )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.load_best_model_at_end and self.save_best is False:
+            found.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
+        if self.early_stopping_threshold and not self.early_stopping_patience:
+            found.append("early_stopping_threshold has no effect without early_stopping_patience")
+        return found
+
+
+@dataclass
+class CheckpointOptions(Recipe):
+    """Checkpoints, and going on from them"""
+
     save_strategy: str | None = option(
         None,
         "When checkpoints/ gets a model: no, epoch (at the end of each), or steps (every save_steps updates).",
         choices=("no", "epoch", "steps"),
+        common=True,
     )
     save_steps: int | None = option(
         None, "Updates between two checkpoints.", positive=True, aliases=("save_interval",)
@@ -381,6 +421,24 @@ class RunOptions(Recipe):
         None, "Stop after this many hours, counted from the start of the program: save, and leave with code 85.",
         positive=True,
     )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.save_strategy == "steps" and not self.save_steps:
+            found.append("save_strategy = steps: say how many with save_steps")
+        if self.save_steps and self.save_strategy in ("no", "epoch"):
+            found.append(f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them")
+        if self.save_total_limit and self.save_strategy in (None, "no") and not self.save_steps:
+            found.append("save_total_limit has no effect without save_strategy")
+        if self.save_only_model and self.save_strategy in (None, "no") and not self.save_steps:
+            found.append("save_only_model has no effect without save_strategy")
+        return found
+
+
+@dataclass
+class FaultOptions(Recipe):
+    """When something goes wrong"""
+
     on_fault: str = option(
         "stop",
         "Where loss or gradient norm is NaN, infinite or a spike: stop before the weights move, skip the update, or "
@@ -395,36 +453,27 @@ class RunOptions(Recipe):
     watchdog_minutes: float = option(
         30.0, "End the run when a process has shown no sign of life for this long. 0: never.", minimum=0
     )
-    record_samples: bool = option(
-        False, "Write samples.jsonl: which samples of the training set each update was made of."
-    )
-    trial: str | None = option(
-        None, "Measure batch sizes in place of training: the orders that `zerofit compare` has written for this run."
-    )
-    with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.")
-    report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
-    report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")
-    run_name: str | None = option(None, "Name of the run at the tracker; by default the output folder's.")
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if self.load_best_model_at_end and self.save_best is False:
-            found.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
-        if self.early_stopping_threshold and not self.early_stopping_patience:
-            found.append("early_stopping_threshold has no effect without early_stopping_patience")
-        if self.save_strategy == "steps" and not self.save_steps:
-            found.append("save_strategy = steps: say how many with save_steps")
-        if self.save_steps and self.save_strategy in ("no", "epoch"):
-            found.append(f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them")
-        if self.save_total_limit and self.save_strategy in (None, "no") and not self.save_steps:
-            found.append("save_total_limit has no effect without save_strategy")
-        if self.save_only_model and self.save_strategy in (None, "no") and not self.save_steps:
-            found.append("save_only_model has no effect without save_strategy")
-        if self.save_only_model and self.on_fault == "rewind":
+        if getattr(self, "save_only_model", False) and self.on_fault == "rewind":
             found.append("save_only_model = true and on_fault = rewind: there would be nothing to go back to")
         return found
 
 
 @dataclass
-class TrainingRecipe(RunOptions, OptimizerOptions, BatchOptions, SourceOptions, LoraOptions, ModelOptions):
+class TrackingOptions(Recipe):
+    """Trackers"""
+
+    with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.", common=True)
+    report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
+    report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")
+    run_name: str | None = option(None, "Name of the run at the tracker; by default the output folder's.")
+
+
+@dataclass
+class TrainingRecipe(
+    TrackingOptions, FaultOptions, CheckpointOptions, EvaluationOptions, RunOptions, OptimizerOptions, BatchOptions,
+    SourceOptions, LoraOptions, ModelOptions,
+):  # fmt: skip
     """What every task has."""

@@ -1,7 +1,6 @@
 """From a YAML file and flags to one checked recipe; flags win. All problems are reported together."""
 
 import dataclasses
-import inspect
 import re
 import sys
 import typing
@@ -12,51 +11,11 @@ import yaml
 
 from train.recipe.errors import UserError, nearest
 from train.recipe.fields import broken_rule, checked, from_text, kind_of
+from train.recipe.habits import habits_of
+from train.recipe.help import help_text, wants_help
 from train.recipe.options import Recipe
 
 R = TypeVar("R", bound=Recipe)
-
-LAUNCHER = "it belongs to accelerate launch, before the script's name"
-SHAPE = "say --config_name, and --config_overrides with the names of that configuration"
-STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
-ELSEWHERE = {  # names that users bring along from other programs
-    "bf16": "say --precision bf16",
-    "fp16": "say --precision fp16",
-    "mixed_precision": "say --precision bf16, fp16 or fp32",
-    "num_processes": LAUNCHER,
-    "num_machines": LAUNCHER,
-    "config_file": LAUNCHER,
-    "checkpointing_steps": "say --save_strategy epoch, or --save_steps N",
-    "logging_nan_inf_filter": "NaN and infinity are never hidden; --on_fault says what is done about them",
-    "ignore_data_skip": "going on costs nothing: no batch is read again",
-    "save_safetensors": "weights are always written as safetensors",
-    "use_peft": "say --lora",
-    "use_lora": "say --lora",
-    "lora_rank": "say --lora_r",
-    "quantization_bit": "say --load_in_4bit or --load_in_8bit",
-    "low_cpu_mem_usage": "weights are always loaded that way",
-    "ignore_pad_token_for_loss": "padding is never trained on",
-    "max_length": "say --max_source_length and --max_target_length (or --block_size, for text)",
-    "use_slow_tokenizer": "transformers 5 chooses the tokenizer itself",
-    "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
-    "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
-    "eval_iters": "say --max_eval_batches, batches of each process",
-    "num_layers": SHAPE,
-    "hidden_size": SHAPE,
-    "ffn_hidden_size": SHAPE,
-    "num_attention_heads": SHAPE,
-    "num_query_groups": SHAPE,
-    "max_position_embeddings": SHAPE,
-    "tensor_model_parallel_size": STRATEGY,
-    "pipeline_model_parallel_size": STRATEGY,
-    "use_distributed_optimizer": STRATEGY,
-    "distributed_backend": STRATEGY,
-    "save": "say --output_dir",
-    "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
-    "tokenizer_type": "name the tokenizer's folder with --tokenizer_name",
-    "tokenizer_model": "name the tokenizer's folder with --tokenizer_name",
-    "push_to_hub": "upload the run's model/ folder with `hf upload` after the run",
-}
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None, tool: bool = False) -> R:
@@ -70,18 +29,18 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
-        SystemExit: code 0 after `--help`.
+        SystemExit: code 0 after `--help` and `--help_all`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
     aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
-    if "-h" in argv or "--help" in argv:
-        print(_help(cls, prog or Path(sys.argv[0]).name, tool))
+    if wants_help(argv):
+        print(help_text(cls, kinds, argv, prog or Path(sys.argv[0]).name, tool))
         raise SystemExit(0)
 
     problems: list[str] = []
-    elsewhere = {} if tool else ELSEWHERE
-    flags = _read_flags(argv, kinds, aliases, elsewhere, problems)
+    habits = habits_of(cls, kinds, tool)
+    flags = _read_flags(argv, kinds, aliases, habits, problems)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     config = flags.pop("config", None)
@@ -89,7 +48,7 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:
-                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], elsewhere))
+                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], habits))
             else:
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
@@ -121,7 +80,7 @@ def _annotations(cls: type) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-def _read_flags(argv: list[str], kinds: dict, aliases: dict, elsewhere: dict, problems: list[str]) -> dict[str, Any]:
+def _read_flags(argv: list[str], kinds: dict, aliases: dict, habits: dict, problems: list[str]) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
     flags: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -148,7 +107,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, elsewhere: dict, pr
         elif name in kinds:
             flags[name] = texts
         else:
-            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], elsewhere))
+            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], habits))
     return flags
 
 
@@ -253,43 +212,13 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
 
 
-def _unknown(where: str, name: str, known: list[str], elsewhere: dict) -> str:
-    if name in elsewhere:
-        return f"{where} is not an option: {elsewhere[name]}"
+def _unknown(where: str, name: str, known: list[str], habits: dict) -> str:
+    if name in habits:
+        return f"{where} is not an option: {habits[name]}"
     close = nearest(name, known)
-    remedy = f"Did you mean {close}?" if close else "--help lists the options"
+    remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
     return f"{where} is not an option. {remedy}"
 
 
 def _show(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------- help
-
-
-def _help(cls: type, prog: str, tool: bool) -> str:
-    kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
-    start = prog if tool else f"accelerate launch [--config_file accelerate_configs/NAME.yaml] {prog}"
-    lines = [
-        f"usage: {start} [--config RECIPE] [--option value]",
-        "",
-        "A recipe (YAML) and flags set the same options; flags win. Options and their defaults:",
-    ]
-    for group in reversed(cls.__mro__):
-        own = (
-            [field for field in dataclasses.fields(group) if field.name in inspect.get_annotations(group)]
-            if dataclasses.is_dataclass(group)
-            else []
-        )
-        if own:
-            lines += ["", (group.__doc__ or group.__name__).strip().splitlines()[0]]
-        for field in own:
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-            choices = field.metadata["choices"]
-            takes = "|".join(map(str, choices)) if choices else kinds[field.name].base.__name__.upper()
-            takes += " ..." if kinds[field.name].many else ""
-            lines.append(f"  --{field.name} {takes}  [{default}]")
-            also = "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
-            lines.append(f"      {field.metadata['help']}{also}")
-    return "\n".join(lines)

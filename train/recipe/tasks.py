@@ -56,9 +56,11 @@ class PaddingOptions(Recipe):
 class LabelOptions(Recipe):
     """What is classified"""
 
-    task_name: str | None = option(None, "A GLUE task: its columns, labels and metric.", choices=GLUE_TASKS)
-    text_columns: list[str] | None = option(None, "Column of the text, or the two of a pair.")  # noqa: RUF009
-    label_column: str | None = option(None, "Column of the label; by default `label` or a name like it.")
+    task_name: str | None = option(
+        None, "A GLUE task: its columns, labels and metric.", choices=GLUE_TASKS, common=True
+    )
+    text_columns: list[str] | None = option(None, "Column of the text, or the two of a pair.", common=True)  # noqa: RUF009
+    label_column: str | None = option(None, "Column of the label; by default `label` or a name like it.", common=True)
     choice_columns: list[str] | None = option(  # noqa: RUF009
         None,
         "Multiple choice: columns of the choices, or one of lists; by default choice0, choice1, ... and the like.",
@@ -69,7 +71,7 @@ class LabelOptions(Recipe):
     validation_mismatched_file: list[str] | None = option(  # noqa: RUF009
         None, "MNLI's second held-out set, beside validation_file."
     )
-    max_length: int = option(128, "Longest row in tokens.", minimum=4, aliases=("max_seq_length",))
+    max_length: int = option(128, "Longest row in tokens.", minimum=4, aliases=("max_seq_length",), common=True)
     ignore_mismatched_sizes: bool = option(
         False, "Give a pretrained model with another number of labels a new, random head."
     )
@@ -94,18 +96,19 @@ class PairOptions(Recipe):
 
     dialogue_column: str | None = option(None, "Column of the conversation, a list of turns; by default a known name.")
     source_column: str | None = option(
-        None, "Column of the source text, where there is no conversation.", aliases=("text_column",)
+        None, "Column of the source text, where there is no conversation.", aliases=("text_column",), common=True
     )
     target_column: str | None = option(
         None,
         "Column of the target text (of the reply to a conversation).",
         aliases=("summary_column", "response_column"),
+        common=True,
     )
     turn_separator: str | None = option(None, "What stands between two turns; by default the model's own.")
     source_prefix: str = option("", "Text before every source, e.g. 'summarize: ' for T5.")
     max_source_length: int = option(128, "Longest source in tokens; of a conversation the latest turns are kept.",
-                                    minimum=4)  # fmt: skip
-    max_target_length: int = option(128, "Longest target in tokens; the rest is cut away.", minimum=2)
+                                    minimum=4, common=True)  # fmt: skip
+    max_target_length: int = option(128, "Longest target in tokens; the rest is cut away.", minimum=2, common=True)
 
 
 @dataclass
@@ -114,7 +117,7 @@ class GenerationOptions(Recipe):
 
     predict_with_generate: bool = option(True, "Generate from the held-out sources, and measure BLEU and ROUGE.")
     num_beams: int | None = option(None, "Beams of the search; by default the model's own number, else 1.",
-                                   positive=True)  # fmt: skip
+                                   positive=True, common=True)  # fmt: skip
     val_max_target_length: int | None = option(
         None, "Longest generated text in tokens; by default max_target_length.", positive=True
     )
@@ -151,6 +154,7 @@ class TextOptions(Recipe):
         "Length of a sample in tokens; by default the model's, at most 1024.",
         minimum=2,
         aliases=("seq_length",),
+        common=True,
     )
     packing: str = option(
         "documents",
@@ -185,10 +189,12 @@ class TextOptions(Recipe):
 
 @dataclass
 class CorpusOptions(Recipe):
-    """Corpora in Megatron's format, made by `zerofit prepare` or by Megatron's own tool"""
+    """Corpora in Megatron's format, made by `zerofit prepare` or Megatron's tool"""
 
     data_path: list[str] | None = option(  # noqa: RUF009
-        None, "A corpus, named by what stands before .bin and .idx; or several, each after its weight: 0.3 A 0.7 B."
+        None,
+        "A corpus, named by what stands before .bin and .idx; or several, each after its weight: 0.3 A 0.7 B.",
+        common=True,
     )
     split: str = option("969,30,1", "Shares of the documents for training, evaluation and test.")
     data_cache_path: str | None = option(
@@ -276,6 +282,7 @@ class ChatOptions(Recipe):
         None,
         "How a conversation is written: llama-2-chat, instruction, instruction-ja, none (prompt and answer one after "
         "the other), or a .jinja file; by default as the tokenizer's own template has it.",
+        common=True,
     )
     system_prompt: str | None = option(None, "System text for conversations that have none of their own.")
     train_on_prompt: bool = option(False, "Train on the whole conversation, not on the answers only.")

@@ -88,12 +88,17 @@ class LaunchOptions(Recipe):
     """What is launched"""
 
     task: str | None = option(
-        None, "What is trained; by default what the recipe's folder is called.", choices=("clm", "cls", "seq2seq")
+        None,
+        "What is trained; by default what the recipe's folder is called.",
+        choices=("clm", "cls", "seq2seq"),
+        common=True,
     )
     strategies: list[str] = option(  # noqa: RUF009
-        ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3."
+        ["ddp", "zero2", "zero3"],
+        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3.",
+        common=True,
     )
-    num_processes: int = option(2, "Processes of each strategy.", positive=True)
+    num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
 
     @property
     def names(self) -> list[str]:
@@ -112,8 +117,10 @@ class VerifyOptions(LaunchOptions):
     """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
 
     reference: str = option("single", "Strategy of the one process that all others are compared with.")
-    updates: int = option(12, "Length of the runs.", minimum=2)
-    kills: int = option(3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0)
+    updates: int = option(12, "Length of the runs.", minimum=2, common=True)
+    kills: int = option(
+        3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0, common=True
+    )
     kill_seed: int = option(0, "Seeds the moments of the kills.", minimum=0)
     resumed_processes: int = option(
         1, "Processes of every third launch of a run that is killed; the others have num_processes.", positive=True
@@ -137,11 +144,13 @@ class CompareOptions(LaunchOptions):
     """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
     memory_limit: str | None = option(
-        None, "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share)."
+        None,
+        "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share).",
+        common=True,
     )
     host_memory_limit: str | None = option(None, "Host memory of all processes together; by default what there is.")
     batch_sizes: list[str] = option(  # noqa: RUF009
-        ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40."
+        ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40.", common=True
     )
     granularity: int = option(1, "The largest batch is found as a multiple of this.", positive=True)
     max_batch_size: int = option(4096, "No larger batch is tried.", positive=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from train.recipe.errors import UserError, nearest
-from train.recipe.options import RunOptions
+from train.recipe.options import EvaluationOptions
 
 LOWER_IS_BETTER = ("loss", "perplexity", "mse")
 
@@ -44,7 +44,7 @@ class Best:
         return self.patience is not None and self.worse_in_a_row >= self.patience
 
 
-def make_best(recipe: RunOptions, figures: tuple[str, ...], is_evaluated: bool) -> Best:
+def make_best(recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated: bool) -> Best:
     """The judge that the recipe asks for.
 
     Args:

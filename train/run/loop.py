@@ -16,7 +16,7 @@ from train.run.checkpoints import ASKED, CLOCK, LEAVING
 from train.run.faults import Fault
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
-from train.run.progress import Bar, Progress
+from train.run.progress import Bar, Progress, rounded
 from train.run.saving import Saver
 from train.run.sentinel import IN_A_ROW, Sentinel
 from train.run.stopping import FAULT, SAVE_FAILED, Stop
@@ -141,7 +141,7 @@ def fit(
             hooks.phase("evaluate", update)
             figures = done.after = job.evaluate(engine)
             line |= figures
-            bar.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {v:.4g}" for k, v in figures.items()))
+            bar.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {rounded(v, 4)}" for k, v in figures.items()))
             is_best = best.is_best(update, figures)
             memory.reset()
         done.updates = update

@@ -1,9 +1,12 @@
 """How far a run has come, and what a person sees of it: a bar at a terminal, else a line now and then."""
 
+import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
+
+NARROWEST = 16  # columns that a table leaves to its first one
 
 
 @dataclass
@@ -27,15 +30,60 @@ def say(*lines: str, main: bool = True) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = (
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    )  # fmt: skip
-    return "\n".join("  " + line.rstrip() for line in aligned)
+def screen_width(stream: TextIO | None = None) -> int | None:
+    """The columns of the terminal that a stream (by default stdout) writes to; None: it is no terminal, and lines may
+    be of any length."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return None
+    told = os.environ.get("COLUMNS", "")
+    try:
+        return int(told) if told.isdigit() and int(told) else os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def fitted(pieces: list[str], width: int | None) -> str:
+    """As many of the pieces, the worthiest first, as a line of this width holds; the first one is always there."""
+    while width is not None and len(pieces) > 1 and len("  ".join(pieces)) > width:
+        pieces = pieces[:-1]
+    return "  ".join(pieces)
+
+
+def shortened(text: str, width: int) -> str:
+    """A text (a path, say) with its middle left out, where it is longer than `width`: most of its end stays."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 3
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
+    """Rows as aligned columns: the first to the left, the others to the right.
+
+    Args:
+        width: of the screen. A table that is wider gets a narrower first column, and if that is not enough, goes on
+            below itself.
+    """
+    first, *others = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    if width is not None and 2 + first + sum(others) + 2 * len(others) > width:
+        first = min(first, max(NARROWEST, width - 2 - sum(others) - 2 * len(others)))
+    blocks, room = [[]], 0
+    for column, wide in enumerate(others, 1):
+        room += 2 + wide
+        if width is not None and blocks[-1] and 2 + first + room > width:
+            blocks.append([])
+            room = 2 + wide
+        blocks[-1].append(column)
+    names = [shortened(row[0], first).ljust(first) for row in rows]
+    lines = ("  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)])
+             for block in blocks for name, row in zip(names, rows))  # fmt: skip
+    return "\n".join("  " + line.rstrip() for line in lines)
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """1234.5 -> 1,234 and 0.012345 -> 0.0123: so many digits, and never an exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
 def duration(seconds: float) -> str:
@@ -53,34 +101,44 @@ def size(count: float) -> str:
 
 
 class Bar:
-    """The bar, or the lines: update, loss, learning rate, tokens/s and the time left."""
+    """The bar, or the lines. By their worth: update, loss, time left, tokens/s, learning rate; a narrow terminal shows
+    the first of them, and the bar itself where there is room."""
 
     def __init__(self, total: int, every: int, main: bool, done: int = 0):
         self.total, self.every, self.main, self.done = total, every, main, done
         self.started, self.bar = time.perf_counter(), None
+        self.figures: list[str] = []
         if main and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True, bar_format=_BAR)
+            self.bar = tqdm(total=total, initial=done, **self._look(done))
 
     def update(self, line: dict[str, Any], shown: bool = True) -> None:
         """One update more; its figures are shown, unless they are those of an update that was left out."""
         if not self.main:
             return
-        if not shown:
-            if self.bar is not None:
-                self.bar.update()
-            return
         number = line["update"]
-        figures = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_s']:,.0f} tokens/s"
-        if self.bar is not None:
-            self.bar.set_description_str(figures, refresh=False)
-            self.bar.update()
-        elif number % self.every == 0 or number in (self.done + 1, self.total):
+        if shown:
             left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
-            print(
-                f"update {number:>{len(str(self.total))}}/{self.total}  {figures}  {duration(left)} left", flush=True
-            )
+            self.figures = [f"loss {line['loss']:.4f}", f"{duration(left)} left",
+                            f"{line['tokens_per_s']:,.0f} tokens/s", f"lr {line['learning_rate']:.2e}"]  # fmt: skip
+        if self.bar is not None:
+            vars(self.bar).update(self._look(number))
+            self.bar.update()
+        elif shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
+            say(fitted([self._count(number), *self.figures], screen_width()))
+
+    def _count(self, number: int) -> str:
+        return f"update {number:>{len(str(self.total))}}/{self.total}"
+
+    def _look(self, number: int) -> dict[str, Any]:
+        """How tqdm is to write the bar: in the last column of some terminals a line would end."""
+        width = (screen_width(sys.stderr) or 80) - 1
+        text = fitted([self._count(number), *self.figures], width)
+        room = min(width - len(text) - 2, 30)
+        bar = f"  {{bar:{room}}}" if room >= 5 else ""
+        count = len(self._count(number))
+        return {"ncols": width, "bar_format": text[:count] + bar + text[count:]}
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -92,6 +150,3 @@ class Bar:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-
-
-_BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}  {desc}  {remaining} left"

@@ -19,7 +19,7 @@ from train.recipe.files import appears, is_there, without_folders
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths
 from train.run.folder import RunFolder, describe_environment
-from train.run.progress import duration, say
+from train.run.progress import duration, rounded, say
 from train.run.schedule import make_schedule
 from train.run.stopping import FAULT, Stop, exit_code
 from train.run.timeline import Timeline
@@ -218,11 +218,13 @@ class Session:
     def prepare(self, model):
         """Shard and place the model under the strategy; the engine that the loop will drive."""
         from accelerate.utils import set_seed
+        from transformers.utils.logging import disable_progress_bar
 
         from train.model.parameters import count_parameters
         from train.strategy.engine import prepare_engine
 
         recipe = self.recipe
+        disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
         self.witness.phase("prepare", patience=LONG)
         if recipe.gradient_checkpointing:
             model.activation_checkpointing_enable()  # of a frozen model it lets gradients into the first block
@@ -248,7 +250,7 @@ class Session:
             f"strategy  {self.strategy.describe}",
             f"device    {describe_device(self.engine.device)}",
             *lines,
-            f"run       {length.num_updates:,} updates, {length.total_samples / length.num_samples:.3g} epochs; "
+            f"run       {length.num_updates:,} updates, {rounded(length.total_samples / length.num_samples)} epochs; "
             f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
             f"folder    {self.folder.path}",
             *(f"note      {note}" for note in self.strategy.notes),
@@ -414,7 +416,7 @@ class Session:
         padding = f", {results['padding']:.1%} of all positions padding" if results["padding"] else ""
         made = results["updates"] - self.keeper.resumed_at
         of_them = f" ({made:,} of them now)" if made != results["updates"] else ""
-        speed = f"median {tokens_per_s:,.0f} tokens/s, {flops_per_s / 1e12:.3g} TFLOP/s{mfu}{padding}"
+        speed = f"median {tokens_per_s:,.0f} tokens/s, {rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padding}"
         lines = [f"trained     {results['updates']:,} updates{of_them} in {duration(results['seconds'])}, {speed}"]
         if not made:
             lines = [

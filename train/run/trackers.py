@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
-from train.recipe.options import RunOptions
+from train.recipe.options import TrackingOptions
 from train.run.progress import Progress
 
 MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 
 
-def wanted_trackers(recipe: RunOptions) -> list[str]:
+def wanted_trackers(recipe: TrackingOptions) -> list[str]:
     """The trackers that the run will use. Raises UserError if a named one is not installed."""
     if not recipe.with_tracking or recipe.report_to == "none":
         return []
@@ -27,7 +27,7 @@ def wanted_trackers(recipe: RunOptions) -> list[str]:
 
 
 def start_trackers(
-    accelerator, trackers: list[str], recipe: RunOptions, folder: Path, task: str, done: Progress
+    accelerator, trackers: list[str], recipe: TrackingOptions, folder: Path, task: str, done: Progress
 ) -> str | None:
     """Open the trackers, and go on with the runs there. Returns a sentence for the log, where wandb goes offline for
     want of a login."""

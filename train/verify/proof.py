@@ -148,16 +148,17 @@ class Proof:
     def _all(self) -> list[Outcome]:
         return [self.reference, *self.agreement, *self.resumed]
 
-    def report(self) -> str:
-        """The tables, what is wrong, and the verdict."""
+    def report(self, width: int | None = None) -> str:
+        """The tables, what is wrong, and the verdict, for a screen of this width."""
         tolerance, blocks = self.options.tolerance, []
         if self.agreement:
             rows = [_row_of_agreement(each, tolerance) for each in self.agreement]
             blocks.append(f"each against one process ({self.options.reference}): the largest relative differences\n"
-                          + table([HEAD_OF_AGREEMENT, *rows]))  # fmt: skip
+                          + table([HEAD_OF_AGREEMENT, *rows], width))  # fmt: skip
         if self.resumed:
             rows = [_row_of_resumes(each, tolerance) for each in self.resumed]
-            blocks.append("killed and resumed, each against itself undisturbed\n" + table([HEAD_OF_RESUMES, *rows]))
+            blocks.append("killed and resumed, each against itself undisturbed\n"
+                          + table([HEAD_OF_RESUMES, *rows], width))  # fmt: skip
         for each in self._all():
             disturbed = ", killed and resumed" if each.killed else ""
             said = [f"{each.strategy}{disturbed}: {problem}" for problem in each.problems(tolerance)]

@@ -15,7 +15,7 @@ from train.recipe.paths import check_paths
 from train.recipe.tools import VerifyOptions
 from train.run.folder import check_folder_of
 from train.run.launches import ending_in_order
-from train.run.progress import say
+from train.run.progress import say, screen_width
 from train.strategy.pairs import find_strategies
 from train.verify.proof import Proof
 from train.verify.shorten import precision_of, shorten
@@ -41,9 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     proof = Proof(options, configs, output, output / RECIPE, short.save_steps)
     with ending_in_order():
         proof.run()
-    report = proof.report()
-    (output / REPORT).write_text(report + "\n", encoding="utf-8")
-    say("", report)
+    (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
+    say("", proof.report(screen_width()))
     if proof.is_well and not options.keep:
         proof.clear()
     return 0 if proof.is_well else 1

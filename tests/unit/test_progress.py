@@ -1,0 +1,119 @@
+"""What a person sees of a run: lines and tables that fit the screen."""
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from train.run.progress import Bar, fitted, rounded, screen_width, shortened, table
+
+LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
+FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
+RUN = f"""
+from train.run.progress import Bar
+bar = Bar(150000, 50000, True, done=147000)
+for update in range(147001, 147502):
+    bar.update({{"update": update, **{FIGURES}}})
+bar.close()
+"""
+
+
+def at_a_terminal(columns: int, code: str) -> str:
+    """What a program writes to a terminal of that width."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (40, columns))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with subprocess.Popen([sys.executable, "-c", code], stdin=its, stdout=its, stderr=its, env=environment) as program:
+        os.close(its)
+        shown = b""
+        while True:
+            try:
+                shown += (piece := os.read(ours, 65536))
+            except OSError:  # Linux: nobody is left at the other end
+                break
+            if not piece:
+                break
+    os.close(ours)
+    assert program.returncode == 0, shown.decode()
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("columns", "there", "not_there"),
+    [
+        (120, ["  ███", "loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], []),
+        (80, ["loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], ["█"]),
+        (76, ["loss 3.2100", " left", "1,234,567 tokens/s"], ["lr"]),
+        (60, ["loss 3.2100", " left"], ["tokens/s", "lr"]),
+        (24, ["update 147501/150000"], ["loss"]),
+    ],
+)
+def test_a_terminal_shows_whole_figures_the_worthiest_first(columns, there, not_there):
+    last = at_a_terminal(columns, RUN).rstrip().split("\r")[-1]
+    assert len(last) < columns, last
+    assert last.startswith("update 147501/150000")
+    places = [last.find(part) for part in there]
+    assert -1 not in places, last
+    assert places == sorted(places)
+    assert not [part for part in not_there if part in last], last
+
+
+def test_a_log_has_whole_lines(capsys):
+    bar = Bar(100, 10, True)
+    for update in range(1, 101):
+        bar.update({"update": update, **FIGURES})
+    bar.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11
+    assert lines[1].startswith("update  10/100  loss 3.2100  0:00 left  1,234,567 tokens/s  lr 3.00e-04")
+
+
+def test_the_width_of_a_screen(monkeypatch):
+    assert screen_width(open(os.devnull)) is None  # noqa: SIM115
+
+    class Screen:
+        isatty = staticmethod(lambda: True)
+
+        def fileno(self):
+            raise OSError
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert screen_width(Screen()) == 80
+    monkeypatch.setenv("COLUMNS", "120")
+    assert screen_width(Screen()) == 120
+
+
+def test_pieces_that_fit():
+    assert fitted(["one", "two", "three"], None) == "one  two  three"
+    assert fitted(["one", "two", "three"], 14) == "one  two"
+    assert fitted(["longer than that"], 4) == "longer than that"
+
+
+def test_a_long_table_is_narrowed_and_goes_on_below():
+    rows = [("corpus", "documents", "tokens"), (LONG, "1,234", "1,234,567"), ("together", "9", "9")]
+    assert LONG in table(rows)
+    narrow = table(rows, 60).splitlines()
+    assert max(map(len, narrow)) == 60
+    assert narrow[1].startswith("  outputs/cor...")
+    assert narrow[1].endswith("06_text_document      1,234  1,234,567")
+    wide = [("strategy", *(f"column {n}" for n in range(9))), ("ddp", *map(str, range(9)))]
+    folded = table(wide, 60).splitlines()
+    assert max(map(len, folded)) <= 60
+    assert [line.split()[0] for line in folded] == ["strategy", "ddp"] * 2
+    cells = " ".join(folded)
+    assert all(cells.count(f"column {n}") == 1 for n in range(9))
+
+
+def test_the_end_of_a_path_stays():
+    assert shortened("short", 16) == "short"
+    assert shortened(LONG, 30) == "outputs/c...4-06_text_document"
+
+
+def test_numbers_without_exponents():
+    assert [rounded(value) for value in (1190.4, 999.6, 123.4, 52, 0.01234)] == [
+        "1,190", "1,000", "123", "52", "0.0123"
+    ]  # fmt: skip
+    assert (rounded(16384.2, 4), rounded(430.23, 4), rounded(float("inf"))) == ("16,384", "430.2", "inf")
