@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from train.recipe import megatron
 from train.recipe.errors import UserError, nearest
 from train.recipe.fields import broken_rule, checked, from_text, kind_of
 from train.recipe.options import Recipe
@@ -17,8 +18,6 @@ from train.recipe.options import Recipe
 R = TypeVar("R", bound=Recipe)
 
 LAUNCHER = "it belongs to accelerate launch, before the script's name"
-SHAPE = "say --config_name, and --config_overrides with the names of that configuration"
-STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
 ELSEWHERE = {  # names that users bring along from other programs
     "bf16": "say --precision bf16",
     "fp16": "say --precision fp16",
@@ -39,29 +38,17 @@ ELSEWHERE = {  # names that users bring along from other programs
     "max_length": "say --max_source_length and --max_target_length (or --block_size, for text)",
     "use_slow_tokenizer": "transformers 5 chooses the tokenizer itself",
     "no_keep_linebreaks": "line breaks are kept; --document_separator line takes each line for itself",
-    "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
-    "eval_iters": "say --max_eval_batches, batches of each process",
-    "num_layers": SHAPE,
-    "hidden_size": SHAPE,
-    "ffn_hidden_size": SHAPE,
-    "num_attention_heads": SHAPE,
-    "num_query_groups": SHAPE,
-    "max_position_embeddings": SHAPE,
-    "tensor_model_parallel_size": STRATEGY,
-    "pipeline_model_parallel_size": STRATEGY,
-    "use_distributed_optimizer": STRATEGY,
-    "distributed_backend": STRATEGY,
-    "save": "say --output_dir",
-    "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
-    "tokenizer_type": "name the tokenizer's folder with --tokenizer_name",
-    "tokenizer_model": "name the tokenizer's folder with --tokenizer_name",
-    "vocab_file": "name the tokenizer's folder with --tokenizer_name",
-    "merge_file": "name the tokenizer's folder with --tokenizer_name",
     "push_to_hub": "upload the run's model/ folder with `hf upload` after the run",
 }
 
 
-def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None, tool: bool = False) -> R:
+def parse_recipe(
+    cls: type[R],
+    argv: list[str] | None = None,
+    prog: str | None = None,
+    tool: bool = False,
+    elsewhere: dict[str, str] | None = None,
+) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
     Each value remembers who set it (`recipe.source(name)`): a flag, a line of the YAML file, or nobody.
@@ -69,6 +56,7 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
     Args:
         prog: the program's name in its help.
         tool: the program is started by its name, not by accelerate launch, and trains nothing.
+        elsewhere: {name from another program: what to type}; by default those of training, for a tool none.
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
@@ -82,7 +70,8 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
         raise SystemExit(0)
 
     problems: list[str] = []
-    elsewhere = {} if tool else ELSEWHERE
+    if elsewhere is None:
+        elsewhere = {} if tool else {**megatron.HINTS, **ELSEWHERE}
     flags = _read_flags(argv, kinds, aliases, elsewhere, problems)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -140,7 +129,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, elsewhere: dict, pr
         if spelled.setdefault(name, written) != written:
             problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
         texts = [text] if equals else []
-        while not equals and position < len(argv) and not _is_flag(argv[position]):
+        while not equals and position < len(argv) and not is_flag(argv[position]):
             texts.append(argv[position])
             position += 1
         if name == "config" and len(texts) == 1:
@@ -154,7 +143,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, elsewhere: dict, pr
     return flags
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
     return word.startswith("--") and not re.fullmatch(r"-+[\d.]+(e[+-]?\d+)?", word)
 
 
