@@ -39,7 +39,9 @@ class Call:
     @property
     def processes(self) -> int | None:
         """Processes on one machine; None where the script does not tell."""
-        return _number(self.of_launcher(PROCESSES))
+        told = self.of_launcher(PROCESSES)
+        alone = self.launcher and not self.launcher[0].endswith("deepspeed") and not holes_in(" ".join(self.launcher))
+        return 1 if told is None and alone else _number(told)
 
     @property
     def machines(self) -> int:

@@ -17,7 +17,8 @@ from train.megatron.command import Call, call_of, calls_in
 from train.megatron.corpora import convert_preparation
 from train.megatron.ledger import summary, table
 from train.megatron.pair import pair_of
-from train.megatron.pretrain import Converted, Options, convert_pretraining
+from train.megatron.pretrain import Options, convert_pretraining
+from train.megatron.schedule import Converted
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe

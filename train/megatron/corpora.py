@@ -30,8 +30,9 @@ def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
             flags.carried(name, f"--tokenizer {line[-1]}")
     if flags.has("split_sentences"):
         flags.wrong("split_sentences", "sentences are BERT's: documents are kept whole here. Leave it out for GPT")
-    for name in ("json_keys", "workers"):
-        line += _option(flags, name)
+    for name in ("json_keys", "json_key", "workers"):  # json_key: an older spelling
+        option = _option(flags, name)
+        line += ["--json_keys", *option[1:]] if option and name == "json_key" else option
     for name in ("append_eod", "trust_remote_code"):
         if flags.has(name):
             flags.carried(name, f"--{name}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from train.megatron.command import Call, missing
 from train.megatron.shell import holes_in, shown
-from train.recipe.megatron import fate_of
+from train.recipe.megatron import TYPED, fate_of
 from train.recipe.parse import is_flag
 
 WIDTH = 46  # of the column of flags
@@ -117,7 +117,9 @@ class Ledger:
         """All rows: in the order of the flags, then those of other things."""
         for name in self.flags:
             if name not in self.rows:
-                self.rows[name] = Row(self.spelled(name), *fate_of(name))
+                reached = name not in TYPED or not self.problems
+                fate = fate_of(name) if reached else ("not reached", "an error came before it")
+                self.rows[name] = Row(self.spelled(name), *fate)
         given = [self.rows[name] for name in self.flags]
         return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
 

@@ -1,4 +1,4 @@
-"""The strategy of a Megatron command line: how many processes, which ZeRO stage, and the pair of files that says so."""
+"""The strategy of a Megatron command line: how many processes, which ZeRO stage, and the pair that says so."""
 
 import json
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.megatron.command import Call, missing
-from train.megatron.ledger import Ledger
+from train.megatron.ledger import Ledger, Row
 from train.megatron.shell import holes_in
 from train.recipe.megatron import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
@@ -51,7 +51,8 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
     if not processes and call.processes is None:
-        flags.default("processes", f"--num_processes {world}: the script does not tell; say --num_processes N")
+        words = f"num_processes: {world}, a guess: the script does not tell. Say --num_processes N"
+        flags.rows["=processes"] = Row("(processes)", "carried over", words)
     layout = Layout(world, machines if world % machines == 0 else 1)
     layout.address = _plain(call.of_launcher(("master_addr", "master-addr"))) or layout.address
     layout.port = _plain(call.of_launcher(("master_port", "master-port"))) or layout.port
@@ -60,7 +61,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
         if degree == 1:
             flags.satisfied(name, "1: every process is a data-parallel one")
         else:
-            flags.none(name, f"{DEGREE}; tensor, pipeline and sequence parallelism are not served yet")
+            flags.none(name, f"not served yet: {DEGREE}")
             layout.split *= degree if name in SPLITTING else 1
     _read_block(flags, call, layout)
     _stage(flags, layout)
@@ -83,7 +84,9 @@ def _stage(flags: Ledger, layout: Layout) -> None:
         flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
         stage = 0
     layout.stage = 3 if layout.split > 1 else stage
-    instead = "" if layout.stage == stage else f"; {layout.strategy} in place of the model's being split there"
+    instead = "" if layout.split == 1 else ", in place of tensor, pipeline or sequence parallelism"
+    if "json.zero_optimization" in flags.rows:
+        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is"
     for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
         if flags.has(name):
             flags.carried(name, f"the pair: {layout.strategy}{instead}")
@@ -117,8 +120,6 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
 
 
 def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
-    from train.megatron.ledger import Row
-
     def row(fate: str, words: str) -> None:
         flags.rows[f"json.{key}"] = Row(f'  "{key}": {json.dumps(value)}', fate, words)
 
@@ -130,10 +131,7 @@ def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
         if on is True and not flags.has(name):
             flags.wrong("", f"the DeepSpeed JSON has {key} on, and --{name} is not there: make them agree")
         layout.block[name] = {**value, "enabled": "auto"}
-        row(
-            "carried over",
-            f'"enabled": "auto", filled in from the recipe{"" if len(value) < 2 else "; the rest as it is"}',
-        )
+        row("carried over", '"enabled": "auto", filled in from the recipe' + "; the rest as it is" * (len(value) > 1))
     elif key in OWNED:
         flag = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}.get(key)
         said = flags.number(flag) if flag and flags.has(flag) else None
@@ -160,7 +158,8 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     lines = ["compute_environment: LOCAL_MACHINE"]
     if config:
         lines += [
-            "distributed_type: DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
+            "distributed_type: DEEPSPEED", "deepspeed_config:",
+            f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
             f"  zero3_init_flag: {str(layout.stage == 3).lower()}", "  deepspeed_multinode_launcher: standard",
         ]  # fmt: skip
     else:

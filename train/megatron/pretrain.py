@@ -1,25 +1,24 @@
-"""pretrain_gpt.py's flags as a recipe: model, length, schedule, data, evaluation, checkpoints. See pair.py for the rest.
+"""pretrain_gpt.py's flags as a recipe: model, data, length, evaluation, checkpoints. The rest: schedule.py, pair.py.
 
 Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megatron-DeepSpeed, also for the defaults.
 """
 
-import math
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from train.megatron.command import Call
 from train.megatron.ledger import Ledger
-from train.megatron.pair import Layout, read_layout
-from train.megatron.shape import Shape, read_shape
+from train.megatron.pair import read_layout
+from train.megatron.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from train.megatron.shape import of_weights, read_shape
 from train.recipe.megatron import FULL, SATISFIED
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 HUB = ("HFTokenizer", "HuggingFaceTokenizer", "PretrainedFromHF")
 ELSEWHERE = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "data_args_path",
-             "train_weighted_split_paths", "valid_weighted_split_paths", "train_weighted_split_paths_path")  # fmt: skip
-STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
+             "train_weighted_split_paths", "valid_weighted_split_paths", "test_weighted_split_paths")  # fmt: skip
 
 
 @dataclass
@@ -29,23 +28,6 @@ class Options:
     tokenizer_name: str | None = None
     model_name_or_path: str | None = None
     num_processes: int | None = None
-
-
-@dataclass
-class Converted:
-    """A recipe, and what belongs to it.
-
-    Attributes:
-        recipe: {option: value} in the order in which it is written.
-        vocabulary: tokens before padding, where that is known without the tokenizer's files.
-    """
-
-    recipe: dict[str, Any]
-    flags: Ledger
-    layout: Layout | None = None
-    shape: Shape | None = None
-    vocabulary: int | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def convert_pretraining(call: Call, options: Options) -> Converted:
@@ -60,18 +42,12 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
     _batches(done)
     _length(done)
     _evaluation(done)
-    _optimizer(done)
-    _precision(done)
+    read_optimizer(done)
+    read_precision(done)
     _memory(done)
     _checkpoints(done, options)
     _trackers(done)
     return done
-
-
-def _carry(done: Converted, flag: str, option: str, value: Any, note: str = "") -> None:
-    done.recipe[option] = value
-    if done.flags.has(flag):
-        done.flags.carried(flag, f"{option}: {value}{note}")
 
 
 # ------------------------------------------------------------------------------------------------------ model and data
@@ -81,6 +57,7 @@ def _model(done: Converted, options: Options) -> None:
     flags, shape = done.flags, done.shape
     if options.model_name_or_path:
         done.recipe["model_name_or_path"] = options.model_name_or_path
+        of_weights(flags, shape, options.model_name_or_path)
     elif shape:
         done.recipe["config_name"] = shape.family
         done.recipe["config_overrides"] = shape.overrides()
@@ -88,7 +65,7 @@ def _model(done: Converted, options: Options) -> None:
         tensor = flags.number("tensor_model_parallel_size", default=1)
         padded = multiple * tensor
         why = f" ({multiple} times the {tensor} tensor-parallel processes, as there)" if tensor > 1 else ""
-        _carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why)
+        carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why)
         if not flags.has("make_vocab_size_divisible_by"):
             flags.default("--make-vocab-size-divisible-by 128", f"make_vocab_size_divisible_by: {padded}{why}")
 
@@ -109,7 +86,7 @@ def _tokenizer(done: Converted, options: Options) -> None:
     elif kind in SENTENCEPIECE:
         done.vocabulary = LLAMA_VOCABULARY
         file = flags.text("tokenizer_model")
-        folder, note = (str(Path(file).parent) if file else None), ", the folder of tokenizer.model"
+        folder, note = ((os.path.dirname(file) or ".") if file else None), ", the folder of tokenizer.model"
         if file and Path(file).name != "tokenizer.model":
             flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
     elif kind in HUB:
@@ -133,7 +110,7 @@ def _gpt2_folder(flags: Ledger) -> tuple[str, str]:
     files = [Path(text) for name in ("vocab_file", "merge_file") if (text := flags.text(name))]
     named = [file.name for file in files] == ["vocab.json", "merges.txt"]
     if named and files[0].parent == files[1].parent:
-        return str(files[0].parent), ", their folder"
+        return os.path.dirname(flags.text("vocab_file")) or ".", ", their folder"
     return "gpt2", ": the published one; --tokenizer_name FOLDER with vocab.json and merges.txt names another"
 
 
@@ -144,29 +121,28 @@ def _data(done: Converted, program: str) -> None:
             flags.wrong(name, "training and evaluation come from one --data-path here, by --split")
     paths = flags.words("data_path")
     if program == "finetune_llama.py":
-        _carry(done, "data_path", "train_file", paths)
+        carry(done, "data_path", "train_file", paths)
         done.recipe["data_format"] = "instruction"
-        done.notes.append("finetune_llama.py reads instructions (instruction, input, output): --chat_template says how "
-                          "they are written")  # fmt: skip
+        done.notes.append("finetune_llama.py reads instructions; --chat_template says how they are written here")
         shares = _shares(flags.text("split", "969,30,1"))
         held_out = round(100 * shares[1] / sum(shares), 4) if sum(shares) else 0
-        _carry(done, "split", "validation_split_percentage", held_out)
+        carry(done, "split", "validation_split_percentage", held_out)
     elif paths:
-        _carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
-        _carry(done, "split", "split", flags.text("split", "969,30,1").replace(" ", ""))
+        carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
+        carry(done, "split", "split", flags.text("split", "969,30,1").replace(" ", ""))
     elif not flags.problems:
         flags.wrong("data_path" if flags.has("data_path") else "", "there is no --data-path")
     if flags.has("seq_length"):
-        _carry(done, "seq_length", "block_size", flags.number("seq_length", default=1024))
+        carry(done, "seq_length", "block_size", flags.number("seq_length", default=1024))
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if flags.has(name):
-            _carry(done, name, name, True)
+            carry(done, name, name, True)
     if flags.has("data_cache_path"):
-        _carry(done, "data_cache_path", "data_cache_path", flags.text("data_cache_path"))
+        carry(done, "data_cache_path", "data_cache_path", flags.text("data_cache_path"))
     if flags.has("data_impl") and flags.text("data_impl") not in ("mmap", "infer"):
         flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus anew with zerofit prepare")
     if flags.has("num_workers"):
-        _carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
+        carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
     _seed(done)
 
 
@@ -202,16 +178,19 @@ def _batches(done: Converted) -> None:
         layout.use_fewer(processes)
     ours = max(size for size in range(1, micro + 1) if (total // processes) % size == 0)
     accumulation = total // processes // ours
-    there = total / replicas / micro
-    note = f", accumulation {accumulation} (there {there:g}, on {replicas} data-parallel processes)"
-    _carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
-    _carry(done, "global_batch_size", "global_batch_size", total)
+    note = f", accumulation {accumulation}"
+    if total % (replicas * micro):
+        done.notes.append(f"Megatron would refuse this global batch: {total} is no multiple of {micro} * {replicas}")
+    elif layout.split > 1:
+        note += f" (there {total // replicas // micro}, on {replicas} data-parallel processes)"
+    carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
+    carry(done, "global_batch_size", "global_batch_size", total)
     done.recipe["per_device_eval_batch_size"] = ours
 
 
 def _length(done: Converted) -> None:
     flags = done.flags
-    updates = _in_updates(done, "train", "max_train_steps")
+    updates = in_updates(done, "train", "max_train_steps")
     if not updates:
         if not flags.problems:
             flags.wrong("", "the length of the run is not said: --train-iters, --train-samples or --train-tokens")
@@ -219,28 +198,7 @@ def _length(done: Converted) -> None:
     done.recipe["max_train_steps"] = updates
     if flags.has("exit_duration_in_mins"):
         hours = flags.number("exit_duration_in_mins", default=60) / 60
-        _carry(done, "exit_duration_in_mins", "max_hours", round(hours, 4))
-
-
-def _in_updates(done: Converted, what: str, option: str) -> int | None:
-    """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
-    flags, batch = done.flags, done.recipe.get("global_batch_size", 1)
-    units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
-    found = {}
-    for unit, size in units.items():
-        name = f"{what}_{unit}"
-        if flags.has(name):
-            number = flags.number(name, default=0)
-            found[name] = -(-number // size)
-            exact = "" if number % size == 0 else f" ({number / size:.2f} there)"
-            flags.carried(name, f"{option}: {found[name]}{exact}")
-    if len(found) > 1:
-        smallest = min(found.values())
-        for name, updates in found.items():
-            if updates > smallest:
-                flags.satisfied(name, f"{updates} updates: the run ends before, after {smallest}")
-        return smallest
-    return next(iter(found.values()), None)
+        carry(done, "exit_duration_in_mins", "max_hours", round(hours, 4))
 
 
 def _evaluation(done: Converted) -> None:
@@ -253,109 +211,27 @@ def _evaluation(done: Converted) -> None:
         if flags.has("eval_interval"):
             flags.none("eval_interval", "see --eval-iters")
         return
-    _carry(done, "eval_interval", "eval_steps", every)
+    carry(done, "eval_interval", "eval_steps", every)
     note = f", {batches} global batches of {batch}; the same samples at each evaluation (there other ones)"
-    _carry(done, "eval_iters", "max_eval_samples", batches * batch, note)
+    carry(done, "eval_iters", "max_eval_samples", batches * batch, note)
     if not flags.has("eval_interval"):
         flags.default("--eval-interval 1000", "eval_steps: 1000")
     if not flags.has("eval_iters"):
         flags.default("--eval-iters 100", f"max_eval_samples: {batches * batch}{note}")
 
 
-# ---------------------------------------------------------------------------------------------------------- optimizer
-
-
-def _optimizer(done: Converted) -> None:
-    flags = done.flags
-    peak = flags.number("lr", float)
-    if not peak:
-        flags.wrong("lr" if flags.has("lr") else "", "there is no --lr")
-        return
-    _carry(done, "lr", "learning_rate", peak)
-    least = flags.number("min_lr", float, 0.0)
-    if flags.has("min_lr"):
-        _carry(done, "min_lr", "min_lr_ratio", least / peak, f", of {peak:g}")
-    _schedule(done)
-    for name, option, default in (("weight_decay", "weight_decay", 0.01), ("adam_beta1", "adam_beta1", 0.9),
-                                  ("adam_beta2", "adam_beta2", 0.999), ("adam_eps", "adam_epsilon", 1e-8),
-                                  ("clip_grad", "max_grad_norm", 1.0)):  # fmt: skip
-        _carry(done, name, option, flags.number(name, float, default))
-    if not flags.has("weight_decay"):
-        flags.default("--weight-decay 0.01", "weight_decay: 0.01")
-    if flags.has("optimizer") and flags.text("optimizer") != "adam":
-        flags.wrong("optimizer", "AdamW is the only optimizer here")
-    if flags.text("weight_decay_incr_style", "constant") != "constant":
-        flags.wrong("weight_decay_incr_style", "weight decay is constant here")
-
-
-def _schedule(done: Converted) -> None:
-    flags = done.flags
-    style = flags.text("lr_decay_style", "linear")
-    if style.lower() not in STYLES:
-        flags.wrong("lr_decay_style", f"there are {', '.join(STYLES)}")
-        return
-    decay = _in_updates(done, "lr_decay", "lr_decay_steps")
-    warmup = _in_updates(done, "lr_warmup", "num_warmup_steps") or 0
-    length = decay or done.recipe.get("max_train_steps", 1)
-    shape = STYLES[style.lower()]
-    if flags.has("lr_warmup_fraction"):
-        share = flags.number("lr_warmup_fraction", float, 0.0)
-        warmup = math.ceil(round(share * length, 6))
-        exact = "" if math.isclose(share * length, warmup) else f" ({share * length:.2f} there)"
-        flags.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}{exact}")
-    if shape == "constant" and warmup:
-        shape = "constant_with_warmup"
-    _carry(done, "lr_decay_style", "lr_scheduler_type", shape)
-    if not flags.has("lr_decay_style"):
-        flags.default("--lr-decay-style linear", f"lr_scheduler_type: {shape}")
-    if warmup:
-        done.recipe["num_warmup_steps"] = warmup
-    if decay and not shape.startswith("constant"):
-        done.recipe["lr_decay_steps"] = decay
-    elif decay:
-        for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
-            if flags.has(name):
-                flags.satisfied(name, "a constant rate does not decay")
-    if shape.startswith("constant") and "min_lr_ratio" in done.recipe:
-        del done.recipe["min_lr_ratio"]
-        flags.satisfied("min_lr", "a constant rate does not decay")
-    if shape == "wsd":
-        _wsd(done, length)
-
-
-def _wsd(done: Converted, length: int) -> None:
-    flags = done.flags
-    if flags.text("lr_wsd_decay_style", "exponential") != "linear":
-        flags.wrong("lr_wsd_decay_style", "wsd ends in a straight line here: say --lr-wsd-decay-style linear")
-        return
-    flags.satisfied("lr_wsd_decay_style", "wsd ends in a straight line")
-    updates = _in_updates(done, "lr_wsd_decay", "wsd_decay_ratio, updates")
-    if updates:
-        done.recipe["wsd_decay_ratio"] = updates / length
-    else:
-        flags.wrong("lr_decay_style", "WSD goes with --lr-wsd-decay-iters")
-
-
-def _precision(done: Converted) -> None:
-    flags = done.flags
-    both = [name for name in ("fp16", "bf16") if flags.has(name)]
-    if len(both) == 2:
-        flags.wrong("fp16", "--bf16 is there as well: keep one of the two")
-    done.recipe["precision"] = both[0] if both else "fp32"
-    for name in both:
-        flags.carried(name, f"precision: {name}")
-    if not both:
-        flags.default("neither --bf16 nor --fp16", "precision: fp32")
-
-
 def _memory(done: Converted) -> None:
     flags = done.flags
     granularity = flags.text("recompute_granularity")
-    full = [name for name in ("checkpoint_activations", "deepspeed_activation_checkpointing") if flags.has(name)]
+    full = [
+        name
+        for name in ("checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method")
+        if flags.has(name)
+    ]
     if granularity == "full":
         full.append("recompute_granularity")
     for name in full:
-        _carry(done, name, "gradient_checkpointing", True)
+        carry(done, name, "gradient_checkpointing", True)
     selective = ", selective recomputation: there is none here. A flash kernel keeps no attention matrices either; "
     remedy = f"where memory does not suffice, {FULL}"
     if granularity == "selective":
@@ -376,20 +252,23 @@ def _checkpoints(done: Converted, options: Options) -> None:
     flags = done.flags
     save, load = flags.text("save"), flags.text("load")
     if save:
-        _carry(done, "save", "output_dir", save)
+        carry(done, "save", "output_dir", save)
     if flags.has("save_interval"):
-        _carry(done, "save_interval", "save_steps", flags.number("save_interval", default=1))
+        carry(done, "save_interval", "save_steps", flags.number("save_interval", default=1))
     if flags.has("load") and load:
         if options.model_name_or_path:
             flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, as said")
         elif load == save and not flags.has("finetune"):
             flags.satisfied("load", "the same command goes on from the newest checkpoint of output_dir (resume: auto)")
         else:
-            flags.wrong("load", "Megatron's checkpoints are not read here: export it to a transformers folder, and say "
-                        "--model_name_or_path FOLDER (zerofit convert meta-to-hf makes one of Meta's weights)")  # fmt: skip
+            flags.wrong(
+                "load",
+                "Megatron's checkpoints are not read here: export it to a transformers folder, and say "
+                "--model_name_or_path FOLDER (zerofit convert meta-to-hf makes one of Meta's weights)",
+            )
     elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
         flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
-    _carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))
+    carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))
 
 
 def _trackers(done: Converted) -> None:
@@ -403,4 +282,4 @@ def _trackers(done: Converted) -> None:
         flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
     for name, option in (("wandb_project", "report_name"), ("wandb_exp_name", "run_name")):
         if project and flags.has(name):
-            _carry(done, name, option, flags.text(name))
+            carry(done, name, option, flags.text(name))

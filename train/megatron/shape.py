@@ -1,6 +1,8 @@
 """The model that Megatron's flags describe, as one of transformers' families with its sizes, and how large it is."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from train.megatron.ledger import Ledger, Row
 
@@ -13,6 +15,11 @@ FIXED = {  # flags of models that none of the families is
     "add_qkv_bias": "a Llama has biases in all of its projections or in none",
     "multi_latent_attention": "neither family has it",
     "num_experts_switch": "a mixture of experts is not trained here",
+    "quick_geglu": "neither family has that activation",
+    "glu_activation": "a Llama's is swiglu: say --swiglu",
+    "window_size": "neither family attends within a window",
+    "use_rope_scaling": "scaled rotary positions are a matter of the weights: begin with some that have them",
+    "kd": "nothing is distilled from a teacher here",
     "mock_data": "there is no made-up data; name a corpus with --data-path",
     "spec": "the model is built of layers that only Megatron has",
     "hybrid_override_pattern": "neither family is a hybrid",
@@ -114,14 +121,16 @@ def _written(value) -> str:
 def read_shape(flags: Ledger) -> Shape | None:
     """The model of the flags; None where they do not make one of the families, which is told."""
     for name, why in FIXED.items():
-        if flags.has(name) and flags.words(name) not in (["1"], ["0"]):
+        if flags.has(name) and flags.words(name) == ["1"]:
+            flags.satisfied(name, "1: no mixture of experts")
+        elif flags.has(name) and flags.words(name) not in (["0"], ["swiglu"]):
             flags.wrong(name, why)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not flags.has(name):
             flags.problems.append(f"there is no --{name.replace('_', '-')}: what is converted is a whole command line")
     rotary, position = _positions(flags)
     hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
-    gated = flags.has("swiglu")
+    gated = flags.has("swiglu") or flags.text("glu_activation") == "swiglu"
     of_ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
     epsilon = flags.first("norm_epsilon", "layernorm_epsilon") or "norm_epsilon"
     theta = flags.first("rotary_base", "rotary_position_embeddings_theta") or "rotary_base"
@@ -230,3 +239,26 @@ def _tell(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
         flags.satisfied("apply_layernorm_1p", "the same norm: its weights are counted from 0 there, and from 1 here")
     if not flags.has("attention_dropout") and llama:
         flags.default("--attention-dropout 0.1", "config_overrides attention_dropout=0.1")
+
+
+def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
+    """Rows where the run begins with weights: they have the sizes that the flags say, or an error."""
+    for row in flags.rows.values():
+        if row.words.startswith("config_overrides"):
+            row.fate, row.words = "satisfied", f"the weights of {folder} say so"
+    flags.rows.pop("=hidden", None)
+    file = Path(folder) / "config.json"
+    if not (shape and file.is_file()):
+        return
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    sizes = {
+        "num_layers": (shape.layers, "num_hidden_layers", "n_layer"),
+        "hidden_size": (shape.hidden, "hidden_size", "n_embd"),
+        "num_attention_heads": (shape.heads, "num_attention_heads", "n_head"),
+        "ffn_hidden_size": (shape.ffn, "intermediate_size"),
+        "num_key_value_heads": (shape.kv_heads, "num_key_value_heads"),
+    }
+    for name, (size, *keys) in sizes.items():
+        found = next((stored[key] for key in keys if stored.get(key) is not None), size)
+        if found != size:
+            flags.wrong(name, f"{file} says {found}: make them agree")

@@ -10,12 +10,23 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from train.megatron.blocks import (
+    ENDS,
+    SEPARATORS,
+    bare,
+    block,
+    closing,
+    end_of_command,
+    inside_test,
+    is_function,
+    next_branch,
+    operator_of,
+    until,
+)  # fmt: skip
 from train.megatron.lexer import Array, Lexer, Operator, Word, end_of_dollar
 
 HOLE = re.compile("\ue000([^\ue001]*)\ue001")  # stands in a text for what is not known; holds a variable's name
-ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 DECLARES = ("export", "local", "declare", "readonly", "typeset")
-SEPARATORS = ("\n", ";", "&&", "||", "|", "&", "(", ")")
 ARITHMETIC = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.Pow: operator.pow,
     ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq,
@@ -75,19 +86,19 @@ class Shell:
                 joint = joint if joint in ("&&", "||") and token.text == "\n" else token.text
                 at += 1
                 continue
-            word = _bare(token)
+            word = bare(token)
             if word == "if":
                 at = self._branch(tokens, at)
-            elif word in ("while", "until") and self._decide(_until(tokens, at + 1, "do")[0]) is (word == "until"):
-                at = _block(tokens, at)
+            elif word in ("while", "until") and self._decide(until(tokens, at + 1, "do")[0]) is (word == "until"):
+                at = block(tokens, at)
             elif word in ENDS:
-                at = self._doubt(tokens, at, _block(tokens, at), f"line {token.line}: set within `{word}`")
-            elif _is_function(tokens, at):
-                at = self._doubt(tokens, at, _closing(tokens, at), f"line {token.line}: set within a function")
+                at = self._doubt(tokens, at, block(tokens, at), f"line {token.line}: set within `{word}`")
+            elif is_function(tokens, at):
+                at = self._doubt(tokens, at, closing(tokens, at), f"line {token.line}: set within a function")
             elif word in ("{", "}", "then", "do", "!"):
                 at += 1
             else:
-                end = _end_of_command(tokens, at)
+                end = end_of_command(tokens, at)
                 if joint in ("&&", "||") and last is None:
                     self._doubt(tokens, at, end, f"line {token.line}: it depends on a test that only a shell can make")
                 elif not (joint in ("&&", "||") and last is (joint == "||")):
@@ -99,10 +110,10 @@ class Shell:
 
     def _branch(self, tokens: list, at: int) -> int:
         """`if ...; then ... elif ... else ... fi`: reads the branch that holds, doubts all where that is not known."""
-        end = _block(tokens, at)
-        while _bare(tokens[at]) in ("if", "elif"):
-            condition, then = _until(tokens, at + 1, "then")
-            stop = _next_branch(tokens, then + 1, end)
+        end = block(tokens, at)
+        while bare(tokens[at]) in ("if", "elif"):
+            condition, then = until(tokens, at + 1, "then")
+            stop = next_branch(tokens, then + 1, end)
             holds = self._decide(condition)
             if holds is None:
                 why = f"line {tokens[at].line}: it depends on a test that only a running shell can make"
@@ -113,7 +124,7 @@ class Shell:
                 self._run(tokens[then + 1 : stop])
                 return end
             at = stop
-        if _bare(tokens[at]) == "else":
+        if bare(tokens[at]) == "else":
             self._run(tokens[at + 1 : end - 1])
         return end
 
@@ -121,9 +132,9 @@ class Shell:
         """Whether a condition holds: tests of texts and numbers, joined by && and ||; None: not known."""
         result, joint = None, ""
         while condition:
-            end = next((i for i, one in enumerate(condition) if _operator(one) in ("&&", "||", ";", "\n")
-                        and not _inside_test(condition[:i])), len(condition))  # fmt: skip
-            part, after = condition[:end], _operator(condition[end]) if end < len(condition) else ""
+            end = next((i for i, one in enumerate(condition) if operator_of(one) in ("&&", "||", ";", "\n")
+                        and not inside_test(condition[:i])), len(condition))  # fmt: skip
+            part, after = condition[:end], operator_of(condition[end]) if end < len(condition) else ""
             if part:
                 found = self._test(part)
                 result = found if not joint else _joined(result, found, joint)
@@ -132,14 +143,14 @@ class Shell:
         return result
 
     def _test(self, tokens: list) -> bool | None:
-        if _bare(tokens[0]) == "!":
+        if bare(tokens[0]) == "!":
             found = self._test(tokens[1:])
             return None if found is None else not found
-        if _bare(tokens[0]) in ("true", "false"):
-            return _bare(tokens[0]) == "true"
-        if _bare(tokens[0]) not in ("[", "[[", "test"):
+        if bare(tokens[0]) in ("true", "false"):
+            return bare(tokens[0]) == "true"
+        if bare(tokens[0]) not in ("[", "[[", "test"):
             return None
-        texts = [_operator(one) or "".join(self.expand(one, split=False)) for one in tokens[1:]]
+        texts = [operator_of(one) or "".join(self.expand(one, split=False)) for one in tokens[1:]]
         texts = texts[:-1] if texts and texts[-1] in ("]", "]]") else texts
         for joint in ("||", "&&"):
             if joint in texts:
@@ -158,26 +169,26 @@ class Shell:
 
     def _simple(self, tokens: list) -> bool | None:
         """Read one command. Returns how it ends, as far as that is known."""
-        if _bare(tokens[0]) in ("[", "[[", "test"):
+        if bare(tokens[0]) in ("[", "[[", "test"):
             return self._test(tokens)
         words, target, body = [], None, None
         tokens, rest = [], list(tokens)
         while rest:
             token = rest.pop(0)
-            kind = _operator(token)
+            kind = operator_of(token)
             if kind in ("<<", "<<-"):
                 body = self._text(token.body, '"') if token.expands else token.body
             elif kind:
                 follows = rest.pop(0) if rest and isinstance(rest[0], Word) else None
                 target = "".join(self.expand(follows, split=False)) if follows and kind in (">", ">>") else target
-                if tokens and kind not in ("<<<",) and (_bare(tokens[-1]) or "").isdigit():
+                if tokens and kind not in ("<<<",) and (bare(tokens[-1]) or "").isdigit():
                     tokens.pop()  # 2>&1
             else:
                 tokens.append(token)
         if body is not None and target:
             self.files[target] = body
             return True
-        declares = bool(tokens) and _bare(tokens[0]) in DECLARES
+        declares = bool(tokens) and bare(tokens[0]) in DECLARES
         for token in tokens[1:] if declares else tokens:
             if isinstance(token, Array):
                 self._set_array(token)
@@ -340,76 +351,5 @@ def _joined(one: bool | None, two: bool | None, joint: str) -> bool | None:
     return None if one is None or two is None else not decides
 
 
-def _operator(token) -> str:
-    return token.text if isinstance(token, Operator) else ""
-
-
-def _bare(token) -> str | None:
-    return token.bare if isinstance(token, Word) else None
-
-
 def _line(tokens: list) -> int:
     return tokens[0].line if tokens else 0
-
-
-def _inside_test(tokens: list) -> bool:
-    words = [_bare(token) for token in tokens]
-    return words.count("[[") > words.count("]]")
-
-
-def _begins_command(tokens: list, at: int) -> bool:
-    before = tokens[at - 1] if at else None
-    return before is None or _operator(before) in SEPARATORS or _bare(before) in ("then", "do", "else", "{", "!")
-
-
-def _block(tokens: list, at: int) -> int:
-    """One past the end of the `if`, `for`, `while` or `case` that begins here."""
-    depth = 0
-    for index in range(at, len(tokens)):
-        word = _bare(tokens[index])
-        if word in ENDS and _begins_command(tokens, index):
-            depth += 1
-        elif word in ENDS.values() and _begins_command(tokens, index):
-            depth -= 1
-            if not depth:
-                return index + 1
-    return len(tokens)
-
-
-def _until(tokens: list, at: int, word: str) -> tuple[list, int]:
-    end = next((i for i in range(at, len(tokens)) if _bare(tokens[i]) == word and _begins_command(tokens, i)),
-               len(tokens))  # fmt: skip
-    return tokens[at:end], end
-
-
-def _next_branch(tokens: list, at: int, end: int) -> int:
-    """Where the next `elif`, `else` or `fi` of this `if` stands."""
-    while at < end - 1:
-        word = _bare(tokens[at])
-        if word in ENDS and _begins_command(tokens, at):
-            at = _block(tokens, at)
-        elif word in ("elif", "else") and _begins_command(tokens, at):
-            return at
-        else:
-            at += 1
-    return end - 1
-
-
-def _is_function(tokens: list, at: int) -> bool:
-    return _bare(tokens[at]) == "function" or [_operator(one) for one in tokens[at + 1 : at + 3]] == ["(", ")"]
-
-
-def _closing(tokens: list, at: int) -> int:
-    depth = 0
-    for index in range(at, len(tokens)):
-        depth += {"{": 1, "}": -1}.get(_bare(tokens[index]), 0)
-        if not depth and _bare(tokens[index]) == "}":
-            return index + 1
-    return len(tokens)
-
-
-def _end_of_command(tokens: list, at: int) -> int:
-    start = at
-    while at < len(tokens) and not (_operator(tokens[at]) in SEPARATORS and not _inside_test(tokens[start:at])):
-        at += 1
-    return at

@@ -19,7 +19,7 @@ TRACKERS = "say --with_tracking --report_to tensorboard or wandb; they get every
 
 TYPED = {  # flags whose value has a place here under another name
     "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
-    "eval_iters": "say --max_eval_samples, eval_iters * global_batch_size; or --max_eval_batches, batches of each process",
+    "eval_iters": "say --max_eval_samples (eval_iters * global_batch_size), or --max_eval_batches of each process",
     "num_layers": SHAPE,
     "hidden_size": SHAPE,
     "ffn_hidden_size": SHAPE,
@@ -78,7 +78,7 @@ SATISFIED = {  # what is so here anyway
     "use_rotary_position_embeddings": OF_LLAMA,
     "position_embedding_type": "a Llama has rope, a GPT-2 learned positions",
     "no_position_embedding": "a Llama has no learned positions",
-    "untie_embeddings_and_output_weights": "say --config_overrides tie_word_embeddings=false; llama-2-7b has them untied",
+    "untie_embeddings_and_output_weights": "say --config_overrides tie_word_embeddings=false (llama-2-7b has it)",
     "disable_bias_linear": OF_LLAMA,
     "group_query_attention": "the number of key and value heads says so",
     "no_query_key_layer_scaling": "no such scaling is done; it would cancel out but for rounding",
@@ -98,10 +98,11 @@ SATISFIED = {  # what is so here anyway
     "recompute_num_layers": "each layer is recomputed by itself",
     "overlap_grad_reduce": OVERLAP,
     "overlap_param_gather": OVERLAP,
-    "accumulate_allreduce_grads_in_fp32": "so it is under ddp; data_types.grad_accum_dtype of the JSON says it for ZeRO",
+    "accumulate_allreduce_grads_in_fp32": "so it is under ddp; under ZeRO the JSON says it (data_types)",
     "no_load_optim": "weights that a run begins with bring no optimizer along",
     "no_load_rng": "weights that a run begins with bring no random state along",
     "exit_signal_handler": "SIGTERM, SIGUSR1 and Ctrl-C save and leave",
+    "DDP_impl": "the strategy is the launcher's",
     "finetune": "weights that a run begins with bring nothing else along",
     "calculate_per_token_loss": "the loss is a sum over tokens, divided by their number in the global batch",
     "cross_entropy_loss_fusion": "the memory-saving loss is the default (--loss)",
@@ -180,7 +181,22 @@ NONE = {  # what there is not, and why
     "synchronize_each_layer": "a matter of Megatron's timers",
     "wandb_save_dir": "wandb's files lie in the run's folder",
     "wandb_entity": "set WANDB_ENTITY",
-    "retro_add_retriever": "no retrieval",
+    "no_load_lr_state": "weights that a run begins with bring no schedule along",
+    "override_lr_scheduler": "the schedule is the recipe's; a run with another one is another run",
+    "reset_iteration": "a run begins at update 0, or goes on where it stopped",
+    "no_check_for_nan_in_loss_and_grad": "NaN and infinity are never hidden; --on_fault says what is done about them",
+    "use_megatron_fsdp": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
+    "data_parallel_sharding_strategy": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
+    "init_model_with_meta_device": "under ZeRO-3 no process ever holds the whole model",
+    "checkpoint_in_cpu": "recomputation keeps its inputs where they are",
+    "num_layers_per_virtual_pipeline_stage": "there is no pipeline",
+    "standalone_embedding_stage": "there is no pipeline",
+    "pipeline_model_parallel_split_rank": "there is no pipeline",
+    "overlap_p2p_communication": "there is no pipeline",
+    "disable_bf16_reduced_precision_matmul": "torch's default",
+    "logging_level": "the log has one level",
+    "create_moe_param_group": "there are no experts",
+    "mlp_type": "there are no experts",
 }
 FAMILIES = (  # by how they begin
     ("fp8", "there is no fp8; the recipe's precision is bf16, fp16 or fp32"),
@@ -192,12 +208,19 @@ FAMILIES = (  # by how they begin
     ("tensorboard_", TRACKERS),
     ("profile", "a profiler is not built in; environment.json says where the seconds before the first update go"),
     ("tp_comm", "there is no tensor parallelism"),
+    ("enable_zbh1", "there is no pipeline"),
+    ("ds_sequence_parallel", "there is no sequence parallelism"),
+    ("kd", "nothing is distilled from a teacher"),
+    ("mos", "nothing is distilled from a teacher"),
+    ("fsdp", "the strategy's own settings"),
+    ("use_nccl", "NCCL's settings are its environment variables"),
+    ("nccl", "NCCL's settings are its environment variables"),
+    ("nvtx", "a profiler is not built in"),
     ("overlap_", OVERLAP),
     ("ddp_", "the strategy's own settings"),
     ("zero_", "the DeepSpeed JSON has it under zero_optimization"),
     ("inference_", "a run trains"),
     ("bert_", "no part of GPT"),
-    ("manual_gc", "Python's own"),
 )
 HINTS = {
     **{name: f"leave it out: {why}" for name, why in (NONE | SATISFIED).items()},
@@ -208,8 +231,10 @@ HINTS = {
 TOKENIZER_OF_PREPARE = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
 MMAP = "leave it out: the .bin and .idx of mmap are what is written"
 PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "vocab"),
-                    TOKENIZER_OF_PREPARE),
+    **dict.fromkeys(
+        ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "vocab"),
+        TOKENIZER_OF_PREPARE,
+    ),
     "dataset_impl": MMAP,
     "data_impl": MMAP,
     "partitions": "leave it out: --workers share out the files and parts of them",
@@ -230,6 +255,8 @@ def fate_of(name: str) -> tuple[str, str]:
     """(satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
     if name in SATISFIED:
         return "satisfied", SATISFIED[name]
+    if name.endswith("_teacher"):
+        return "no counterpart", "nothing is distilled from a teacher"
     if name in NONE:
         return "no counterpart", NONE[name]
     why = next((why for start, why in FAMILIES if name.startswith(start)), None)
