@@ -72,7 +72,7 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
     if not calls:
         remedy = ""
         if unknown:
-            remedy = f", as far as can be told without {missing(unknown[0], shell.reasons)}"
+            remedy = f" as far as can be told: {missing(unknown[0], shell.reasons)}"
         raise UserError(f"the script starts none of {', '.join(PROGRAMS)}{remedy}")
     return calls
 
@@ -113,4 +113,4 @@ def _nested(text: str, shell: Shell) -> list[Call]:
 def missing(name: str, reasons: dict[str, str]) -> str:
     """A variable that has no value: its name, why, and what to type."""
     why = f" ({reasons[name]})" if name in reasons else ""
-    return f"${name or '(...)'}{why}. Say {name}=value after the script's name" if name else "what a command prints"
+    return f"${name}{why} is not known. Say {name}=value after the script's name"

@@ -115,7 +115,7 @@ def closing(done: Converted, recipe: Path) -> list[str]:
                      f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
                      f"{vocabulary:,} rows")  # fmt: skip
     lines.append(f"run          {values['max_train_steps']:,} updates of {values['global_batch_size']:,} samples, "
-                 f"{done.layout.strategy} on {done.layout.world} processes")  # fmt: skip
+                 f"{done.layout.strategy} on {done.layout.world} process{'es' * (done.layout.world > 1)}")  # fmt: skip
     return [*lines, f"written      {recipe} and the pair beside it"]
 
 

@@ -67,8 +67,11 @@ class Ledger:
         """All words that follow a flag; none where one of them is not known, which is a problem then."""
         found = self.flags.get(name, [])
         unknown = [one for word in found for one in holes_in(word)]
+        for variable in unknown:
+            self.problems.append(missing(variable, self.reasons) if variable else f"{self.spelled(name)}: only a "
+                                 "running shell knows the value")  # fmt: skip
         if unknown:
-            self.wrong(name, f"it takes {missing(unknown[0], self.reasons)}")
+            self.rows[name] = Row(self.spelled(name), "error", f"${unknown[0]} is not known")
             return []
         return found
 
@@ -117,7 +120,7 @@ class Ledger:
         """All rows: in the order of the flags, then those of other things."""
         for name in self.flags:
             if name not in self.rows:
-                reached = name not in TYPED or not self.problems
+                reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
                 fate = fate_of(name) if reached else ("not reached", "an error came before it")
                 self.rows[name] = Row(self.spelled(name), *fate)
         given = [self.rows[name] for name in self.flags]

@@ -107,7 +107,7 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
         return
     unknown = [one for one in holes_in(text) if one]
     if unknown:
-        flags.wrong("deepspeed_config", f"it takes {missing(unknown[0], call.reasons)}")
+        flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
         return
     try:
         config = json.loads(text)

@@ -150,9 +150,7 @@ def read_shape(flags: Ledger) -> Shape | None:
     if flags.problems:
         return None
     if position == "none":
-        flags.wrong(
-            "no_position_embedding", "neither family is without positions; add --use-rotary-position-embeddings"
-        )
+        flags.wrong("no_position_embedding", "no family is without positions: add --use-rotary-position-embeddings")
     elif not shape.family:
         flags.problems.append(_no_family(shape))
     else:
@@ -235,8 +233,6 @@ def _tell(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
     if shape.heads % shape.kv_heads:
         flags.wrong(flags.first("num_key_value_heads", "num_query_groups") or "num_query_groups",
                     f"it must divide the {shape.heads} heads")  # fmt: skip
-    if flags.has("apply_layernorm_1p"):
-        flags.satisfied("apply_layernorm_1p", "the same norm: its weights are counted from 0 there, and from 1 here")
     if not flags.has("attention_dropout") and llama:
         flags.default("--attention-dropout 0.1", "config_overrides attention_dropout=0.1")
 
