@@ -590,7 +590,7 @@ def test_the_recipe_keeps_names_without_an_ending():
     [
         (["--trian_iters", "5"], "Did you mean train_iters?"),
         (["--num_layers", "24"], "--config_overrides"),
-        (["--tensor_model_parallel_size", "2"], "accelerate_configs/NAME.yaml"),
+        (["--tensor_model_parallel_size", "2"], "accelerate_configs/zero3.yaml"),
         (["--min_lr", "1e-5"], "--min_lr_ratio"),
     ],
 )
@@ -604,11 +604,11 @@ def test_megatrons_names_are_known():
     flags = (
         "--micro-batch-size 4 --global-batch-size 8 --seq-length 512 --train-iters 10 --lr 1e-3 --split 949,50,1 "
         "--lr-decay-style cosine --lr-warmup-fraction 0.1 --clip-grad 1.0 --eval-interval 5 --save-interval 5 "
-        "--log-interval 1 --recompute-activations --data_path A"
+        "--log-interval 1 --data_path A"
     )
     recipe = recipe_of(*flags.split())
     assert (recipe.per_device_train_batch_size, recipe.block_size, recipe.max_train_steps) == (4, 512, 10)
-    assert (recipe.learning_rate, recipe.warmup_ratio, recipe.gradient_checkpointing) == (1e-3, 0.1, True)
+    assert (recipe.learning_rate, recipe.warmup_ratio) == (1e-3, 0.1)
 
 
 def test_corpora_without_a_card_open(data):

@@ -24,6 +24,7 @@ from train.corpora.memo_rules import allows_memo, nasty_texts
 from train.data.encodings import proposal
 from train.recipe.corpora import InfoOptions, JoinOptions, PrepareOptions
 from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
+from train.recipe.megatron import PREPARE_HINTS
 from train.recipe.parse import parse_recipe
 
 SHOWN_BAD = 5  # bad lines that are shown where they are left out
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         from train.corpora import tools
 
         kind, run = {"merge": (JoinOptions, tools.join), "info": (InfoOptions, tools.info)}[argv[0]]
-        options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True)
+        options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True, elsewhere=PREPARE_HINTS)
         with _ended_in_order():
             return run(options)
     if argv and not argv[0].startswith("-"):
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         raise UserError(f"zerofit prepare {argv[0]}: there is no such thing. {remedy}")
     try:
-        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True)
+        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, elsewhere=PREPARE_HINTS)
     except SystemExit:
         print(MORE)
         raise

@@ -116,8 +116,12 @@ def _value(text: str) -> Any:
 
 
 def _override(config, text: str | None) -> None:
-    problems = []
+    problems, head_size = [], _head_size(config)
     for name, value in overrides_of(text).items():
+        rope = getattr(config, "rope_parameters", None) or {}
+        if name in rope and not hasattr(config, name):
+            config.rope_parameters = {**rope, name: value}
+            continue
         if not hasattr(config, name):
             close = nearest(name, [*config.to_dict(), *config.attribute_map])
             remedy = f"Did you mean {close}?" if close else "Its names: " + ", ".join(sorted(config.to_dict()))
@@ -131,6 +135,13 @@ def _override(config, text: str | None) -> None:
     if problems:
         raise UserError(problems)
     _follow(config, overrides_of(text))
+    if head_size and head_size == getattr(config, "head_dim", None) and "head_dim" not in overrides_of(text):
+        config.head_dim = _head_size(config)  # Llama's, which it derives when it is made
+
+
+def _head_size(config) -> int | None:
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if hidden and heads else None
 
 
 def _follow(config, overrides: dict[str, Any]) -> None:

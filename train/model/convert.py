@@ -1,5 +1,7 @@
 """`zerofit convert`: Meta's Llama checkpoints (1, 2, 3) as folders that transformers loads, and back.
 
+(`zerofit convert megatron-args` is train/megatron/convert.py.)
+
     zerofit convert meta-to-hf --input llama-2-7b --output outputs/llama-2-7b-hf
     zerofit convert hf-to-meta --input outputs/notes/model --output outputs/notes-meta --shards 2
 
@@ -41,7 +43,7 @@ from train.model.stored import (
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.files import without_folders
 from train.recipe.parse import parse_recipe
-from train.recipe.tools import ConvertOptions, FromMetaOptions, ToMetaOptions, parse_bytes
+from train.recipe.tools import ConvertOptions, FromMetaOptions, MegatronArgsOptions, ToMetaOptions, parse_bytes
 
 TOLERANCE = 1e-4  # of two mean losses in fp32, which sum in another order
 
@@ -54,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
         if not argv:
             return EXIT_USER_ERROR
         raise SystemExit(0)
+    if argv[0] == "megatron-args":
+        from train.megatron.convert import main as convert_arguments
+
+        return convert_arguments(argv[1:])
     if argv[0] not in directions:
-        raise UserError(f"{argv[0]!r}: convert what? Say zerofit convert meta-to-hf, or hf-to-meta")
+        raise UserError(f"{argv[0]!r}: convert what? Say zerofit convert meta-to-hf, hf-to-meta, or megatron-args")
     kind, convert = directions[argv[0]]
     options = parse_recipe(kind, argv[1:], prog=f"zerofit convert {argv[0]}", tool=True)
     output = Path(options.output).expanduser()
@@ -68,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
 def _usage(directions: dict) -> str:
     lines = [f"  {name}  {kind.__doc__}" for name, (kind, _) in directions.items()]
     return "\n".join([
-        "usage: zerofit convert DIRECTION --input FOLDER --output FOLDER [--option value]", "", *lines, "",
+        "usage: zerofit convert DIRECTION --input FOLDER --output FOLDER [--option value]",
+        "       zerofit convert megatron-args SCRIPT [NAME=value ...]", "", *lines,
+        f"  megatron-args  {MegatronArgsOptions.__doc__}", "",
         "`zerofit convert DIRECTION --help` lists the options.",
     ])  # fmt: skip
 

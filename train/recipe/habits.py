@@ -1,6 +1,7 @@
 """Names of options that users bring along from other programs: the Trainer and the examples of transformers,
-LLaMA-Factory, axolotl, Megatron-LM. They are answered with what is said here."""
+LLaMA-Factory, axolotl; and Megatron's (megatron.py). They are answered with what is said here."""
 
+from train.recipe import megatron
 from train.recipe.options import TrainingRecipe
 
 # Of our options those that the task has: what they are called elsewhere.
@@ -29,7 +30,7 @@ SAID_HERE = {
     ("torch_compile",): "compile",
     ("loss",): "enable_liger_kernel use_liger_kernel liger_fused_linear_cross_entropy",
     ("model_name_or_path",): "base_model model model_name model_id pretrained_model_name_or_path",
-    ("tokenizer_name",): "tokenizer tokenizer_name_or_path tokenizer_type tokenizer_model",
+    ("tokenizer_name",): "tokenizer tokenizer_name_or_path",
     ("config_overrides",): "rope_scaling rope_theta",
     ("train_file", "dataset_name"): "dataset datasets data_files dataset_dir train_data train_data_path",
     ("validation_file",): "eval_dataset val_file eval_file test_datasets",
@@ -57,7 +58,7 @@ SAID_HERE = {
     ("with_tracking", "report_to"): "use_wandb logging_dir tensorboard_dir",
     ("val_max_target_length",): "generation_max_length max_new_tokens",
     ("num_beams",): "generation_num_beams",
-    ("output_dir",): "save out_dir",
+    ("output_dir",): "out_dir",
     ("seed",): "random_seed data_seed",
 }
 LAUNCHER = "it belongs to accelerate launch, before the script's name"
@@ -68,10 +69,7 @@ STRATEGY = (
 # What takes more than a name: what is said, and of which names.
 SAID_IN_WORDS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
-    STRATEGY: "deepspeed deepspeed_config zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp "
-    "tensor_model_parallel_size pipeline_model_parallel_size use_distributed_optimizer distributed_backend",
-    "say --config_name, and --config_overrides with the names of that configuration":
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups max_position_embeddings",
+    STRATEGY: "deepspeed deepspeed_config zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
     "training is what this program does; leave it out": "do_train",
     "what is trained follows from the data: text, instructions or chats (--data_format); leave it out": "stage",
     "AdamW is the optimizer; another one is named in the DeepSpeed JSON": "optim optimizer",
@@ -88,10 +86,6 @@ SAID_IN_WORDS = {
     "a figure of --metric_for_best_model is known to be better when it is higher or lower": "greater_is_better",
     "transformers 5 chooses the tokenizer itself": "use_slow_tokenizer use_fast_tokenizer use_fast",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
-    "say --min_lr_ratio, the share of learning_rate that is left": "min_lr",
-    "say --max_eval_batches, batches of each process": "eval_iters",
-    "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)": "load",
-    "name the tokenizer's folder with --tokenizer_name": "vocab_file merge_file",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
     "upload the run's model/ folder with `hf upload` after the run": "push_to_hub hub_model_id",
 }  # fmt: skip
@@ -111,4 +105,4 @@ def habits_of(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
               for name in said.split()}  # fmt: skip
     words = {name: words for words, said in SAID_IN_WORDS.items() for name in said.split()
              if not (tool and words in (LAUNCHER, STRATEGY))}  # fmt: skip
-    return habits | words
+    return {**({} if tool else megatron.HINTS), **habits, **words}

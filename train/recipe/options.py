@@ -76,10 +76,7 @@ class ModelOptions(Recipe):
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
     attn_implementation: str | None = option(None, "eager, sdpa, flash_attention_2, ...: the attention kernel to use.")
     gradient_checkpointing: bool = option(
-        False,
-        "Recompute activations in the backward pass: less memory, slower.",
-        aliases=("recompute_activations",),
-        common=True,
+        False, "Recompute activations in the backward pass: less memory, slower.", common=True
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
 

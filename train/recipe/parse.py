@@ -18,7 +18,13 @@ from train.recipe.options import Recipe
 R = TypeVar("R", bound=Recipe)
 
 
-def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None = None, tool: bool = False) -> R:
+def parse_recipe(
+    cls: type[R],
+    argv: list[str] | None = None,
+    prog: str | None = None,
+    tool: bool = False,
+    elsewhere: dict[str, str] | None = None,
+) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
     Each value remembers who set it (`recipe.source(name)`): a flag, a line of the YAML file, or nobody.
@@ -26,6 +32,7 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
     Args:
         prog: the program's name in its help.
         tool: the program is started by its name, not by accelerate launch, and trains nothing.
+        elsewhere: {name from another program: what to type}; by default those of training (habits.py).
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
@@ -39,8 +46,9 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
         raise SystemExit(0)
 
     problems: list[str] = []
-    habits = habits_of(cls, kinds, tool)
-    flags = _read_flags(argv, kinds, aliases, habits, problems)
+    if elsewhere is None:
+        elsewhere = habits_of(cls, kinds, tool)
+    flags = _read_flags(argv, kinds, aliases, elsewhere, problems)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     config = flags.pop("config", None)
@@ -48,7 +56,7 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, prog: str | None =
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:
-                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], habits))
+                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], elsewhere))
             else:
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
@@ -97,7 +105,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, habits: dict, probl
         if spelled.setdefault(name, written) != written:
             problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
         texts = [text] if equals else []
-        while not equals and position < len(argv) and not _is_flag(argv[position]):
+        while not equals and position < len(argv) and not is_flag(argv[position]):
             texts.append(argv[position])
             position += 1
         if name == "config" and len(texts) == 1:
@@ -111,7 +119,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, habits: dict, probl
     return flags
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
     return word.startswith("--") and not re.fullmatch(r"-+[\d.]+(e[+-]?\d+)?", word)
 
 

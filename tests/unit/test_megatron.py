@@ -1,0 +1,481 @@
+"""`zerofit convert megatron-args`: scripts are read and not run, numbers are Megatron's, and no flag is lost."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from train.cli import main as zerofit
+from train.megatron.command import call_of, calls_in
+from train.megatron.convert import parameters_of
+from train.megatron.pair import pair_of
+from train.megatron.pretrain import Options, convert_pretraining
+from train.megatron.shape import Shape
+from train.megatron.shell import Shell, shown
+from train.recipe import ClmRecipe, UserError, parse_recipe
+from train.run.schedule import make_schedule
+
+LLAMA = """#!/bin/bash
+set -ex
+BASE=./data   # where things lie
+DS_CONFIG=${BASE}/ds.json
+WEIGHT="0.3 $BASE/one 0.7 $BASE/two"
+GPUS=8; NODES=2
+TP=2
+MICRO=2
+GLOBAL=$(( GPUS * NODES * MICRO ))
+recompute="full"
+cat <<EOT > $DS_CONFIG
+{
+  "train_batch_size" : $GLOBAL,
+  "train_micro_batch_size_per_gpu": $MICRO,
+  "zero_optimization": { "stage": ${STAGE:-1}, "reduce_bucket_size": 1000 },
+  "curriculum_learning": { "enabled": false },
+  "bf16": { "enabled": true }
+}
+EOT
+ds_args=" --deepspeed "
+ds_args=" --deepspeed_config=$DS_CONFIG ${ds_args}"
+if [ "${recompute}" = "full" ]; then
+  # whole layers
+  ds_args="--recompute-granularity full --recompute-method uniform ${ds_args}"
+elif [ "$recompute" = "selective" ]; then
+  ds_args="--recompute-activations ${ds_args}"
+fi
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS --nnodes $NODES --node_rank 0 --master_addr alpha --master_port 6000"
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
+  --tensor-model-parallel-size $TP --num-layers 3 --hidden-size 96 --ffn-hidden-size 160 \\
+  --num-attention-heads 4 --num-key-value-heads 2 --micro-batch-size $MICRO --global-batch-size $GLOBAL \\
+  --seq-length 64 --max-position-embeddings 128 --train-iters 1000 --save ./run --load ./run \\
+  --data-path $WEIGHT --data-impl mmap --tokenizer-type GPTSentencePieceTokenizer \\
+  --tokenizer-model $BASE/llama/tokenizer.model --split 949,50,1 --distributed-backend nccl \\
+  --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --weight-decay 0.1 --clip-grad 1 --lr-warmup-iters 20 \\
+  --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --log-interval 1 --save-interval 100 --eval-interval 50 \\
+  --eval-iters 10 --bf16 --no-query-key-layer-scaling --attention-dropout 0 --hidden-dropout 0 \\
+  --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm \\
+  --disable-bias-linear --frobnicate 3 $ds_args
+"""
+GPT = """
+VOCAB_FILE=<Specify path to file>/gpt2-vocab.json
+MERGE_FILE=<Specify path to file>/gpt2-merges.txt
+DATA_PATH=${1:-"data/mine_text_document"}
+GPT_ARGS=(
+    --num-layers 2
+    --hidden-size 32   # wide
+    --num-attention-heads 4
+    --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 4
+    --global-batch-size 8
+    --lr 0.00015
+    --train-samples 4000 --lr-decay-samples 3200
+    --lr-decay-style cosine
+    --min-lr 1.0e-5
+    --lr-warmup-fraction .01
+    --fp16
+    --no-bias-gelu-fusion
+)
+GPT_ARGS+=("${MORE[@]}")
+DATA_ARGS="--data-path $DATA_PATH --vocab-file $VOCAB_FILE --merge-file $MERGE_FILE"
+CMD="deepspeed --num_gpus 2 ./Megatron/pretrain_gpt.py ${GPT_ARGS[@]} $DATA_ARGS"
+echo $CMD
+eval "$CMD" 2>&1 | tee log.txt
+"""
+FILLED = {"VOCAB_FILE": "v/vocab.json", "MERGE_FILE": "v/merges.txt", "MORE": ""}
+MINIMAL = (
+    "pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 100 --lr 1e-3 --data-path A "
+    "--tokenizer-type GPT2BPETokenizer "
+)
+OF_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
+
+
+def converted(text: str, given: dict | None = None, options: Options | None = None):
+    (call,) = calls_in(text, given or {})
+    return convert_pretraining(call, options or Options())
+
+
+def typed(words: str, **options):
+    return convert_pretraining(call_of(shlex.split(words)), Options(**options))
+
+
+def fates(done) -> dict[str, str]:
+    return {row.flag.split()[0]: row.fate for row in done.flags.finish()}
+
+
+# ----------------------------------------------------------------------------------------------------------- the shell
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("A=1\nrun $A ${B:-two} '$A' \"$A b\"", ["run", "1", "two", "$A", "1 b"]),
+        ("A=(x 'y z'); A+=(w)\nrun ${A[@]}", ["run", "x", "y", "z", "w"]),
+        ("A=(x 'y z')\nrun \"${A[@]}\" ${A[0]}", ["run", "x", "y z", "x"]),
+        ("A='a b'\nrun --x=$A", ["run", "--x=a", "b"]),
+        ("N=$((2*3+1)); M=$(( ${N} / 2 ))\nrun $N $M", ["run", "7", "3"]),
+        ("N=2\nif [ $N -gt 1 ] && [[ -n $N ]]; then run yes; else run no; fi", ["run", "yes"]),
+        ("N=2\nif [[ $N == 3 ]]; then\n if [ 1 = 1 ]; then run a; fi\nelif [ $N = 2 ]\nthen run b; fi", ["run", "b"]),
+        ("[ 1 -eq 2 ] && run no\nrun yes", ["run", "yes"]),
+        ("while [[ $# -gt 0 ]]; do A=2; shift; done\nrun ${A:-1}", ["run", "1"]),
+        ("f() {\n run inside\n}\nrun outside # comment", ["run", "outside"]),
+        ("export A=1 B\nrun a\\\n  b \\\n$A", ["run", "a", "b", "1"]),
+        ("A=$(nproc)\nrun $A x$A", ["run", "$A", "x$A"]),
+        ("if [ -f x ]; then A=1; fi\nrun $A", ["run", "$A"]),
+        ("for i in 1 2; do A=$i; done\nrun $A", ["run", "$A"]),
+        ("if [ \"$1\" = x ]; then A=1; fi\nrun $A", ["run", "$1"]),
+        ("D=`pwd`\nrun $D/x 2>&1 >> log", ["run", "./x"]),
+    ],
+)  # fmt: skip
+def test_what_a_shell_would_make_of_it(script, words):
+    shell = Shell({})
+    shell.read(script)
+    (command,) = shell.commands
+    assert [shown(word) for word in command.words] == words
+
+
+def test_values_from_the_command_line_win():
+    shell = Shell({"A": "mine", "1": "first"})
+    shell.read("A=theirs\nrun $A $1 $@")
+    assert shell.commands[0].words == ["run", "mine", "first", "first"]
+
+
+def test_a_here_document_is_kept_as_the_shell_would_write_it():
+    shell = Shell({})
+    shell.read('A=1\ncat <<EOT > out.json\n{"a": $A, "b": [1,\n2]}\nEOT\ncat > raw <<\'E\'\n$A\nE\nrun x')
+    assert json.loads(shell.files["out.json"]) == {"a": 1, "b": [1, 2]}
+    assert shell.files["raw"] == "$A"
+    assert [command.words for command in shell.commands] == [["run", "x"]]
+
+
+def test_a_program_is_found_behind_any_launcher():
+    for script in (
+        "srun bash -c \"python -m torch.distributed.run --nproc-per-node 4 x/pretrain_gpt.py --num-layers 2\"",
+        "R=\"torchrun --nproc_per_node=4 pretrain_gpt.py $@ --num-layers 2\"\neval ${R}",
+    ):  # fmt: skip
+        (call,) = calls_in(script, {})
+        assert (call.program, call.arguments, call.processes) == ("pretrain_gpt.py", ["--num-layers", "2"], 4)
+    with pytest.raises(UserError, match=r"\$1 .*Say 1=value"):
+        calls_in('if [ "$1" = x ]; then C="torchrun pretrain_gpt.py"; fi\neval "$C --num-layers 2"', {})
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_a_llama_becomes_this_recipe():
+    done = converted(LLAMA)
+    assert not done.flags.problems
+    assert done.recipe == {
+        "config_name": "llama-2-7b",
+        "config_overrides": "hidden_size=96,intermediate_size=160,num_hidden_layers=3,num_attention_heads=4,"
+        "num_key_value_heads=2,head_dim=24,max_position_embeddings=128",
+        "make_vocab_size_divisible_by": 256, "tokenizer_name": "./data/llama",
+        "data_path": ["0.3", "./data/one", "0.7", "./data/two"], "split": "949,50,1", "block_size": 64, "seed": 1234,
+        "per_device_train_batch_size": 2, "global_batch_size": 32, "per_device_eval_batch_size": 2,
+        "max_train_steps": 1000, "eval_steps": 50, "max_eval_samples": 320, "learning_rate": 3e-4,
+        "min_lr_ratio": pytest.approx(0.1), "lr_scheduler_type": "cosine", "num_warmup_steps": 20, "weight_decay": 0.1,
+        "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "precision": "bf16",
+        "gradient_checkpointing": True, "output_dir": "./run", "save_steps": 100, "logging_steps": 1,
+    }  # fmt: skip
+    assert (done.layout.strategy, done.layout.world, done.layout.machines) == ("zero3", 16, 2)
+
+
+def test_no_flag_is_lost():
+    done = converted(LLAMA)
+    found = fates(done)
+    assert len(found) > 50
+    assert set(re.findall(r"(--[a-z][\w-]+)", LLAMA[LLAMA.index("pretrain_gpt.py") :])) <= set(found)
+    kinds = {"--num-layers": "carried over", "--swiglu": "satisfied",
+             "--tensor-model-parallel-size": "no counterpart", "--frobnicate": "unknown",
+             '"curriculum_learning":': "no counterpart", '"bf16":': "carried over"}  # fmt: skip
+    assert {flag: found[flag] for flag in kinds} == kinds
+    assert "(--seed" in found, "Megatron's defaults count where ours are others"
+
+
+def test_what_is_not_filled_in_is_asked_for_by_name():
+    problems = converted(GPT, {"MORE": ""}).flags.problems
+    assert len(set(problems)) == 2
+    assert "$VOCAB_FILE (line 2: <Specify path to file>/gpt2-vocab.json is to be filled in)" in problems[0]
+    assert "Say VOCAB_FILE=value" in problems[0]
+
+
+def test_a_gpt_counts_samples():
+    recipe = converted(GPT, FILLED).recipe
+    assert recipe["config_name"] == "gpt2"
+    assert recipe["config_overrides"] == "n_embd=32,n_layer=2,n_head=4,n_positions=64,activation_function=gelu"
+    assert (recipe["max_train_steps"], recipe["lr_decay_steps"], recipe["num_warmup_steps"]) == (500, 400, 4)
+    assert (recipe["weight_decay"], recipe["max_eval_samples"], recipe["eval_steps"]) == (0.01, 800, 1000)
+    assert (recipe["precision"], recipe["tokenizer_name"]) == ("fp16", "v")
+    assert recipe["data_path"] == "data/mine_text_document"
+    assert converted(GPT, {**FILLED, "1": "other"}).recipe["data_path"] == "other"
+
+
+SHAPES = {
+    "llama": OF_LLAMA + "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 80 --rotary-base 500000",
+    "llama, tied, biases": OF_LLAMA.replace("--disable-bias-linear", "") + "--kv-channels 16",
+    "llama, ffn by default": OF_LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0 --attention-dropout 0"),
+    "gpt2": "--ffn-hidden-size 96 --init-method-std 0.006",
+    "gpt2, untied": "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 64",
+    "neox": "--use-rotary-position-embeddings --rotary-percent 0.5",
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_model_has_as_many_parameters_as_megatrons(name):
+    done = typed(MINIMAL + SHAPES[name])
+    assert not done.flags.problems
+    assert parameters_of(done.recipe, 384) == done.shape.parameters(384)
+    assert parameters_of(done.recipe, 384) > 384 * 32 + 2 * 4 * 32 * 32
+
+
+def test_rope_reaches_the_configuration():
+    from train.model.configuration import load_configuration
+
+    recipe = typed(MINIMAL + SHAPES["llama"]).recipe
+    config = load_configuration(ClmRecipe(config_name="llama-2-7b", config_overrides=recipe["config_overrides"]))
+    assert (config.rope_parameters["rope_theta"], config.head_dim, config.num_key_value_heads) == (500000.0, 8, 2)
+    half = load_configuration(ClmRecipe(config_name="llama-2-7b", config_overrides="hidden_size=64"))
+    assert half.head_dim == 2, "a head's size follows from those that are overridden"
+
+
+@pytest.mark.long
+def test_megatron_core_counts_the_same():
+    """Its own GPTModel, made on the CPU in a process of its own."""
+    pytest.importorskip("megatron.core")
+    code = """
+import os, torch, torch.nn.functional as F
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+parallel_state.initialize_model_parallel()
+for norm, bias, gated, kv, rope, tied, ffn in %r:
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=kv, ffn_hidden_size=ffn,
+        use_cpu_initialization=True, add_bias_linear=bias, gated_linear_unit=gated, normalization=norm,
+        activation_func=F.silu if gated else F.gelu, perform_initialization=False, bias_dropout_fusion=False)
+    model = GPTModel(config, get_gpt_layer_local_spec(normalization=norm), vocab_size=384, max_sequence_length=32,
+                     position_embedding_type="rope" if rope else "learned_absolute",
+                     share_embeddings_and_output_weights=tied)
+    print("counted", sum(parameter.numel() for parameter in model.parameters()))
+"""
+    cases = [
+        ("LayerNorm", True, False, 4, False, True, 256), ("RMSNorm", False, True, 2, True, False, 160),
+        ("RMSNorm", True, True, 2, True, False, 160), ("LayerNorm", True, False, 4, True, True, 256),
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code % cases], capture_output=True, text=True)
+    counted = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("counted")]
+    ours = [
+        Shape(2, 64, 4, kv, 16, ffn, 32, gated, norm == "RMSNorm", not rope, tied, bias, "gelu", 1e-5, 0, 0, 0.02, 1e4,
+              1.0).parameters(384)
+        for norm, bias, gated, kv, rope, tied, ffn in cases
+    ]  # fmt: skip
+    assert counted == ours, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
+        "--lr-decay-style linear --min-lr 2e-4 --lr-decay-iters 60 --lr-warmup-fraction 0.1",
+        "--lr-decay-style constant --lr-warmup-iters 7 --min-lr 1e-5",
+        "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 25 --lr-warmup-iters 5 --min-lr 1e-5",
+        "",
+    ],
+)
+def test_the_schedule_is_megatrons(flags):
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    import torch
+
+    given = {word.lstrip("-"): value for word, value in zip(flags.split()[::2], flags.split()[1::2])}
+    decay, batch = int(given.get("lr-decay-iters", 100)), 2
+    warmup = int(given.get("lr-warmup-iters", 0)) or float(given.get("lr-warmup-fraction", 0)) * decay
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    theirs = scheduler(
+        optimizer, init_lr=0.0, max_lr=1e-3, min_lr=float(given.get("min-lr", 0)), lr_warmup_steps=warmup * batch,
+        lr_decay_steps=decay * batch, lr_decay_style=given.get("lr-decay-style", "linear"), start_wd=0.0, end_wd=0.0,
+        wd_incr_steps=1, wd_incr_style="constant", wsd_decay_steps=int(given.get("lr-wsd-decay-iters", 0)) * batch,
+        lr_wsd_decay_style="linear",
+    )  # fmt: skip
+    expected = []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"])
+        theirs.step(batch)
+    done = typed(MINIMAL + flags)
+    assert not done.flags.problems
+    names = ("learning_rate", "min_lr_ratio", "lr_scheduler_type", "num_warmup_steps", "lr_decay_steps",
+             "wsd_decay_ratio")  # fmt: skip
+    schedule, _ = make_schedule(ClmRecipe(**{name: done.recipe[name] for name in names if name in done.recipe}), 100)
+    assert [schedule(update) for update in range(100)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--swiglu", "there is no family with swiglu, layernorm"),
+        ("--disable-bias-linear", "no biases"),
+        (OF_LLAMA + "--hidden-dropout 0.1", "has no such dropout"),
+        ("--num-experts 8", "a mixture of experts"),
+        ("--position-embedding-type alibi", "neither family has it"),
+        ("--no-position-embedding", "no family is without positions"),
+        ("--kv-channels 16", "it is hidden size / heads, 8"),
+        ("--fp16 --bf16", "keep one of the two"),
+        ("--lr-decay-style inverse-square-root", "there are linear, cosine"),
+        ("--load elsewhere", "--model_name_or_path FOLDER"),
+        ("--save x --load x --finetune", "--model_name_or_path FOLDER"),
+        ("--optimizer sgd", "AdamW is the only optimizer"),
+        ("--train-data-path A --valid-data-path B", "by --split"),
+        ("--data-impl lazy", "zerofit prepare"),
+        ("--tokenizer-type NullTokenizer", "--tokenizer_name"),
+        ("--num-layers two", "an integer was expected"),
+    ],
+)
+def test_what_contradicts_is_an_error(flags, said):
+    done = typed(MINIMAL + flags)
+    assert any(said in problem for problem in done.flags.problems), done.flags.problems
+
+
+def test_a_json_that_contradicts_the_flags():
+    problems = converted(LLAMA.replace("--bf16", "").replace('"train_batch_size" : $GLOBAL', '"train_batch_size": 5'))
+    assert "train_batch_size = 5" in problems.flags.problems[0]
+    assert "--bf16 is not there" in problems.flags.problems[1]
+
+
+def test_all_processes_are_data_parallel():
+    done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --micro-batch-size 4 --global-batch-size 16 "
+                 "--pipeline-model-parallel-size 4")  # fmt: skip
+    assert (done.recipe["per_device_train_batch_size"], done.layout.world, done.layout.strategy) == (2, 8, "zero3")
+    few = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 4 --pipeline-model-parallel-size 8")
+    assert (few.layout.world, few.recipe["per_device_train_batch_size"]) == (4, 1)
+    assert "4 processes and not to 8" in few.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [("", "ddp"), ("--use-distributed-optimizer", "zero1"), ("--zero-stage 2", "zero2"), ("--num-workers 2", "ddp")],
+)
+def test_strategies(flags, strategy, tmp_path):
+    done = typed(f"torchrun --nproc_per_node 2 {MINIMAL}{flags}")
+    assert done.layout.strategy == strategy
+    files = pair_of(done.layout, tmp_path)
+    settings = yaml.safe_load(files["accelerate.yaml"])
+    assert (settings["num_processes"], settings["num_machines"]) == (2, 1)
+    assert ("deepspeed.json" in files) == strategy.startswith("zero")
+
+
+def test_recomputation_that_is_selective_is_not_turned_into_full():
+    for flags in ("--recompute-activations", "--recompute-granularity selective"):
+        done = typed(MINIMAL + flags)
+        assert "gradient_checkpointing" not in done.recipe
+        assert "no counterpart" in fates(done).values()
+    assert typed(MINIMAL + "--recompute-granularity full").recipe["gradient_checkpointing"] is True
+
+
+def test_weights_to_begin_with_must_fit(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 3, "n_embd": 32, "n_head": 4}))
+    done = typed(MINIMAL + "--load elsewhere", model_name_or_path=str(tmp_path))
+    assert done.flags.problems == [f"--num-layers 2: {tmp_path / 'config.json'} says 3: make them agree"]
+    assert "config_name" not in done.recipe
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
+    script, output = tmp_path / "llama.sh", tmp_path / "out"
+    script.write_text(LLAMA)
+    line = ["convert", "megatron-args", str(script), "STAGE=2", "--output", str(output)]
+    assert zerofit(line) == 0
+    shown_text = capsys.readouterr().out
+    assert "1 unknown" in shown_text
+    assert shown_text.splitlines()[-1] == (
+        f"accelerate launch --config_file {output}/accelerate.yaml train/clm.py --config {output}/recipe.yaml"
+    )
+    assert parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")]).global_batch_size == 32
+    settings = yaml.safe_load((output / "accelerate.yaml").read_text())
+    assert (settings["main_process_ip"], settings["main_process_port"]) == ("alpha", 6000)
+    config = json.loads((output / "deepspeed.json").read_text())
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert (config["train_batch_size"], config["bf16"]) == ("auto", {"enabled": "auto"})
+    assert "curriculum_learning" not in config
+    assert zerofit(line) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert zerofit([*line, "--overwrite"]) == 0
+
+
+def test_nothing_is_written_where_something_is_wrong(tmp_path, capsys):
+    arguments = ["convert", "megatron-args", "--output", str(tmp_path / "x"), "--", *shlex.split(MINIMAL), "--swiglu"]
+    assert zerofit(arguments) == 2
+    assert not (tmp_path / "x").exists()
+    assert "there is no family" in capsys.readouterr().err
+    assert zerofit(["convert", "megatron-args"]) == 2
+    assert "name a script" in capsys.readouterr().err
+
+
+def test_corpora(tmp_path, capsys):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}_document.bin").touch()
+    script = tmp_path / "prepare.sh"
+    script.write_text(
+        "python tools/preprocess_data.py --input my.jsonl --output-prefix mine --vocab-file v/vocab.json "
+        "--dataset-impl mmap --tokenizer-type GPT2BPETokenizer --merge-file v/merges.txt --append-eod --workers 4 "
+        "--chunk-size 25\n"
+        f"python tools/merge_datasets.py --input {tmp_path} --output-prefix all\n"
+    )
+    assert zerofit(["convert", "megatron-args", str(script)]) == 0
+    shown_text = capsys.readouterr().out
+    assert (
+        "\nzerofit prepare --input my.jsonl --output_prefix mine --tokenizer v --workers 4 --append_eod\n"
+        in shown_text
+    )
+    assert (
+        f"\nzerofit prepare merge --input {tmp_path}/a_document {tmp_path}/b_document --output_prefix all\n"
+        in shown_text
+    )
+    assert re.search(r"--chunk-size 25 +no counterpart", shown_text)
+
+
+# --------------------------------------------------------------------------------------------------------------- hints
+
+
+@pytest.mark.parametrize(
+    ("flag", "said", "not_said"),
+    [
+        ("--data-impl", "mapped into memory", "data_path"),
+        ("--attention-dropout", "attn_pdrop", "lora_dropout"),
+        ("--deepspeed", "accelerate launch --config_file", "seed"),
+        ("--recompute-activations", "selective", "Did you mean"),
+        ("--tensor-model-parallel-size", "ZeRO-3", "Did you mean"),
+        ("--swiglu", "llama-2-7b", "Did you mean"),
+        ("--lr-warmup-samples", "--num_warmup_steps", "Did you mean"),
+        ("--hysteresis", "leave it out", "Did you mean"),
+    ],
+)
+def test_flags_that_are_typed_into_training(flag, said, not_said):
+    with pytest.raises(UserError) as caught:
+        parse_recipe(ClmRecipe, [flag, "1", "--config_name", "gpt2", "--tokenizer_name", "gpt2", "--data_path", "A"])
+    assert said in str(caught.value)
+    assert not_said not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--dataset-impl", "mmap"),
+        ("--tokenizer-type", "--tokenizer"),
+        ("--chunk-size", "leave it out"),
+        ("--split-sentences", "BERT"),
+    ],
+)
+def test_flags_that_are_typed_into_prepare(flag, said, capsys):
+    assert zerofit(["prepare", flag, "x"]) == 2
+    shown_text = capsys.readouterr().err
+    assert said in shown_text
+    assert "Did you mean" not in shown_text

@@ -1,0 +1,268 @@
+"""Megatron's flags: what is typed here in place of each, or why nothing is. Of Megatron-LM and Megatron-DeepSpeed.
+
+The parser of recipes answers such flags with these words, and `zerofit convert megatron-args` uses the same ones.
+"""
+
+SHAPE = "say --config_name, and --config_overrides with the names of that configuration"
+DROPOUT = (
+    "say --config_overrides attn_pdrop=0,resid_pdrop=0,embd_pdrop=0 (GPT-2), attention_dropout=0 (Llama, which has no "
+    "other)"
+)
+STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
+DEGREE = (
+    "every process is a data-parallel one here; ZeRO-3 shards the weights over all of them (--config_file "
+    "accelerate_configs/zero3.yaml)"
+)
+TOKENIZER = "name the tokenizer's folder with --tokenizer_name"
+FULL = "whole layers are recomputed with --gradient_checkpointing"
+TRACKERS = "say --with_tracking --report_to tensorboard or wandb; they get every figure of metrics.jsonl"
+
+TYPED = {  # flags whose value has a place here under another name
+    "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
+    "eval_iters": "say --max_eval_samples (eval_iters * global_batch_size), or --max_eval_batches of each process",
+    "num_layers": SHAPE,
+    "hidden_size": SHAPE,
+    "ffn_hidden_size": SHAPE,
+    "num_attention_heads": SHAPE,
+    "num_query_groups": SHAPE,
+    "num_key_value_heads": SHAPE,
+    "kv_channels": SHAPE,
+    "max_position_embeddings": SHAPE,
+    "init_method_std": "say --config_overrides initializer_range=0.02",
+    "norm_epsilon": SHAPE,
+    "layernorm_epsilon": SHAPE,
+    "rotary_percent": SHAPE,
+    "no_bias_gelu_fusion": "say --config_overrides activation_function=gelu, which the kernel without fusion computes",
+    "openai_gelu": "a GPT-2 has it: activation_function gelu_new",
+    "squared_relu": "say --config_overrides activation_function=relu2",
+    "rotary_base": "say --config_overrides rope_theta=10000",
+    "rotary_position_embeddings_theta": "say --config_overrides rope_theta=10000",
+    "attention_dropout": DROPOUT,
+    "hidden_dropout": DROPOUT,
+    "train_samples": "say --max_train_steps, samples / global_batch_size",
+    "train_tokens": "say --max_train_steps, tokens / (global_batch_size * block_size)",
+    "lr_decay_samples": "say --lr_decay_steps, samples / global_batch_size",
+    "lr_decay_tokens": "say --lr_decay_steps, tokens / (global_batch_size * block_size)",
+    "lr_warmup_samples": "say --num_warmup_steps, samples / global_batch_size",
+    "lr_warmup_tokens": "say --num_warmup_steps, tokens / (global_batch_size * block_size)",
+    "lr_wsd_decay_iters": "say --wsd_decay_ratio, a share of the updates of the schedule",
+    "exit_duration_in_mins": "say --max_hours",
+    "num_workers": "say --dataloader_num_workers",
+    "save": "say --output_dir",
+    "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
+    "tokenizer_type": TOKENIZER,
+    "tokenizer_model": TOKENIZER,
+    "tokenizer_name_or_path": TOKENIZER,
+    "vocab_file": TOKENIZER,
+    "merge_file": TOKENIZER,
+    "zero_stage": STRATEGY,
+    "deepspeed": STRATEGY,
+    "deepspeed_config": f"{STRATEGY}, which names the DeepSpeed JSON",
+    "use_distributed_optimizer": f"{STRATEGY}; that flag is accelerate_configs/zero1.yaml",
+    "tensor_model_parallel_size": DEGREE,
+    "pipeline_model_parallel_size": DEGREE,
+    "context_parallel_size": DEGREE,
+    "ds_sequence_parallel_size": DEGREE,
+    "num_layers_per_virtual_pipeline_stage": DEGREE,
+    "recompute_granularity": f"{FULL}; there is no selective recomputation",
+    "recompute_activations": f"it means selective recomputation (of attention), which there is not here; {FULL}",
+    "checkpoint_activations": "say --gradient_checkpointing",
+    "deepspeed_activation_checkpointing": "say --gradient_checkpointing",
+    "wandb_project": "say --report_name, with --with_tracking --report_to wandb",
+    "wandb_exp_name": "say --run_name, with --with_tracking --report_to wandb",
+    "tensorboard_dir": "say --with_tracking --report_to tensorboard; the files lie in the run's folder",
+}
+OF_LLAMA = "a Llama (--config_name llama-2-7b) has it"
+FLASH = "on a GPU a flash kernel runs by default, in half precision (--attn_implementation)"
+FUSED = "a matter of Megatron's kernels; the figures are the same"
+OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
+SATISFIED = {  # what is so here anyway
+    "swiglu": OF_LLAMA,
+    "normalization": "a Llama has rmsnorm, a GPT-2 layernorm",
+    "use_rotary_position_embeddings": OF_LLAMA,
+    "position_embedding_type": "a Llama has rope, a GPT-2 learned positions",
+    "no_position_embedding": "a Llama has no learned positions",
+    "untie_embeddings_and_output_weights": "say --config_overrides tie_word_embeddings=false (llama-2-7b has it)",
+    "disable_bias_linear": OF_LLAMA,
+    "group_query_attention": "the number of key and value heads says so",
+    "apply_layernorm_1p": "the same norm, whose weights count from 1 and not from 0",
+    "no_query_key_layer_scaling": "no such scaling is done; it would cancel out but for rounding",
+    "attention_softmax_in_fp32": "softmax is computed in fp32",
+    "optimizer": "AdamW is the optimizer",
+    "data_impl": "corpora are mapped into memory, as with mmap",
+    "dataloader_type": "samples come in one order for all epochs, as with single",
+    "use_flash_attn": FLASH,
+    "use_flash_attn_v1": FLASH,
+    "use_flash_attn_v2": FLASH,
+    "use_flash_attn_triton": FLASH,
+    "attention_backend": FLASH,
+    "use_mcore_models": "there is one implementation of each model",
+    "transformer_impl": "there is one implementation of each model",
+    "no_pipeline_parallel": "there is no pipeline parallelism",
+    "recompute_method": "each layer is recomputed by itself, which is uniform with 1 layer",
+    "recompute_num_layers": "each layer is recomputed by itself",
+    "overlap_grad_reduce": OVERLAP,
+    "overlap_param_gather": OVERLAP,
+    "accumulate_allreduce_grads_in_fp32": "so it is under ddp; under ZeRO the JSON says it (data_types)",
+    "no_load_optim": "weights that a run begins with bring no optimizer along",
+    "no_load_rng": "weights that a run begins with bring no random state along",
+    "exit_signal_handler": "SIGTERM, SIGUSR1 and Ctrl-C save and leave",
+    "DDP_impl": "the strategy is the launcher's",
+    "finetune": "weights that a run begins with bring nothing else along",
+    "calculate_per_token_loss": "the loss is a sum over tokens, divided by their number in the global batch",
+    "cross_entropy_loss_fusion": "the memory-saving loss is the default (--loss)",
+    "no_create_attention_mask_in_dataloader": "no mask is made where the kernel needs none",
+    "dist_ckpt_format": "checkpoints have one format, which any number of processes reads",
+    "ckpt_format": "checkpoints have one format, which any number of processes reads",
+    "use_dist_ckpt": "checkpoints have one format, which any number of processes reads",
+    "async_save": "checkpoints are written while training goes on",
+    "use_fused_rmsnorm": FUSED,
+    "no_gradient_accumulation_fusion": FUSED,
+    "no_masked_softmax_fusion": FUSED,
+    "no_bias_dropout_fusion": FUSED,
+    "no_bias_swiglu_fusion": FUSED,
+    "no_rope_fusion": FUSED,
+    "no_persist_layer_norm": FUSED,
+    "no_async_tensor_model_parallel_allreduce": FUSED,
+    "disable_mem_efficient_ln": FUSED,
+    "ds_fused_adam": "the optimizer is a fused one",
+    "eod_mask_loss": "the same",
+    "repeated_dataloader": "the data is read as often as the run is long",
+}
+OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
+MEGATRONS_FORMAT = "Megatron's checkpoints are not read or written here"
+ONE_SCALE = "the scaler begins and grows as accelerate's or, under ZeRO, as the fp16 block of the JSON says"
+NONE = {  # what there is not, and why
+    "distributed_backend": "NCCL on GPUs, gloo without",
+    "local_rank": "the launcher's",
+    "sequence_parallel": "it splits activations among tensor-parallel processes, and there are none",
+    "loss_scale": ONE_SCALE,
+    "initial_loss_scale": ONE_SCALE,
+    "min_loss_scale": ONE_SCALE,
+    "loss_scale_window": ONE_SCALE,
+    "hysteresis": ONE_SCALE,
+    "rampup_batch_size": "the global batch has one size from the first update on",
+    "step_batch_size_schedule": "the global batch has one size from the first update on",
+    "exit_interval": "stop a run with --max_hours or a signal; a smaller max_train_steps makes another schedule",
+    "no_save_optim": "say --save_only_model",
+    "override_opt_param_scheduler": "the schedule is the recipe's; a run with another one is another run",
+    "use_checkpoint_opt_param_scheduler": "the schedule is the recipe's; a run with another one is another run",
+    "use_checkpoint_args": "the recipe says it all",
+    "universal_checkpoint": MEGATRONS_FORMAT,
+    "load_tag": MEGATRONS_FORMAT,
+    "ckpt_step": MEGATRONS_FORMAT,
+    "decoupled_lr": "all weights have one learning rate",
+    "decoupled_min_lr": "all weights have one learning rate",
+    "start_weight_decay": "weight decay is constant",
+    "end_weight_decay": "weight decay is constant",
+    "weight_decay_incr_style": "weight decay is constant",
+    "lr_warmup_init": "the warm-up begins at 0",
+    "embedding_weights_in_fp32": "master weights are in fp32, and computation in the run's precision",
+    "fp32_residual_connection": "the residual stream has the run's precision",
+    "fp16_lm_cross_entropy": "the loss is summed in fp32",
+    "grad_reduce_in_bf16": "communication_data_type of the DeepSpeed JSON sets it",
+    "cpu_optimizer": f"{STRATEGY}; zero2_offload or zero3_offload_optimizer keep the optimizer on the host",
+    "cpu_torch_adam": "the host's optimizer is DeepSpeed's",
+    "use_cpu_initialization": "weights are drawn where the strategy needs them",
+    "no_initialization": "weights are drawn or read, never both",
+    "vocab_size": "the tokenizer's",
+    "vocab_extra_ids": "the tokenizer's",
+    "tiktoken_pattern": "the tokenizer's",
+    "no_mmap_bin_files": "corpora are mapped into memory",
+    "mmap_warmup": "the system reads ahead by itself",
+    "data_parallel_random_init": "all processes begin with the same weights",
+    "distribute_saved_activations": "there is no tensor parallelism to distribute them over",
+    "distribute_checkpointed_activations": "there is no tensor parallelism to distribute them over",
+    "checkpoint_num_layers": "each layer is recomputed by itself",
+    "manual_gc": "Python's own",
+    "empty_unused_memory_level": "torch's own",
+    "distributed_timeout_minutes": "--watchdog_minutes ends a run of which a process shows no sign of life",
+    "adlr_autoresume": "the same command goes on by itself",
+    "seed_for_dataloader": "one seed for all",
+    "sample_rate": "all samples are used",
+    "kill_switch_file": "a signal ends a run",
+    "kill_switch_path": "a signal ends a run",
+    "partition_activations": "there is no tensor parallelism to distribute them over",
+    "synchronize_each_layer": "a matter of Megatron's timers",
+    "wandb_save_dir": "wandb's files lie in the run's folder",
+    "wandb_entity": "set WANDB_ENTITY",
+    "no_load_lr_state": "weights that a run begins with bring no schedule along",
+    "override_lr_scheduler": "the schedule is the recipe's; a run with another one is another run",
+    "reset_iteration": "a run begins at update 0, or goes on where it stopped",
+    "no_check_for_nan_in_loss_and_grad": "NaN and infinity are never hidden; --on_fault says what is done about them",
+    "use_megatron_fsdp": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
+    "data_parallel_sharding_strategy": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
+    "init_model_with_meta_device": "under ZeRO-3 no process ever holds the whole model",
+    "checkpoint_in_cpu": "recomputation keeps its inputs where they are",
+    "num_layers_per_virtual_pipeline_stage": "there is no pipeline",
+    "standalone_embedding_stage": "there is no pipeline",
+    "pipeline_model_parallel_split_rank": "there is no pipeline",
+    "overlap_p2p_communication": "there is no pipeline",
+    "disable_bf16_reduced_precision_matmul": "torch's default",
+    "logging_level": "the log has one level",
+    "create_moe_param_group": "there are no experts",
+    "mlp_type": "there are no experts",
+}
+FAMILIES = (  # by how they begin
+    ("fp8", "there is no fp8; the recipe's precision is bf16, fp16 or fp32"),
+    ("moe", "there are no experts"),
+    ("retro", "no retrieval"),
+    ("log_", OWN_FIGURES),
+    ("no_log_", OWN_FIGURES),
+    ("timing_", OWN_FIGURES),
+    ("tensorboard_", TRACKERS),
+    ("profile", "a profiler is not built in; environment.json says where the seconds before the first update go"),
+    ("tp_comm", "there is no tensor parallelism"),
+    ("enable_zbh1", "there is no pipeline"),
+    ("ds_sequence_parallel", "there is no sequence parallelism"),
+    ("kd", "nothing is distilled from a teacher"),
+    ("mos", "nothing is distilled from a teacher"),
+    ("fsdp", "the strategy's own settings"),
+    ("use_nccl", "NCCL's settings are its environment variables"),
+    ("nccl", "NCCL's settings are its environment variables"),
+    ("nvtx", "a profiler is not built in"),
+    ("overlap_", OVERLAP),
+    ("ddp_", "the strategy's own settings"),
+    ("zero_", "the DeepSpeed JSON has it under zero_optimization"),
+    ("inference_", "a run trains"),
+    ("bert_", "no part of GPT"),
+)
+HINTS = {
+    **{name: f"leave it out: {why}" for name, why in (NONE | SATISFIED).items()},
+    **TYPED,
+    "no_save_optim": NONE["no_save_optim"],
+    "untie_embeddings_and_output_weights": SATISFIED["untie_embeddings_and_output_weights"],
+}
+TOKENIZER_OF_PREPARE = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
+MMAP = "leave it out: the .bin and .idx of mmap are what is written"
+PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
+    **dict.fromkeys(
+        ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "vocab"),
+        TOKENIZER_OF_PREPARE,
+    ),
+    "dataset_impl": MMAP,
+    "data_impl": MMAP,
+    "partitions": "leave it out: --workers share out the files and parts of them",
+    "chunk_size": "leave it out: the parts of a file are chosen by size",
+    "log_interval": "leave it out: progress is shown all the time",
+    "keep_sequential_samples": "leave it out: documents are always kept in the order of the input",
+    "vocab_size": "leave it out: the tokenizer knows",
+    "seq_length": "leave it out: samples are cut in training, by --block_size",
+    "split_sentences": "leave it out: sentences are BERT's; documents are kept whole",
+    "keep_newlines": "leave it out: texts are kept as they are",
+    "lang": "leave it out: sentences are BERT's; documents are kept whole",
+    "find_optimal_num_workers": "leave it out: --workers is the number of cores by default",
+    "multimodal": "leave it out: corpora hold text",
+}  # fmt: skip
+
+
+def fate_of(name: str) -> tuple[str, str]:
+    """(satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
+    if name in SATISFIED:
+        return "satisfied", SATISFIED[name]
+    if name.endswith("_teacher"):
+        return "no counterpart", "nothing is distilled from a teacher"
+    if name in NONE:
+        return "no counterpart", NONE[name]
+    why = next((why for start, why in FAMILIES if name.startswith(start)), None)
+    return ("no counterpart", why) if why else ("unknown", "not a flag that is known here: see whether it matters")
