@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import refusal, save_docs_tokenizer
+from helpers import ROOT, refusal
 from transformers import AutoModelForMultipleChoice, BertConfig
 
 from train.data.choices import ChoiceRows, find_choices
@@ -16,7 +16,7 @@ from train.data.sources import read_source
 from train.limits.worst import stretched
 from train.model.configuration import load_configuration
 from train.model.loss import IGNORE, logits_of_examples, loss_of_examples
-from train.model.tokenizer import fillers
+from train.model.tokenizer import fillers, train_tokenizer
 from train.recipe import ClsRecipe, parse_recipe
 from train.run.examples import best_constant, figures_of
 
@@ -44,9 +44,21 @@ def write(path, records):
     return path
 
 
-def recipe_of(path, tmp_path, *flags):
-    words = ["--model_type", "bert", "--tokenizer_name", str(save_docs_tokenizer(tmp_path / "tokenizer")),
-             "--train_file", str(path), "--cache_dir", str(tmp_path / "cache"), *map(str, flags)]  # fmt: skip
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([(ROOT / "LICENSE").read_text()], 300, "licence", folder, pairs=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe_of(tokenizer, tmp_path):
+    return lambda path, *flags: _recipe(tokenizer, path, tmp_path / "cache", *flags)
+
+
+def _recipe(tokenizer, path, cache, *flags):
+    words = ["--model_type", "bert", "--tokenizer_name", str(tokenizer), "--train_file", str(path), "--cache_dir",
+             str(cache), *map(str, flags)]  # fmt: skip
     return parse_recipe(ClsRecipe, words)
 
 
@@ -58,42 +70,41 @@ def others(record: dict) -> list[dict]:
 
 
 @pytest.mark.parametrize("form", list(FORMS))
-def test_published_forms(tmp_path, form):
+def test_published_forms(recipe_of, tmp_path, form):
     record, (question, texts), right = FORMS[form]
-    recipe = recipe_of(write(tmp_path / "a.jsonl", [record, *others(record)]), tmp_path)
+    recipe = recipe_of(write(tmp_path / "a.jsonl", [record, *others(record)]))
     table = read_source(recipe).parts["train"]
     choices = find_choices(recipe, table)
     assert choices.read(table[0]) == ([(question, text) for text in texts], right)
 
 
-def test_what_is_no_multiple_choice(tmp_path):
+def test_what_is_no_multiple_choice(recipe_of, tmp_path):
     plain = write(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
-    recipe = recipe_of(plain, tmp_path)
+    recipe = recipe_of(plain)
     assert find_choices(recipe, read_source(recipe).parts["train"]) is None
     record = FORMS["JCommonsenseQA"][0]
-    recipe = recipe_of(write(tmp_path / "b.jsonl", others(record)), tmp_path, "--text_columns", "question")
+    recipe = recipe_of(write(tmp_path / "b.jsonl", others(record)), "--text_columns", "question")
     assert find_choices(recipe, read_source(recipe).parts["train"]) is None
-    recipe = recipe_of(tmp_path / "b.jsonl", tmp_path, "--choice_columns", "choice0", "nothing")
+    recipe = recipe_of(tmp_path / "b.jsonl", "--choice_columns", "choice0", "nothing")
     assert "no column 'nothing'" in refusal(find_choices, recipe, read_source(recipe).parts["train"])
 
 
-def test_samples_and_their_loss(tmp_path):
+def test_samples_and_their_loss(recipe_of, tmp_path):
     """Records of two and three choices: a batch has three, and the missing one is never chosen."""
     two = {**QUESTION, "choices": ["the sky", "blood"], "label": 1}
     three = {**QUESTION, "choices": ["a", "much longer than the others are", "c"], "label": 2}
     bad = {**QUESTION, "choices": ["a", "b"], "label": 7}
     path = write(tmp_path / "a.jsonl", [two, three] * 6 + [{**two, "label": 0}, bad])
-    flags = ("--max_length", "16", "--validation_split_percentage", "25")
-    recipe = recipe_of(path, tmp_path, *flags)
+    flags = ("--max_length", "64", "--validation_split_percentage", "25")
+    recipe = recipe_of(path, *flags)
     config = load_configuration(recipe)
     assert "record 14: its label 7 is none of its 2 choices" in refusal(prepare_examples, recipe, config)
-    recipe = recipe_of(path, tmp_path, *flags, "--skip_bad_records")
+    recipe = recipe_of(path, *flags, "--skip_bad_records")
     data = prepare_examples(recipe, config)
     assert (type(data.train), len(data.train), len(data.held_out[0].samples)) == (ChoiceRows, 10, 3)
     assert data.labels.names == ("0", "1", "2")
     assert figures_of(data.labels, data.held_out, None) == ("accuracy", "loss")
     assert "accuracy" in best_constant(data.labels, data.held_out)[0]
-    assert any("choices are cut at 16" in note for note in data.notes) == bool(data.train.rows.truncated.any())
 
     sizes = [len(data.train[index]["sizes"]) for index in range(10)]
     small, large = sizes.index(2), sizes.index(3)
@@ -118,13 +129,13 @@ def test_samples_and_their_loss(tmp_path):
     expected = -(logits[0].log_softmax(-1)[batch.labels[0]] + logits[1].log_softmax(-1)[2])
     assert torch.allclose(loss_of_examples(logits, batch.labels), expected)
 
-    longest = stretched(data.train[large], {"input_ids": 48})
-    assert longest["sizes"].tolist() == [16, 16, 16]
-    assert collate([(longest, 0)]).inputs["token_type_ids"].shape == (1, 3, 16)
+    longest = stretched(data.train[large], {"input_ids": 50})
+    assert longest["sizes"].tolist() == [16, 16, 18]
+    assert collate([(longest, 0)]).inputs["token_type_ids"].shape == (1, 3, 18)
     assert np.issubdtype(longest["label"].dtype, np.integer)
 
 
-def test_an_adapter_is_refused(tmp_path):
+def test_an_adapter_is_refused(recipe_of, tmp_path):
     record = FORMS["JCommonsenseQA"][0]
-    recipe = recipe_of(write(tmp_path / "a.jsonl", others(record) * 3), tmp_path, "--lora")
+    recipe = recipe_of(write(tmp_path / "a.jsonl", others(record) * 3), "--lora")
     assert "lora = true" in refusal(prepare_examples, recipe, load_configuration(recipe))

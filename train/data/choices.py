@@ -1,7 +1,7 @@
 """Multiple choice: which columns hold a question and its choices, and records as samples of several rows.
 
-Each choice is read with its question, as a pair of texts: `[CLS] question [SEP] choice [SEP]`. Where a question has two
-texts (an article and what is asked of it, or SWAG's two sentences), the second stands before each choice.
+Each choice is read with its question, as a pair of texts: `[CLS] question [SEP] choice [SEP]`. Where a question has
+two texts (an article and what is asked of it, or SWAG's two sentences), the second stands before each choice.
 """
 
 import re
@@ -168,7 +168,16 @@ class ChoiceRows:
 def prepare_choices(
     recipe: ClsRecipe, config, source: Source, held_out: tuple[str, ...], choices: Choices
 ) -> ExampleData:
-    """Check, split and tokenise; see prepare_examples."""
+    """Check, split and tokenise, as prepare_examples does.
+
+    Raises:
+        UserError: a column is missing, a record cannot be used; an adapter is asked for.
+    """
+    if recipe.lora:
+        raise UserError(
+            "lora = true: the data is multiple choice, for which there are no adapters. Leave --lora out, or name a "
+            "text and a label with --text_columns and --label_column"
+        )
     notes = [f"data      question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}, "
              f"label {choices.label}"]  # fmt: skip
     parts = {}
@@ -177,9 +186,7 @@ def prepare_choices(
             raise UserError(f"{source.where(name)} has no column {', '.join(missing)}; {columns_present(table)}")
         notes += check_records(recipe, source, name, choices.read, choices)
         table = table.select_columns(choices.columns)
-        parts[name] = table.select(
-            [index for index, record in enumerate(table) if _answer(choices, record) is not None]
-        )
+        parts[name] = table.select([index for index, record in enumerate(table) if _is_good(choices, record)])
     if "validation" not in parts and recipe.validation_split_percentage > 0:
         sides = hold_out(parts["train"], recipe.validation_split_percentage / 100)
         parts = {**parts, **dict(zip(("train", "validation"), sides))}
@@ -195,10 +202,8 @@ def prepare_choices(
         what = f"{'training' if name == 'train' else 'held-out'} choices are cut at {length} tokens (max_length)"
         cut, lengths = int((rows.truncated > 0).sum()), rows.lengths + rows.truncated
         notes += report_loss(recipe, cut, len(rows), what, lengths, "max_length", config, stops=False)
-        read = [choices.read(record) for record in part]
-        sets[name] = ChoiceRows(
-            rows, np.array([len(texts) for texts, _ in read]), np.array([right for _, right in read])
-        )
+        sizes, right = zip(*((len(texts), number) for texts, number in map(choices.read, part)))
+        sets[name] = ChoiceRows(rows, np.array(sizes), np.array(right))
     most = max(int(np.diff(samples.starts).max()) for samples in sets.values())
     labels = Labels(tuple(str(number + choices.start) for number in range(most)), choices=True)
     texts = {name: part.remove_columns(choices.label) for name, part in parts.items()}

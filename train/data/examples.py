@@ -45,7 +45,7 @@ class HeldOut:
 
 @dataclass
 class ExampleData:
-    """Samples of all parts (of multiple choice ChoiceRows, else Rows), the labels, and the tokenizer that made them."""
+    """Samples of all parts (Rows; ChoiceRows of multiple choice), the labels, and the tokenizer that made them."""
 
     train: SampleSet
     held_out: list[HeldOut]
