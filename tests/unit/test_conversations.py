@@ -6,8 +6,9 @@ import pytest
 from datasets import Dataset
 from helpers import refusal
 
-from train.data.conversations import BadRecord, Columns, Pair, find_columns, read_keyed_conversations
+from train.data.conversations import Columns, Pair, find_columns, read_conversation_files, read_keyed_conversations
 from train.data.pairs import PairEncoder, SourceFormat, prepare_pairs, turn_separator
+from train.data.records import BadRecord
 from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer
 from train.recipe import Seq2SeqRecipe, UserError, parse_recipe
@@ -34,6 +35,9 @@ def columns_of(record: dict, **options: str) -> Columns:
         ({"said": TURNS, "answer": "x"}, {"dialogue_column": "said", "target_column": "answer"},
          Columns("said", None, "answer")),
         ({"source": "x", "target": "y", "id": "1"}, {}, Columns(None, "source", "target")),
+        ({"context": "z", "question": "x", "answers": {"text": ["y"]}}, {},
+         Columns(None, "question", "answers", "context")),
+        ({"messages": ROLES, "label": False}, {}, Columns("messages", None, None, verdict="label")),
         ({"highlights": "x", "article": "y", "id": "1"}, {}, Columns(None, "article", "highlights")),
         ({"dialogue": "a text, no list", "summary": "y"}, {}, Columns(None, "dialogue", "summary")),
         ({"ja": "x", "en": "y", "year": 1999}, {}, Columns(None, "ja", "en")),
@@ -46,13 +50,14 @@ def columns_of(record: dict, **options: str) -> Columns:
 def test_columns_that_are_found(record, options, expected):
     found = columns_of(record, **options)
     assert found == expected
-    assert all(name in found.describe for name in found.names)
+    assert all(name in found.describe for name in found.names if name != found.verdict)
 
 
 @pytest.mark.parametrize(
     ("record", "options", "words"),
     [
         ({"a": "x", "b": "y", "c": "z"}, {}, "name --dialogue_column, or --source_column and --target_column"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences: two answers each"),
         ({"a": "x", "b": "y", "c": "z"}, {"source_column": "a"}, "no conversation and no source and target are found"),
         ({"a": "x", "b": "y"}, {"target_column": "z"}, "target_column = 'z': there is no such column"),
         ({"a": "x", "b": "y"}, {"dialogue_column": "a"}, "dialogue_column = 'a' holds no list of turns"),
@@ -366,3 +371,38 @@ def test_an_instruction_beside_an_input_is_not_left_out_silently():
     table = Dataset.from_dict({"instruction": ["Add."], "input": ["1 2"], "output": ["3"]})
     with pytest.raises(UserError, match="the columns are instruction, input, output"):
         find_columns(Seq2SeqRecipe(), table)
+
+
+def test_questions_about_a_text():
+    columns = Columns(None, "question", "answers", "context")
+    record = {"question": "Who?", "context": "Ann did. ", "answers": {"text": ["Ann", "she"]}}
+    assert columns.pairs(record) == [Pair(["question: Who? context: Ann did."], "Ann")]
+    with pytest.raises(BadRecord, match="the answers is empty"):
+        columns.pairs({**record, "answers": {"text": []}})
+
+
+def test_parlais_text(tmp_path):
+    """Exchanges of an episode are one conversation; each label is a reply to all that was said before it."""
+    lines = [
+        "text:your persona: I ski.\\nHi.\tlabels:Hello.|Hey.\tlabel_candidates:a|b\tepisode_done:False",
+        "id:x\ttext:How are you?\tlabels:Well__PIPE__fine.\tepisode_done:True",
+        "",
+        "text:Bye.\teval_labels:See you.\tepisode_done:True",
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
+    table = read_conversation_files([tmp_path / "a.txt"])
+    columns = find_columns(Seq2SeqRecipe(), table)
+    assert [pair for record in table for pair in columns.pairs(record)] == [
+        Pair(["your persona: I ski.\nHi."], "Hello."),
+        Pair(["your persona: I ski.\nHi.", "Hello.", "How are you?"], "Well|fine."),
+        Pair(["Bye."], "See you."),
+    ]
+    (tmp_path / "a.txt").write_text("\n".join([*lines, "text:no answer"]))
+    assert "a.txt, line 5: a line of ParlAI's text has" in refusal(read_conversation_files, [tmp_path / "a.txt"])
+    (tmp_path / "plain.txt").write_text("text of no form\n")
+    assert read_conversation_files([tmp_path / "plain.txt"]) is None
+
+
+def test_plain_text_is_refused(tmp_path, prepare):
+    (tmp_path / "a.txt").write_text("plain text\n")
+    assert "this task reads records" in refusal(prepare, tmp_path / "a.txt")

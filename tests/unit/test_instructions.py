@@ -15,6 +15,7 @@ from train.recipe import ClmRecipe, parse_recipe
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [QUESTION, ANSWER]
+RESULT = {"role": "observation", "content": "42"}
 SHAREGPT = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
 
 
@@ -54,6 +55,10 @@ def form_of(record: dict, **options) -> Form | None:
         ({"dialogue": ["no", "roles"], "text": "x"}, {}, None),
         ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
         ({"history": TURNS, "messages": TURNS}, {}, Form("messages", "messages")),
+        ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
+         Form("instruction", "question", "answers", "context")),  # SQuAD
+        ({"messages": TURNS, "label": True}, {}, Form("messages", "messages", verdict="label")),
+        ({"prompt": "x", "completion": "y", "label": 0}, {}, Form("prompt", "prompt", "completion", plain=True)),
     ],
 )  # fmt: skip
 def test_forms_that_are_found(record, options, expected):
@@ -110,6 +115,7 @@ def test_options_that_contradict_each_other(flags, words):
 INSTRUCTION = Form("instruction", "instruction", "output", "input", "history", "system", "Default.")
 PROMPT = Form("prompt", "prompt", "completion")
 CHAT = Form("messages", "messages")
+RATED = Form("messages", "messages", verdict="label")
 
 
 def instruction(**values) -> dict:
@@ -187,7 +193,15 @@ def test_a_system_text():
         (CHAT, {"messages": [QUESTION, QUESTION, ANSWER]}, "turn 2 is the user's, where one of the assistant was due"),
         (CHAT, {"messages": [QUESTION, SYSTEM, ANSWER]}, "turn 2 is the system's, which can only be the first"),
         (CHAT, {"messages": [SYSTEM, SYSTEM, *TURNS]}, "turn 2 is the system's, which can only be the first"),
-        (CHAT, {"messages": [QUESTION, {"role": "tool", "content": "x"}]}, "turn 2 .* the role 'tool'.*user: user, h"),
+        (CHAT, {"messages": [QUESTION, {"role": "ann", "content": "x"}]}, "turn 2 .* the role 'ann'.*user: user, h"),
+        (CHAT, {"messages": [QUESTION, RESULT, ANSWER]}, "turn 2 is the tool's, where one of the assistant was due"),
+        (
+            CHAT,
+            {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
+            "those written out are read",
+        ),
+        (CHAT, {"messages": [*TURNS, RESULT]}, "no answer: the last turn, number 3, is the tool's"),
+        (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),
         (CHAT, {"messages": ["Hi?", "Ho."]}, "turn 1 of its messages has no role"),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
         (CHAT, {"messages": [{"role": "user", "said": "x"}]}, "a turn has role, said, and none of content"),
@@ -199,6 +213,35 @@ def test_records_that_are_of_no_use(form, record, words):
 
 
 # ------------------------------------------------------------------------------------------------------- from the file
+
+
+def test_tools_answer_between_two_turns_of_the_assistant():
+    call = {"role": "function_call", "content": '{"name": "ask"}'}
+    found = CHAT.messages({"messages": [QUESTION, call, RESULT, RESULT, ANSWER, QUESTION, ANSWER]})
+    assert [message["role"] for message in found] == [
+        "user", "assistant", "tool", "tool", "assistant", "user", "assistant"
+    ]  # fmt: skip
+
+
+def test_the_first_of_several_answers_is_trained_on():
+    form = Form("instruction", "question", "answers", "context")
+    for answers in ({"text": ["y", "z"], "answer_start": [0, 1]}, [{"text": "y", "answer_start": 0}], ["y", "z"]):
+        assert form.messages({"question": "x", "context": "c", "answers": answers})[-1]["content"] == "y"
+    with pytest.raises(BadRecord, match="the answers is empty"):
+        form.messages({"question": "x", "context": "c", "answers": {"text": [], "answer_start": []}})
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "x", "chosen": "y", "rejected": "z"}, {"chosen": TURNS, "rejected": TURNS},
+    {"prompt": "x", "response_0": "y", "response_1": "z", "better_response_id": 0},
+    {"conversation_a": TURNS, "conversation_b": TURNS, "winner": "model_a"},
+])  # fmt: skip
+def test_preferences_are_refused(record):
+    message = refusal(form_of, record)
+    assert "the records are preferences: two answers each" in message
+    assert "DPO" in message
+    if isinstance(record.get("chosen"), list):
+        assert form_of(record, messages_column="chosen") == Form("messages", "chosen")
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import json
 import pytest
 from datasets import Dataset
 
+from train.data.encodings import likely, proposal
 from train.data.prepare_text import prepare_text
+from train.data.sources import not_utf8, read_source
 from train.data.texts import load_texts, split_off
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
@@ -162,10 +164,100 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "empty" in refusal(find_files, "train_file", [str(tmp_path / "empty.txt")])
     message = refusal(records, cache, tmp_path / "latin.txt")
     assert "not UTF-8" in message
-    assert "0xe9 at offset 8 (line 2)" in message
+    assert "0xe9 at offset 8 (line 2). It reads as Latin-1 (cp1252), 'café au lait'" in message
     message = refusal(records, cache, tmp_path / "broken.jsonl")
     assert "broken.jsonl, line 2: not valid JSON" in message
     assert "no known format" in refusal(records, cache, tmp_path / "table.xls")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["cp932", "euc_jp", "utf-16"])
+def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
+    """What the message proposes reads the file right."""
+    texts = ["吾輩は猫である。名前はまだ無い。", "どこで生れたかとんと見当がつかぬ。", "plain"]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    content = {"txt": "\n".join(texts) + "\n", "jsonl": lines, "csv": "text\n" + "\n".join(texts) + "\n",
+               "json": json.dumps([{"text": text} for text in texts], ensure_ascii=False)}  # fmt: skip
+    data = content[name.split(".")[1].replace("tsv", "csv")].encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    options = {"validation_split_percentage": 0, "document_separator": "line"}
+    recipe = ClmRecipe(train_file=[str(tmp_path / name)], cache_dir=cache, **options)
+    with pytest.raises((UserError, UnicodeDecodeError)) as refused:  # of JSON, when its text is looked at
+        assert load_texts(recipe).train["text"][:]
+    error = refused.value if isinstance(refused.value, UserError) else not_utf8(recipe, refused.value)
+    assert f"say --encoding {encoding}" in str(error)
+    assert "吾輩は猫である。" in str(error)
+    found = records(cache, tmp_path / name, encoding=encoding, **options)
+    assert found.train["text"][:] == texts
+
+
+PROSE = {
+    "吾輩は猫である。名前はまだ無い。": ("cp932", "euc_jp", "utf-16", "utf-32"),
+    "どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所でニャーニャー泣いていた。": ("cp932", "euc_jp"),
+    "今天天气很好。我们去公园散步。看见了很多花和树。": ("gb18030",),
+    "今天天氣很好。我們去公園散步。看見了很多花和樹。": ("cp950",),
+    "오늘은 날씨가 매우 좋아서 우리는 공원에 산책하러 갔습니다.": ("cp949",),
+    "Die Straße führt über die Brücke, schöne Grüße aus München": ("cp1252",),
+    "Москва является столицей России и крупнейшим городом страны.": ("cp1251", "koi8_r"),
+}
+
+
+@pytest.mark.parametrize("text", list(PROSE))
+@pytest.mark.parametrize("times", [1, 300])
+def test_likely_encodings(text, times):
+    for encoding in PROSE[text]:
+        data = (f"label,text\n1,{text}\n" * times).encode(encoding)
+        assert likely(data)[0] == encoding
+        assert text[:6] in proposal(data)
+
+
+def test_what_reads_as_two_encodings_has_both_named():
+    french = "Où êtes-vous allés cet été? Ça a été très agréable.".encode("cp1252")
+    assert likely(french)[:1] == ["cp1252"]
+    assert "or" in proposal(french) or "Où êtes-vous" in proposal(french)
+    assert likely(bytes(range(128, 256)) * 9) == []
+    assert "No encoding that is known here" in proposal(bytes(range(128, 256)) * 9)
+
+
+def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):
+    (tmp_path / "a.txt").write_text("吾輩は猫である。名前はまだ無い。" * 3)
+    message = refusal(records, cache, tmp_path / "a.txt", encoding="latin-1")
+    assert "a.txt is UTF-8" in message
+    assert "Leave --encoding out" in message
+    assert "is not in it" in refusal(records, cache, tmp_path / "a.txt", encoding="ascii")
+    assert "there is no such encoding" in ClmRecipe(train_file=["a.txt"], encoding="sjiss").problems()[-1]
+
+
+def test_records_under_a_key(tmp_path, cache):
+    rows = [{"text": row} for row in ROWS]
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1", "all": {"data": rows}}))
+    found = records(cache, tmp_path / "a.json", field="all.data", validation_split_percentage=0)
+    assert found.train["text"][:] == ROWS
+    message = refusal(records, cache, tmp_path / "a.json", field="data")
+    assert "has no key 'data'; its keys are version, all" in message
+    assert "has no list of records there" in refusal(records, cache, tmp_path / "a.json", field="version")
+    assert "it is for .json files" in refusal(records, cache, write(tmp_path, "a.csv"), field="data")
+
+
+def test_squads_own_files(tmp_path, cache):
+    question = {"question": "Who?", "id": "1", "answers": [{"text": "Ann", "answer_start": 0}]}
+    article = {"title": "t", "paragraphs": [{"context": "Ann did.", "qas": [question, question]}]}
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1.1", "data": [article] * 3}))
+    recipe = ClmRecipe(train_file=[str(tmp_path / "a.json")], cache_dir=cache, field="data")
+    table = read_source(recipe).parts["train"]
+    assert len(table) == 6
+    assert table[0] == {"context": "Ann did.", "question": "Who?", "answers": {"text": ["Ann"]}}
+
+
+def test_columns_in_any_capitals(tmp_path, cache):
+    (tmp_path / "a.csv").write_text("Text, Label\na,1\nb,2\n")
+    table = read_source(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
+    assert table.column_names == ["text", "label"]
+    named = ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache, text_column="Text")
+    assert read_source(named).parts["train"].column_names == ["Text", "label"]
+    (tmp_path / "b.csv").write_text("Text,text\na,1\n")
+    both = ClmRecipe(train_file=[str(tmp_path / "b.csv")], cache_dir=cache)
+    assert read_source(both).parts["train"].column_names == ["Text", "text"]
 
 
 @pytest.mark.parametrize("name", ["latin.csv", "latin.jsonl"])

@@ -32,7 +32,12 @@ from train.recipe.tasks import ClmRecipe
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
 ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
 INPUTS = ("input", "context")
-ROLES = {"system": ("system", "developer"), "user": ("user", "human", "prompter"), "assistant": ASSISTANT}
+ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": (*ASSISTANT, "function_call"),  # a call that is written out as text is trained on
+    "tool": ("tool", "function", "observation", "ipython"),  # what it answered
+}
 MEANT = {name: role for role, names in ROLES.items() for name in names}
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 FIRST_RECORDS = 100  # that are looked at for turns with roles
@@ -154,7 +159,9 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
         if MEANT[name] == "system" and blank(text):
             text = ""
         elif text is None:
-            raise BadRecord(f"turn {number} of its {column} ({name}) has no text (calls of tools are not read)")
+            raise BadRecord(
+                f"turn {number} of its {column} ({name}) has no text (of calls of tools, those written out are read)"
+            )
         else:
             text = _text(text, f"turn {number} of its {column} ({name})")
         messages.append({"role": MEANT[name], "content": text})
@@ -162,16 +169,22 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
 
 
 def _check_order(messages: list[Message]) -> None:
-    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant."""
+    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant; between two
+    turns of the assistant tools may have answered in place of the user."""
     if not messages:
         raise BadRecord("a conversation without a turn")
     begin = int(messages[0]["role"] == "system")
+    before = "assistant"
     for number, message in enumerate(messages[begin:], begin + 1):
-        expected = ("user", "assistant")[(number - 1 - begin) % 2]
+        expected = "user" if before == "assistant" else "assistant"
+        if message["role"] == "tool" and (before == "tool" or (before == "assistant" and number > begin + 1)):
+            before = "tool"
+            continue
         if message["role"] == "system":
             raise BadRecord(f"turn {number} is the system's, which can only be the first")
         if message["role"] != expected:
             raise BadRecord(f"turn {number} is the {message['role']}'s, where one of the {expected} was due")
+        before = expected
     if messages[-1]["role"] != "assistant":
         raise BadRecord(f"no answer: the last turn, number {len(messages)}, is the {messages[-1]['role']}'s")
 
