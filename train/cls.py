@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
     from train.data.examples import prepare_examples
-    from train.data.labels import renamed_head, settle_labels
+    from train.data.labels import pretrained_head, renamed_head, settle_labels
     from train.data.pack import contents_rows
     from train.model.configuration import check_task, load_configuration
     from train.model.load import weights_of_head
@@ -49,14 +49,16 @@ def main(argv: list[str] | None = None) -> int:
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.contents if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
-    auto_class, replaced = AutoModelForSequenceClassification, []
+    auto_class, pretrained = AutoModelForSequenceClassification, recipe.model_name_or_path
     if data.labels.choices:
         auto_class = AutoModelForMultipleChoice
         check_task(recipe, config, auto_class)
+        had = len(pretrained_head(config, pretrained) or ())  # of a classifier; choices have a head of one output
+        other = had + 1
     else:
-        notes.append(renamed_head(config, data.labels, recipe.model_name_or_path))
-        had = settle_labels(config, data.labels, recipe.model_name_or_path, recipe.ignore_mismatched_sizes)
-        replaced = weights_of_head(auto_class, config, had) if had else []
+        notes.append(renamed_head(config, data.labels, pretrained))
+        had = other = settle_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
+    replaced = weights_of_head(AutoModelForSequenceClassification, config, other) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     settle_padding(config, data.tokenizer)

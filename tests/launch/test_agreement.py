@@ -7,6 +7,7 @@ outputs/tests/agreement.md (a copy of the whole one lies in docs/agreement.md).
 """
 
 import json
+import random
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,6 +76,10 @@ CASES = {
         "--validation_file", "{material}/glue/MRPC/dev.tsv", "--max_length", "64", "--max_train_samples", "100",
         "--max_eval_samples", "101",
     ), ("zero3",)),
+    "choices": Case("cls", 16, (
+        "--model_name_or_path", "{deberta}", "--train_file", "{choices}", "--validation_split_percentage", "30",
+        "--max_length", "64", "--max_eval_samples", "11",
+    )),
     "blenderbot": Case("seq2seq", 12, ("--model_name_or_path", "{blenderbot}", *PAIRS), ("zero2",)),
     "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS)),
     "lora": Case("clm", 14, (
@@ -95,7 +100,7 @@ def _is_core(name: str, layout: str) -> bool:
     return layout in CASES[name].core or (layout == REFERENCE and bool(CASES[name].core))
 
 
-RUNS, PREDICTING = table(*CASES), table("deberta", "blenderbot", "t5")
+RUNS, PREDICTING = table(*CASES), table("deberta", "choices", "blenderbot", "t5")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,30 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     tiny_deberta(folder / "deberta", num_labels=2)
     tiny_t5(folder / "t5", material / "tokenizers" / "blenderbot")
     train_blenderbot(folder / "blenderbot", material)
-    return {"llama": llama, "material": material, **{name: folder / name for name in ("deberta", "t5", "blenderbot")}}
+    made = ("deberta", "t5", "blenderbot")
+    return {
+        "llama": llama,
+        "material": material,
+        "choices": questions(folder),
+        **{name: folder / name for name in made},
+    }
+
+
+def questions(folder: Path) -> Path:
+    """Questions with four or five choices, one of which can be eaten."""
+    draw, path = random.Random(1), folder / "questions.jsonl"
+    food, other = (
+        ["apple", "pear", "plum", "cherry", "grape"],
+        ["hammer", "stone", "river", "cloud", "paper", "engine", "ladder"],
+    )
+    with path.open("w") as file:
+        for number in range(160):
+            choices = draw.sample(other, 4 + number % 2)
+            right = draw.randrange(len(choices))
+            choices[right] = draw.choice(food)
+            line = {"question": "Which of these can be eaten?", "choices": choices, "label": right}
+            file.write(json.dumps(line) + "\n")
+    return path
 
 
 def train_blenderbot(folder: Path, material: Path) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from train.recipe.errors import UserError
 
 MARKS = {BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32", BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16"}
-SINGLE_BYTE = ("cp1252", "cp1250", "iso8859_2", "cp1251", "koi8_r", "cp1253", "cp1254", "cp1255", "cp1256", "cp874")
+LATIN = ("cp1252", "cp1250", "iso8859_2", "cp1254")
+SINGLE_BYTE = ("cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "cp874", *LATIN)
 ALSO = {"cp932": "Shift_JIS", "cp949": "EUC-KR", "cp950": "Big5", "cp1252": "Latin-1"}  # names that people know
 SAMPLE = 20_000  # characters beyond ASCII that are judged
 PLAUSIBLE = 0.7  # share of these that must be common ones
@@ -51,7 +52,7 @@ def likely(data: bytes) -> list[str]:
     letters = _among_letters(data)
     best = max([letters, *scores.values()])
     if letters == best:
-        return _single_byte(data)
+        return _single_byte(data, LATIN if letters >= PLAUSIBLE else SINGLE_BYTE)
     return sorted((name for name in scores if scores[name] >= NEARLY * best), key=scores.get, reverse=True)
 
 
@@ -104,17 +105,17 @@ def _among_letters(data: bytes) -> float:
     return alone if alone >= PLAUSIBLE else 0.1  # last of all Cyrillic, Greek, ...: whole words of such bytes
 
 
-def _single_byte(data: bytes) -> list[str]:
+def _single_byte(data: bytes, names: tuple[str, ...]) -> list[str]:
     """Encodings of one byte a character, by charset-normalizer's measures of mess and of likeness to a language."""
     from charset_normalizer import from_bytes
 
     lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLE]
-    found = from_bytes(lines, cp_isolation=list(SINGLE_BYTE), threshold=0.2)
+    found = from_bytes(lines, cp_isolation=list(names), threshold=0.2)
     rank = {name: (round(match.chaos, 1), -round(match.coherence, 1))
             for match in found for name in match.could_be_from_charset}  # fmt: skip
     first = min(rank.values(), default=None)
     texts: dict[str, str] = {}
-    for name in SINGLE_BYTE:
+    for name in names:
         if name in rank and rank[name] == first and (text := _decoded(data, name)) is not None:
             texts.setdefault(text, name)
     return list(texts.values())[:4]

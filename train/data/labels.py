@@ -122,7 +122,7 @@ def in_the_models_order(labels: Labels, config) -> Labels:
     return labels
 
 
-def _pretrained_head(config, pretrained: str | None) -> list[str] | None:
+def pretrained_head(config, pretrained: str | None) -> list[str] | None:
     """The labels of the head that the pretrained weights bring; None where they bring none."""
     if not pretrained or not any("SequenceClassification" in name for name in config.architectures or ()):
         return None
@@ -131,7 +131,7 @@ def _pretrained_head(config, pretrained: str | None) -> list[str] | None:
 
 def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
     """A sentence for the log where a pretrained head of as many labels goes on under other names."""
-    had, names = _pretrained_head(config, pretrained), labels.names or ()
+    had, names = pretrained_head(config, pretrained), labels.names or ()
     if had is None or len(had) != len(names) or {name.lower() for name in had} == {name.lower() for name in names}:
         return None
     pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
@@ -146,7 +146,7 @@ def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatc
     Raises:
         UserError: the pretrained model's head has another number of classes, and it may not be replaced.
     """
-    had, replaced = _pretrained_head(config, pretrained), None
+    had, replaced = pretrained_head(config, pretrained), None
     if had is not None and len(had) != labels.num_outputs:
         if not ignore_mismatched_sizes:
             ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"
