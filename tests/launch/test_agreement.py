@@ -110,22 +110,15 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     tiny_deberta(folder / "deberta", num_labels=2)
     tiny_t5(folder / "t5", material / "tokenizers" / "blenderbot")
     train_blenderbot(folder / "blenderbot", material)
-    made = ("deberta", "t5", "blenderbot")
-    return {
-        "llama": llama,
-        "material": material,
-        "choices": questions(folder),
-        **{name: folder / name for name in made},
-    }
+    made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
+    return {"llama": llama, "material": material, "choices": questions(folder), **made}
 
 
 def questions(folder: Path) -> Path:
     """Questions with four or five choices, one of which can be eaten."""
     draw, path = random.Random(1), folder / "questions.jsonl"
-    food, other = (
-        ["apple", "pear", "plum", "cherry", "grape"],
-        ["hammer", "stone", "river", "cloud", "paper", "engine", "ladder"],
-    )
+    food = ["apple", "pear", "plum", "cherry", "grape"]
+    other = ["hammer", "stone", "river", "cloud", "paper", "engine", "ladder"]
     with path.open("w") as file:
         for number in range(160):
             choices = draw.sample(other, 4 + number % 2)
