@@ -151,7 +151,8 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     ]
     assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
     needed = max(len(row["input_ids"]) for row in whole)
-    keeps = f"block_size = 100 tokens. block_size = {needed} would keep 99% of them whole"
+    needed = f"block_size = {needed} would keep 99% of them whole (the model has 512 positions)"
+    keeps = f"block_size = 100 tokens. {needed}"
     assert [note for note in data.notes if "WARNING" in note] == [
         f"WARNING   20%: 2 of 10 training samples are left out: their answer lies beyond {keeps}",
         f"WARNING   20%: 2 of 10 training samples have their answer cut at {keeps}",
