@@ -11,7 +11,8 @@ h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 
 .table { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
 th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd }
 th { border-bottom: 2px solid #888; font-weight: 600; vertical-align: bottom } td { white-space: nowrap }
-th:first-child, td:first-child { text-align: left } td:first-child, .words { white-space: normal; min-width: 6rem; overflow-wrap: anywhere }
+th:first-child, td:first-child { text-align: left }
+td:first-child, .words { white-space: normal; min-width: 6rem; overflow-wrap: anywhere }
 tr.none td { color: #a33 }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1rem } .plots figure { flex: 1 1 460px; margin: 0 }
