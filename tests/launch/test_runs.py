@@ -42,6 +42,7 @@ def scratch(text, cache, tmp_path_factory):
                "--sample_tokens", "8", "--cache_dir", cache]  # fmt: skip
     done = launched(output, *SCRATCH, *options)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "%|" not in done.stderr, "bars of libraries are for terminals"
     return output, metrics(output), done.stdout
 
 

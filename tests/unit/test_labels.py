@@ -153,13 +153,13 @@ def test_ten_classes_are_ordered_by_number_and_not_by_their_text():
     assert in_the_models_order(Labels(tuple(sorted(names))), pretrained(*names)).names == names
 
 
-@pytest.mark.parametrize("labels", [Labels(("a", "b", "c")), Labels(None)])
+@pytest.mark.parametrize("labels", [Labels(("a", "b", "c")), Labels(None, number="score")])
 @pytest.mark.parametrize("model", [None, "a-body-without-a-head"])
 def test_the_labels_go_into_the_configuration(labels, model):
     config = BertConfig()
     assert settle_labels(config, labels, model, False) is None
     assert config.num_labels == labels.num_outputs
-    assert config.id2label == dict(enumerate(labels.names or ("LABEL_0",)))
+    assert config.id2label == dict(enumerate(labels.names or ("score",)))
     assert config.label2id == {name: number for number, name in config.id2label.items()}
     assert config.problem_type == ("single_label_classification" if labels.names else "regression")
 

@@ -444,6 +444,8 @@ def test_rows_say_what_the_trials_say():
 
 def test_the_conclusion_follows_from_the_numbers():
     ddp, zero2, none = rows()
+    fast = Row("fast", [1, 8], [trial(1, 100, 3.2), trial(8, 200, 1190.4)], ABOUT)
+    assert "1,190 samples/s" in conclusion([fast])
     assert conclusion([ddp, zero2, none]) == (
         "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp. The fastest is zero2 at 32 a process: "
         "12 samples/s, 1.2 times ddp at its best."
@@ -467,6 +469,8 @@ def test_the_report_has_all_of_it(tmp_path):
     report.write(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2
+    assert (tmp_path / "memory.svg").read_text().count("<!-- 0 -->") == 2, "both axes begin at 0"
+    assert '<td class="words">none (out of memory in backward)</td>' in page, "what is long may wrap"
     assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", "").replace("https://matplotlib.org", "")  # fmt: skip
     assert "&lt;x&gt;" in page

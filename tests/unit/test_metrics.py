@@ -185,3 +185,20 @@ def test_the_best_constant_of_classes():
 def test_the_best_constant_of_numbers():
     (line,) = best_constant(Labels(None), [held_out_labels([1.0, 3.0], np.float32)])
     assert line == "baseline    always 2: mse 1.0000"
+
+
+@pytest.mark.parametrize(
+    ("metric", "start", "values", "unbeaten"),
+    [
+        ("accuracy", 0.5, [0.5, 0.4], True),
+        ("accuracy", 0.5, [0.4, 0.6], False),
+        ("loss", 2.0, [2.5, 2.0], True),
+        ("loss", 2.0, [1.9], False),
+    ],
+)
+def test_a_best_that_only_ties_the_start_is_said(metric, start, values, unbeaten):
+    best = Best(metric)
+    for update, value in enumerate(values, 1):
+        best.is_best(update, {f"eval_{metric}": value})
+    assert best.unbeaten_start({f"eval_{metric}": start}) == (start if unbeaten else None)
+    assert best.unbeaten_start({}) is None

@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from train.run.progress import Bar, fitted, rounded, screen_width, shortened, table
+from train.run.progress import READABLE, Bar, fitted, rounded, screen_width, shortened, table
 
 LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
@@ -102,7 +102,10 @@ def test_a_long_table_is_narrowed_and_goes_on_below():
     wide = [("strategy", *(f"column {n}" for n in range(9))), ("ddp", *map(str, range(9)))]
     folded = table(wide, 60).splitlines()
     assert max(map(len, folded)) <= 60
-    assert [line.split()[0] for line in folded] == ["strategy", "ddp"] * 2
+    assert [line.split()[0] for line in folded if line] == ["strategy", "ddp"] * 2
+    paths = table([("corpus", *"a" * 9), ("x" * 90 + "one", *"1" * 9), ("x" * 90 + "two", *"2" * 9)], 60).splitlines()
+    assert paths[1].split()[0] != paths[2].split()[0]
+    assert len(paths[1].split()[0]) >= READABLE
     cells = " ".join(folded)
     assert all(cells.count(f"column {n}") == 1 for n in range(9))
 

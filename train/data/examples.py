@@ -1,6 +1,6 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow.compute as pc
@@ -162,7 +162,7 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
     else:
         labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
         class_names = tuple(getattr(feature, "names", ()) or ()) or None
-    labels = in_the_models_order(labels, config)
+    labels = replace(in_the_models_order(labels, config), number=label)
     parts, notes = {}, []
     for name, table in source.parts.items():
         if missing := [column for column in (*texts, label) if column not in table.column_names]:

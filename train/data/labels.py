@@ -19,10 +19,12 @@ class Labels:
 
     Args:
         choices: it is multiple choice: the classes are an example's choices, by their numbers.
+        number: what a number of regression is called.
     """
 
     names: tuple[str, ...] | None
     choices: bool = False
+    number: str = "number"
 
     @property
     def num_outputs(self) -> int:
@@ -155,7 +157,7 @@ def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatc
                 f"data has {ours}. Give it a new, random head with --ignore_mismatched_sizes"
             )
         replaced = len(had)
-    names = labels.names or ("LABEL_0",)
+    names = labels.names or (labels.number,)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.num_labels = len(names)

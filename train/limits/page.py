@@ -9,11 +9,13 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; mar
 h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2rem 0 .4rem }
 .conclusion { font-size: 1.1rem; background: #eef4fa; border-left: 4px solid #0072B2; padding: .6rem 1rem }
 .table { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
-th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } th { border-bottom: 2px solid #888; font-weight: 600 }
+th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd }
+th { border-bottom: 2px solid #888; font-weight: 600; vertical-align: bottom } td { white-space: nowrap }
+th:first-child, td:first-child { text-align: left }
+td:first-child, .words { white-space: normal; min-width: 6rem; overflow-wrap: anywhere }
 tr.none td { color: #a33 }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem } .plots figure { flex: 1 1 460px; margin: 0 }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1rem } .plots figure { flex: 1 1 460px; margin: 0 }
 .plots svg { width: 100%; height: auto } figcaption, .text { color: #555; max-width: 75ch }
 details summary { cursor: pointer } code { word-break: break-word }
 footer { margin-top: 2rem; font-size: 13px; color: #555 }
@@ -66,8 +68,13 @@ def _table(rows: list[tuple[str, ...]], colours: dict[str, str]) -> str:
         fits = not any(cell.startswith(("none", "failed", "out of", "timed")) for cell in cells)
         dot = f'<span class="dot" style="background:{colours.get(name, "#888")}"></span>'
         parts += [f"<tr{'' if fits else ' class=none'}><td>{dot}{escape(name)}</td>",
-                  *(f"<td>{escape(cell)}</td>" for cell in cells), "</tr>"]  # fmt: skip
+                  *(f"<td{_class(cell)}>{escape(cell)}</td>" for cell in cells), "</tr>"]  # fmt: skip
     return "".join([*parts, "</tbody></table>"])
+
+
+def _class(cell: str) -> str:
+    """Sentences may wrap, and numbers with their units may not."""
+    return ' class="words"' if len(cell) > 16 else ""
 
 
 def _with_code(text: str) -> str:

@@ -35,8 +35,7 @@ def memory_plot(rows: list[Row], limit: int | None) -> str:
                       label=None if lines else f"{row.name}: none")  # fmt: skip
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
-    low, high = min(shown, default=0) / unit, max(shown, default=unit) / unit
-    axes.set_ylim(max(0.0, low - 0.2 * (high - low)), high + 0.08 * (high - low or high))
+    axes.set_ylim(0, 1.08 * max(shown, default=unit) / unit)  # from 0: a tenth is to look like a tenth
     return _svg(figure, axes)
 
 

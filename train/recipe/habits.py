@@ -50,7 +50,6 @@ SAID_HERE = {
     ("lora_modules_to_save",): "additional_target modules_to_save",
     ("load_in_4bit", "load_in_8bit"): "quantization_bit",
     ("eval_steps",): "evaluation_strategy eval_strategy evals_per_epoch do_eval",
-    ("save_strategy", "save_steps"): "checkpointing_steps saves_per_epoch",
     ("eval_on_start",): "eval_delay",
     ("logging_steps",): "log_steps logging_strategy logging_first_step",
     ("report_name",): "wandb_project project_name",
@@ -70,6 +69,7 @@ STRATEGY = (
 SAID_IN_WORDS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
     STRATEGY: "deepspeed deepspeed_config zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
+    "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "training is what this program does; leave it out": "do_train",
     "what is trained follows from the data: text, instructions or chats (--data_format); leave it out": "stage",
     "AdamW is the optimizer; another one is named in the DeepSpeed JSON": "optim optimizer",

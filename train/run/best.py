@@ -30,13 +30,20 @@ class Best:
     def is_best(self, update: int, figures: dict[str, float]) -> bool:
         """Take an evaluation's figures. Returns whether it is the best so far; a NaN never is."""
         value = figures[f"eval_{self.metric}"]
-        sign = -1 if self.metric.startswith(LOWER_IS_BETTER) else 1
-        better = value == value if self.update is None else sign * (value - self.value) > self.threshold
+        better = value == value if self.update is None else self._gain(value, self.value) > self.threshold
         if better:
             self.update, self.value, self.figures, self.worse_in_a_row = update, value, figures, 0
         else:
             self.worse_in_a_row += 1
         return better
+
+    def unbeaten_start(self, before: dict[str, float]) -> float | None:
+        """The figure of the evaluation before training, where no later one is better; else None."""
+        start = before.get(f"eval_{self.metric}")
+        return start if start is not None and self._gain(self.value, start) <= 0 else None
+
+    def _gain(self, value: float, than: float) -> float:
+        return (than - value) if self.metric.startswith(LOWER_IS_BETTER) else (value - than)
 
     @property
     def is_exhausted(self) -> bool:

@@ -1,7 +1,10 @@
 """loss.png: the picture that a person looks at first."""
 
+import math
 from pathlib import Path
 from typing import Any
+
+FEW = 12  # updates that are shown as points, and not smoothed
 
 
 def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, figure_of_merit: str) -> None:
@@ -24,11 +27,11 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
     upper, *middle, lower = figure.subplots(
         2 + bool(judged), 1, sharex=True, height_ratios=[3, *[1.5] * bool(judged), 1]
     )
-    updates = [line["update"] for line in train]
-    upper.plot(updates, [line["loss"] for line in train], color="#9ecae1", linewidth=1, label="training, each update")
-    upper.plot(
-        updates, _smooth([line["loss"] for line in train]), color="#08519c", linewidth=1.8, label="training, smoothed"
-    )
+    updates, losses = ([line[name] for line in train] for name in ("update", "loss"))
+    points = {"marker": "o", "markersize": 3} if len(train) <= FEW else {}
+    upper.plot(updates, losses, color="#9ecae1", linewidth=1, label="training, each update", **points)
+    if not points:
+        upper.plot(updates, _smooth(losses), color="#08519c", linewidth=1.8, label="training, smoothed")
     if held:
         upper.plot([line["update"] for line in held], [line["eval_loss"] for line in held],
                    "o-", color="#d94801", markersize=4, linewidth=1, label="held out")  # fmt: skip
@@ -44,17 +47,44 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
     upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}", title=title)
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)
-    rate = lower.plot(updates, [line["learning_rate"] for line in train], color="#238b45", label="learning rate")
-    lower.set(xlabel="update", ylabel="learning rate")
     right = lower.twinx()
-    norm = right.plot(
-        updates, [line["grad_norm"] for line in train], color="#969696", linewidth=0.8, label="gradient norm"
-    )
-    right.set_ylabel("gradient norm")
-    right.set_yscale("log")
-    lower.legend(handles=[*rate, *norm], frameon=False, fontsize="small")
+    norms = [line["grad_norm"] for line in train]
+    rates = [line["learning_rate"] for line in train]
+    for axes, values, name, colour in ((lower, rates, "learning rate", "#238b45"),
+                                       (right, norms, "gradient norm", "#737373")):  # fmt: skip
+        axes.plot(updates, values, color=colour, linewidth=1, alpha=0.8, **points)
+        axes.set_ylabel(name, color=colour)  # in place of a legend, which would lie on the curves
+        axes.tick_params(axis="y", colors=colour)
+    lower.set(xlabel="update", ylim=(0, 1.08 * max([rate for rate in rates if rate > 0], default=1.0)))
     lower.grid(alpha=0.3)
+    _label(right, 3, _decades(norms))
+    for axes, most in ((upper, 8), *((axes, 4) for axes in (*middle, lower))):
+        _label(axes, most)
+    last = max((line["update"] for line in metrics), default=1)
+    lower.set_xlim(-0.03 * last, 1.03 * last)
+    lower.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(file)
+
+
+def _label(axes, most: int, decades: float = 0.0) -> None:
+    """Label the y axis with a few numbers, each written out; an axis of more than one decade is logarithmic."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
+
+    if decades > 1:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=most + 1))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
+    written_out = ScalarFormatter(useOffset=False)
+    written_out.set_scientific(False)
+    axes.yaxis.set_major_formatter(written_out)
+
+
+def _decades(values: list[float]) -> float:
+    """How many powers of ten lie between the smallest and the largest of the positive values."""
+    positive = [value for value in values if 0 < value < math.inf]
+    return math.log10(max(positive) / min(positive)) if positive else 0.0
 
 
 def _smooth(values: list[float]) -> list[float]:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-NARROWEST = 16  # columns that a table leaves to its first one
+READABLE = 28  # characters of a path that tell which one it is
 
 
 @dataclass
@@ -62,12 +62,13 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
     """Rows as aligned columns: the first to the left, the others to the right.
 
     Args:
-        width: of the screen. A table that is wider gets a narrower first column, and if that is not enough, goes on
-            below itself.
+        width: of the screen. A table that is wider gets a narrower first column; where that would be too narrow to
+            read, it goes on below itself.
     """
     first, *others = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    if width is not None and 2 + first + sum(others) + 2 * len(others) > width:
-        first = min(first, max(NARROWEST, width - 2 - sum(others) - 2 * len(others)))
+    if width is not None:
+        left = width - 2 - sum(others) - 2 * len(others)
+        first = min(first, left if left >= READABLE else max(READABLE, width // 2))
     blocks, room = [[]], 0
     for column, wide in enumerate(others, 1):
         room += 2 + wide
@@ -76,9 +77,10 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
             room = 2 + wide
         blocks[-1].append(column)
     names = [shortened(row[0], first).ljust(first) for row in rows]
-    lines = ("  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)])
-             for block in blocks for name, row in zip(names, rows))  # fmt: skip
-    return "\n".join("  " + line.rstrip() for line in lines)
+    shown = ("\n".join(
+        "  " + "  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)]).rstrip()
+        for name, row in zip(names, rows)) for block in blocks)  # fmt: skip
+    return "\n\n".join(shown)
 
 
 def rounded(value: float, digits: int = 3) -> str:

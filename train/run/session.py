@@ -1,6 +1,5 @@
 """The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
 
-import json
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
-from train.recipe.files import appears, is_there, without_folders
+from train.recipe.files import appears, is_there
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths
 from train.run.folder import RunFolder, describe_environment
@@ -366,10 +365,11 @@ class Session:
 
     def write_model(self, state, results: dict[str, Any], folder: Path, tokenizer) -> None:
         from train.model.export import export_model
+        from train.run.card import model_card
 
         write = self.adapter.save if self.adapter else export_model
-        library = "peft" if self.adapter else "transformers"
-        card = model_card(self.task, self.recipe, results, self.environment, library)
+        model_class, is_adapter = type(self.engine.module).__name__, self.adapter is not None
+        card = model_card(self.task, self.recipe, results, self.environment, is_adapter, model_class)
         write(self.engine.module, state, tokenizer, folder, card)
 
     def export(self, results: dict[str, Any]) -> None:
@@ -437,8 +437,10 @@ class Session:
         lines += self.job.baseline() if self.job.baseline else []
         if self.keeper.keeps_best and self.best.update is not None:
             where = "checkpoints/best, and model/ is that one" if load_best else "checkpoints/best; model/ is the last"
+            start = self.best.unbeaten_start(before)
+            tie = f", no better than before training ({start:.4f})" if start is not None else ""
             lines.append(
-                f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,} ({where})"
+                f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,}{tie} ({where})"
             )
         return lines
 
@@ -446,26 +448,3 @@ class Session:
 def functions_of(error: BaseException) -> list[str]:
     """The names of the functions through which an error came."""
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def model_card(
-    task: str, recipe: TrainingRecipe, results: dict[str, Any], environment: dict[str, Any], library: str
-) -> str:
-    """README.md of the exported model: what it is, how it was trained, what was measured."""
-    public = recipe.to_publish()
-    base = public["model_name_or_path"]
-    front = ["---", f"library_name: {library}", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
-    corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
-    data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
-    figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
-    measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
-    packages = environment["packages"]
-    shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
-    versions = ", ".join(f"{name} {packages[name]}" for name in shown)
-    options = {name: value for name, value in public.items() if recipe.source(name)}
-    return "\n".join([
-        *front, "", f"# {recipe.run_name or 'A model trained with zerofit'}", "",
-        f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}.", *measured, "",
-        f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
-        "", "```json", json.dumps(options, indent=2), "```", "",
-    ])  # fmt: skip

@@ -1,0 +1,62 @@
+"""The README.md of a trained model: the snippet in it loads what lies beside it."""
+
+import shutil
+
+import pytest
+
+from train.recipe import ClmRecipe, ClsRecipe
+from train.run.card import model_card
+
+ENVIRONMENT = {"packages": {"torch": "2.0"}, "zerofit_commit": "0123456789abcdef"}
+
+
+def card_of(recipe, is_adapter: bool, task: str = "clm", model_class: str = "") -> str:
+    return model_card(task, recipe, {"after": {"eval_loss": 1.5}}, ENVIRONMENT, is_adapter, model_class)
+
+
+def loaded(card: str):
+    """What the snippet of a card makes."""
+    code = card.split("```python\n")[1].split("```")[0]
+    made = {}
+    exec(code, made)
+    return made
+
+
+def test_a_models_snippet_loads_it(llama, monkeypatch):
+    monkeypatch.chdir(llama)
+    made = loaded(card_of(ClmRecipe(config_name="gpt2", train_file=["a.txt"]), is_adapter=False))
+    assert type(made["model"]).__name__ == "LlamaForCausalLM"
+    assert made["tokenizer"]("a text")["input_ids"]
+
+
+def test_an_adapters_snippet_loads_it_with_its_base(llama, monkeypatch, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "base").symlink_to(llama)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(llama), peft.LoraConfig(task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path)
+    for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
+        if (llama / name).exists():
+            shutil.copy(llama / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    made = loaded(card_of(ClmRecipe(model_name_or_path="base", train_file=["a.txt"]), is_adapter=True))
+    assert type(made["model"]).__name__ == "PeftModelForCausalLM"
+
+
+def test_an_adapter_on_random_weights_cannot_be_loaded():
+    assert "```python" not in card_of(ClmRecipe(config_name="gpt2", train_file=["a.txt"]), is_adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "auto_class"),
+    [("BertForSequenceClassification", "SequenceClassification"), ("BertForMultipleChoice", "MultipleChoice")],
+)
+def test_a_card_names_no_folder_of_this_machine(model_class, auto_class):
+    recipe = ClsRecipe(model_name_or_path="/home/me/bert", train_file=["/home/me/data/a.csv"], output_dir="/home/me/x")
+    recipe.remember_sources({name: f"--{name}" for name in recipe.to_dict()})
+    card = card_of(recipe, True, "cls", model_class)
+    assert "/home" not in card
+    assert f'AutoModelFor{auto_class}.from_pretrained("bert", config=' in card
+    assert "continued from bert on a.csv" in card
+    assert "| loss | 1.5000 |" in card
