@@ -101,8 +101,9 @@ def check_benchmark(words: list[str]) -> None:
 
 def check(words: list[str]) -> None:
     """Raises whatever the program would raise."""
-    if words[0] == "accelerate" and len(words) > 2:
-        check_launch(words[2:])
+    if words[0] == "accelerate":
+        if any(word.endswith(".py") for word in words):  # else it is only spoken of
+            check_launch(words[2:])
     elif words[0] == "zerofit":
         check_tool(words[1:])
     elif words[0] == "make":
