@@ -23,8 +23,8 @@ SMALL = {
                     "{tmp}/lora.md"],
     "save_stall": ["save_stall", *TINY_GPT2, "--tokenizer", "{material}/tokenizers/gpt2", "--updates", "12",
                    "--output", "{tmp}/saves.md"],
-    "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "96", "--warmup", "1",
-                "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
+    "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
+                "1", "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
 }  # fmt: skip
 LIBRARIES = {"contenders", "foot", "startup"}  # that others import
 

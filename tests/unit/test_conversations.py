@@ -7,11 +7,12 @@ from datasets import Dataset
 from helpers import refusal
 
 from train.data.conversations import Columns, Pair, find_columns, read_conversation_files, read_keyed_conversations
+from train.data.instructions import find_form
 from train.data.pairs import PairEncoder, SourceFormat, prepare_pairs, turn_separator
 from train.data.records import BadRecord
 from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer
-from train.recipe import Seq2SeqRecipe, UserError, parse_recipe
+from train.recipe import ClmRecipe, Seq2SeqRecipe, UserError, parse_recipe
 from train.recipe.tasks import PairOptions
 
 TURNS = ["Hi!", "Hello, who are you?", "A cat."]
@@ -307,13 +308,16 @@ def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_pat
 def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [*(talk(n) for n in range(20)), talk(20, 1), {"dialogue": ["a", " "]}])
     message = refusal(prepare, path)
-    assert f"{path}, record 21: a reply with no history: its dialogue has 1 turn (2 such records)" in message
+    alone = "(1 more that cannot be used: turn 2 of its dialogue is empty)"
+    assert f"{path}, record 21: a reply with no history: its dialogue has 1 turn {alone}" in message
     assert "--skip_bad_records" in message
     data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
     assert len(data.train) == 20 * 3
     assert any("2 of 22 records" in note for note in data.notes)
     only_bad = write(tmp_path / "bad.jsonl", [talk(0, 1)])
-    assert "has no record that can be used" in refusal(prepare, only_bad, "--skip_bad_records")
+    said = refusal(prepare, only_bad, "--skip_bad_records")
+    assert "has no record that can be used" in said
+    assert "name the column that is meant with --dialogue_column or --source_column or --target_column" in said
 
 
 def test_the_same_columns_in_another_role(tmp_path, prepare):
@@ -365,6 +369,24 @@ def test_a_turn_in_parts_is_one_text():
     parts = [{"type": "text", "text": "How are "}, {"type": "image"}, {"type": "text", "text": "you?"}]
     record = {"d": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Fine."}]}
     assert Columns("d", None, None).pairs(record) == [Pair(["How are you?"], "Fine.")]
+
+
+@pytest.mark.parametrize("content", [
+    [{"type": "text", "value": "How are "}, {"type": "text", "value": "you?"}], ["How are ", "you?"],
+    [{"type": "text", "text": {"value": "How are you?", "annotations": []}}], {"type": "text", "text": "How are you?"},
+    [{"type": "text", "text": None, "value": "How are you?"}],
+])  # fmt: skip
+def test_parts_by_other_names(content):
+    record = {"d": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
+    assert Columns("d", None, None).pairs(record) == [Pair(["How are you?"], "Fine.")]
+
+
+def test_parts_without_a_text_are_called_what_they_are():
+    picture = [{"type": "image_url", "image_url": "x"}]
+    turns = [{"role": "user", "content": picture}, {"role": "assistant", "content": [{"type": "text", "text": "?"}]}]
+    with pytest.raises(BadRecord, match="a turn holds image_url, and no text \\(text or value or content\\)"):
+        Columns("d", None, None).pairs({"d": turns})
+    assert find_form(ClmRecipe(), Dataset.from_dict({"messages": [turns]})).kind == "messages"
 
 
 def test_an_instruction_beside_an_input_is_not_left_out_silently():

@@ -237,13 +237,15 @@ def test_empty_texts_and_missing_labels(tmp_path, prepare, refused, ending):
     texts, labels = [*TEXTS[:6], " ", *TEXTS[7:20], "", *TEXTS[21:]], [*LABELS[:30], "", *LABELS[31:]]
     path = write(tmp_path / f"a.{ending}", {"text": texts, "label": labels})
     message = refused(path)
-    assert f"{path}, record 7: the text (text) is empty (3 such records)" in message
+    alike = "(2 such records; 1 more that cannot be used: it has no label (label))"
+    assert f"{path}, record 7: the text (text) is empty {alike}" in message
     assert "--skip_bad_records" in message
     data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
     kept = [n for n in range(40) if n not in (6, 20, 30)]
     assert words(data) == [TEXTS[n] for n in kept]
     assert names(data) == [LABELS[n] for n in kept]  # no label moved to its neighbour
-    assert any("3 of 40 records" in note for note in data.notes)
+    (note,) = [note for note in data.notes if "3 of 40 records" in note]
+    assert note.endswith("are left out: 1: it has no label (label); 2: the text (text) is empty")
 
 
 def test_of_a_pair_one_text_may_be_empty(tmp_path, prepare):

@@ -296,14 +296,16 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [*(asked(n) for n in range(20)), {"instruction": "?", "output": " "}, asked(20),
                                         {"instruction": "", "output": "x"}])  # fmt: skip
     message = refusal(prepare, path, "--chat_template", "instruction")
-    assert f"{path}, record 21: the output is empty (2 such records)" in message
+    assert f"{path}, record 21: the output is empty (1 more that cannot be used: the instruction is empty)" in message
     assert "--skip_bad_records" in message
     flags = ("--chat_template", "instruction", "--validation_split_percentage", "0")
     data = prepare(path, *flags, "--skip_bad_records")
     assert data.train.contents.documents == 21
     assert any("2 of 23 records" in note and "record 21: the output is empty" in note for note in data.notes)
     only_bad = write(tmp_path / "bad.jsonl", [{"instruction": "?", "output": ""}])
-    assert "has no record that can be used" in refusal(prepare, only_bad, *flags, "--skip_bad_records")
+    said = refusal(prepare, only_bad, *flags, "--skip_bad_records")
+    assert "has no record that can be used" in said
+    assert "name the column that is meant with --messages_column or --text_column" in said
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from train.data.encodings import likely, proposal
 from train.data.prepare_text import prepare_text
-from train.data.sources import not_utf8, read_source
+from train.data.sources import hold_out, not_utf8, read_source
 from train.data.texts import load_texts, split_off
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
@@ -105,8 +105,13 @@ def test_a_long_line_is_cut_inside_itself():
 
 
 def test_a_split_that_takes_everything_is_refused():
-    with pytest.raises(UserError, match="validation_split_percentage = 98"):
-        split_off(Dataset.from_dict({"text": ROWS[:20]}), 0.98)
+    said = refusal(split_off, Dataset.from_dict({"text": ROWS[:20]}), 0.98)
+    assert "validation_split_percentage = 98 leaves no sample on one side: the data is 20 records" in said
+    assert "Name a smaller share, a validation_file, or 0" in said
+    said = refusal(hold_out, Dataset.from_dict({"text": ROWS[:1]}), 0.05)
+    assert "the data is 1 record. Name a validation_file, or 0, which holds nothing out" in said
+    assert "share" not in said, "none cuts a record in two"
+    assert "Name a larger share" in refusal(split_off, Dataset.from_dict({"text": ["abc def"]}), 0.01)
 
 
 def test_tokens_of_a_cut_text_are_kept_for_the_next_process(tmp_path):

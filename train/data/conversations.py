@@ -25,6 +25,7 @@ SOURCES_AND_TARGETS = (
     ("dialogue", "summary"), ("prompt", "completion"), ("question", "answer"), ("context", "response"),
 )  # fmt: skip
 TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
+TEXT_OF_A_PART = ("text", "value", "content")
 ROLE_OF_A_TURN = ("role", "from", "speaker")
 PREFERENCES = (("chosen", "rejected"), ("response_a", "response_b"), ("response_0", "response_1"),
                ("conversation_a", "conversation_b"), ("answer_a", "answer_b"), ("output_1", "output_2"))  # fmt: skip
@@ -255,13 +256,24 @@ def holds_lists(feature: Any) -> bool:
     return isinstance(feature, list) or hasattr(feature, "feature")
 
 
+def roles_of(items: Any) -> list[str | None]:
+    """Whose each turn is; None where it does not say."""
+    return [
+        next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
+        if isinstance(item, dict) else None for item in _listed(items)
+    ]  # fmt: skip
+
+
+def _listed(items: Any) -> list:
+    if isinstance(items, dict):  # how some versions of the datasets library give a list of objects
+        return [dict(zip(items, values)) for values in zip(*items.values())]
+    return items
+
+
 def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
     """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
-    if isinstance(items, dict):  # how some versions of the datasets library give a list of objects
-        items = [dict(zip(items, values)) for values in zip(*items.values())]
-    for item in items:
+    for item, role in zip(_listed(items), roles_of(items)):
         if isinstance(item, dict):
-            role = next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
             known = next((key for key in TEXT_OF_A_TURN if item.get(key) is not None), None)
             if known is None and not any(key in item for key in TEXT_OF_A_TURN):
                 raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
@@ -271,10 +283,28 @@ def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
 
 
 def _plain(content: Any) -> Any:
-    """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...]."""
-    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        return "".join(part.get("text") or "" for part in content)
-    return content
+    """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for "text".
+
+    Raises:
+        BadRecord: no part is a text.
+    """
+    parts = [content] if isinstance(content, dict) else content
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
+        return content
+    texts = [_of_part(part) for part in parts]
+    if all(text is None for text in texts):
+        kinds = dict.fromkeys(str(part.get("type") or ", ".join(part)) for part in parts)
+        raise BadRecord(f"a turn holds {' and '.join(kinds)}, and no text ({' or '.join(TEXT_OF_A_PART)})")
+    return "".join(filter(None, texts))
+
+
+def _of_part(part: dict[str, Any] | str) -> str | None:
+    if isinstance(part, str):
+        return part
+    text = next((part[key] for key in TEXT_OF_A_PART if part.get(key) is not None), None)
+    if isinstance(text, dict):  # {"type": "text", "text": {"value": ..., "annotations": []}}
+        return _of_part(text)
+    return text if isinstance(text, str) else None
 
 
 def blank(text: Any) -> bool:

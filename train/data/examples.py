@@ -1,5 +1,6 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -172,12 +173,13 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         bad = _bad_records(part, texts, label)
         if bad and not recipe.skip_bad_records:
             index, what = min(bad.items())
-            raise bad_record(where[name], index, what, len(bad))
+            raise bad_record(where[name], index, what, bad.values())
         if len(bad) == len(table):
             raise UserError(f"{where[name]} has no record that can be used")
         if bad:
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
-            what = f"records of {where[name]} are left out: an empty text or no label"
+            kinds = "; ".join(f"{count:,}: {what}" for what, count in Counter(bad.values()).items())
+            what = f"records of {where[name]} are left out: {kinds}"
             notes += report_loss(recipe, len(bad), len(table), what)
         parts[name] = part
     return labels, parts, notes
@@ -199,8 +201,8 @@ def _bad_records(part: _Part, texts: tuple[str, ...], label: str) -> dict[int, s
         blank = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(column, "")), "")
         empty &= blank.to_numpy()
     missing = np.isnan(part.labels) if part.labels.dtype == np.float32 else part.labels == MISSING
-    bad = {int(index): f"the text ({', '.join(texts)}) is empty" for index in np.flatnonzero(empty)}
-    return {**bad, **{int(index): f"it has no label ({label})" for index in np.flatnonzero(missing)}}
+    bad = {int(index): f"it has no label ({label})" for index in np.flatnonzero(missing)}
+    return {**bad, **{int(index): f"the text ({', '.join(texts)}) is empty" for index in np.flatnonzero(empty)}}
 
 
 def _split(part: _Part, share: float) -> dict[str, _Part]:

@@ -21,6 +21,7 @@ from train.data.conversations import (
     holds_lists,
     refuse_preferences,
     refuse_rejected,
+    roles_of,
     turns_of,
 )
 from train.data.records import BadRecord
@@ -250,6 +251,6 @@ def _has_roles(conversations: list) -> bool:
     """Whether turns say whose they are, and it is one of the known roles."""
     try:
         lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
-        return any(role in MEANT for items in lists for role, _ in turns_of(items))
+        return any(role in MEANT for items in lists for role in roles_of(items))
     except BadRecord:
         return False

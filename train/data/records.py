@@ -11,6 +11,8 @@ from train.data.sources import Source, bad_record
 from train.data.tokenise import encode_table
 from train.recipe.errors import UserError
 
+COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column")
+
 
 class BadRecord(Exception):
     """A record that cannot be used; says why."""
@@ -48,11 +50,12 @@ def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, A
         return []
     where = source.where(part)
     if len(bad) == len(table):
+        options = " or ".join(f"--{name}" for name in COLUMN_OPTIONS if hasattr(recipe, name))
         raise UserError(
             f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}. "
-            "Correct the data, or say which of its columns are meant"
+            f"Correct the data, or name the column that is meant with {options}"
         )
     if not recipe.skip_bad_records:
-        raise bad_record(where, bad[0]["record"], bad[0]["problem"], len(bad))
+        raise bad_record(where, bad[0]["record"], bad[0]["problem"], bad["problem"][:])
     what = f"records of {where} are left out, such as record {bad[0]['record'] + 1}: {bad[0]['problem']}"
     return report_loss(recipe, len(bad), len(table), what)

@@ -3,7 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -172,17 +173,36 @@ def hold_out(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
     return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
 
 
-def empty_split(dataset: Dataset, share: float) -> UserError:
-    """The message for a split that leaves one side empty."""
+def empty_split(dataset: Dataset, share: float, texts: bool = False) -> UserError:
+    """The message for a split that leaves one side empty.
+
+    Args:
+        texts: a record is one long text, which is cut.
+    """
+    alone = len(dataset) == 1 and not texts  # no share cuts a record in two
+    other = "" if alone else f"a {'smaller' if share > 0.5 else 'larger'} share, "
     return UserError(
-        f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is "
-        f"{len(dataset)} records. Choose another share, or name a validation_file"
+        f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is {len(dataset):,} "
+        f"record{'s' * (len(dataset) != 1)}. Name {other}a validation_file, or 0, which holds nothing out"
     )
 
 
-def bad_record(where: str, index: int, what: str, count: int) -> UserError:
-    """The message for a record that cannot be used, the first of `count`."""
-    more = f" ({count:,} such records)" if count > 1 else ""
+def bad_record(where: str, index: int, what: str, problems: Iterable[str]) -> UserError:
+    """The message for a record that cannot be used.
+
+    Args:
+        what: is wrong with it.
+        problems: of all records that cannot be used, this one included.
+    """
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(re.sub(r"\d+", "", problem), []).append(problem)
+    alike = kinds.pop(re.sub(r"\d+", "", what))
+    more = [f"{len(alike):,} such records"] if len(alike) > 1 else []
+    if kinds:
+        shown = "; ".join(others[0] for others in list(kinds.values())[:3])
+        more.append(f"{sum(map(len, kinds.values())):,} more that cannot be used: {shown}")
+    more = f" ({'; '.join(more)})" if more else ""
     return UserError(
         f"{where}, record {index + 1}: {what}{more}. Correct the data, or leave such records out with "
         "--skip_bad_records"

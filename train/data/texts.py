@@ -132,7 +132,7 @@ def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
     if not any(parts):
         raise UserError(NO_TEXT)
     if not all(parts):
-        raise empty_split(dataset, share)
+        raise empty_split(dataset, share, texts=True)
     train, held_out = (
         name_for_the_cache(Dataset.from_dict({"text": part}), dataset._fingerprint, share, name)
         for part, name in zip(parts, ("train", "held out"))

@@ -135,7 +135,7 @@ def take_stock(
     if engine is not None:
         held, due = _held(engine, here, program_bytes)
     else:
-        held, due = _on_the_way(sizes_of(strategy, recipe, parameters), here, where, strategy)
+        held, due = _on_the_way(sizes_of(strategy, recipe, parameters), here, where, strategy, program_bytes)
     free, total = _room(where, said)
     return Situation(
         where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
@@ -183,14 +183,14 @@ def _held(engine, here: Held, program_bytes: int) -> tuple[Held, Held]:
     return held, Held(gradients=here.gradients * gradients_due, optimizer=here.optimizer * optimizer_due)
 
 
-def _on_the_way(sizes: Held, here: Held, where: str, strategy) -> tuple[Held, Held]:
+def _on_the_way(sizes: Held, here: Held, where: str, strategy, program_bytes: int) -> tuple[Held, Held]:
     """The same while the model is loaded and prepared: what is there by now is known in all only."""
-    taken = resident_bytes()
+    taken, before = resident_bytes(), program_bytes
     if where == "device":
         import torch
 
-        taken = torch.accelerator.memory_allocated(strategy.device)
-    weights = min(taken, here.weights * sizes.weights)
+        taken, before = torch.accelerator.memory_allocated(strategy.device), 0
+    weights = min(max(0, taken - before), here.weights * sizes.weights)
     due = Held(here.weights * sizes.weights, here.gradients * sizes.gradients, here.optimizer * sizes.optimizer)
     return Held(weights, rest=taken - weights) if sizes.weights else Held(), due
 

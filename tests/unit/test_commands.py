@@ -1,0 +1,146 @@
+"""Every command in README, docs, recipes and docstrings is one that the programs take: options, recipes, targets."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from helpers import ROOT
+
+from train.cli import COMMANDS
+from train.corpora.prepare import InfoOptions, JoinOptions, PrepareOptions
+from train.recipe import parse_recipe
+from train.recipe.joined import TASKS, read_with_recipe
+from train.recipe.tools import (
+    CompareOptions,
+    FromMetaOptions,
+    GenerateOptions,
+    MergeOptions,
+    ToMetaOptions,
+    VerifyOptions,
+)
+
+TOOLS = {
+    ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,
+    ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
+    ("generate",): GenerateOptions, ("compare",): CompareOptions, ("verify",): VerifyOptions,
+}  # fmt: skip
+START = re.compile(r"accelerate launch|zerofit [a-z]|make [a-z]|python benchmarks/")
+COLUMNS = ("full", "chunked")  # `zerofit full` heads a column of docs/loop-speed.md
+ENDS = {"&&", "||", "|", ";", ">", "2>"}
+
+
+def texts() -> dict[str, str]:
+    """{place: text with commands}: code blocks and `code` of documents, and what explains recipes and programs."""
+    found = {}
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = file.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+        found[file.relative_to(ROOT)] = "\n".join([*blocks, *inline])
+    for file in sorted((ROOT / "recipes").rglob("*.yaml")):
+        lines = (line for line in file.read_text().splitlines() if line.startswith("#"))
+        found[file.relative_to(ROOT)] = "\n".join(line.lstrip("# ") for line in lines)
+    for folder in ("train", "benchmarks"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            docstring = re.match(r'r?"""(.*?)"""', file.read_text(), re.DOTALL)
+            found[file.relative_to(ROOT)] = docstring[1].replace("\\\\\n", "\\\n") if docstring else ""
+    found[Path("benchmarks/on_gpu.sh")] = re.sub(r"^(compare )(\S+)", r"zerofit \1", (
+        ROOT / "benchmarks/on_gpu.sh").read_text(), flags=re.MULTILINE)  # fmt: skip
+    return found
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(place, words) of each command."""
+    found = []
+    for place, text in texts().items():
+        for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
+            start = START.match(re.sub(r"^(?:\$ |srun |.*&& )", "", line.strip()))
+            if not start or "<" in line or (place.suffix == ".py" and not line.startswith("    ")):
+                continue
+            try:
+                words = shlex.split(start.string, comments=True)
+            except ValueError:  # prose: it's
+                continue
+            end = next((number for number, word in enumerate(words) if word in ENDS), len(words))
+            left_out = [number for number in range(end) if words[number] == "..." and words[number - 1] != "--prompt"]
+            if words[1] not in COLUMNS:
+                found.append((str(place), [words[number] for number in range(end) if number not in left_out]))
+    return found
+
+
+def check_launch(words: list[str]) -> None:
+    told = launch_command_parser().parse_args(words)
+    assert told.config_file is None or (ROOT / told.config_file).is_file(), told.config_file
+    task = Path(told.training_script).stem
+    assert (ROOT / "train" / f"{task}.py").is_file(), told.training_script
+    recipe = next(iter(sorted((ROOT / "recipes" / task).glob("*.yaml"))))
+    parse_recipe(TASKS[task], [str(recipe) if word == "RECIPE" else word for word in told.training_script_args])
+
+
+def check_tool(words: list[str]) -> None:
+    assert words[0] in {command.name for command in COMMANDS}, words[0]
+    name = next(name for name in TOOLS if tuple(words[: len(name)]) == name)
+    arguments = words[len(name) :]
+    if TOOLS[name] in (CompareOptions, VerifyOptions) and arguments:
+        read_with_recipe(TOOLS[name], arguments, prog="zerofit")
+    elif arguments:
+        parse_recipe(TOOLS[name], arguments, tool=True)
+
+
+def check_benchmark(words: list[str]) -> None:
+    source = (ROOT / words[0]).read_text()
+    if "dataclasses.fields(Options)" in source:
+        source += (ROOT / "benchmarks" / "contenders.py").read_text()
+    for word in words[1:]:
+        if word.startswith("--"):
+            assert f'"{word}"' in source or re.search(rf"^    {word[2:]}: \w+", source, re.MULTILINE), word
+
+
+def check(words: list[str]) -> None:
+    """Raises whatever the program would raise."""
+    if words[0] == "accelerate":
+        if any(word.endswith(".py") for word in words):  # else it is only spoken of
+            check_launch(words[2:])
+    elif words[0] == "zerofit":
+        check_tool(words[1:])
+    elif words[0] == "make":
+        targets = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, words[1]
+    elif words[0] == "python":
+        check_benchmark(words[1:])
+
+
+FOUND = commands()
+
+
+def test_there_are_commands():
+    assert len(FOUND) >= 80
+    kinds = [" ".join(words[:2]) for _, words in FOUND]
+    assert {"accelerate launch", "zerofit compare", "zerofit prepare", "zerofit verify", "make train"} <= set(kinds)
+    assert sum(kind == "accelerate launch" for kind in kinds) >= 30
+    assert len({place for place, _ in FOUND}) >= 30
+
+
+@pytest.mark.parametrize("place", sorted({place for place, _ in FOUND}))
+def test_the_commands_of(place, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for _, words in (command for command in FOUND if command[0] == place):
+        try:
+            check(words)
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{place}: {shlex.join(words)}\n{error}") from error
+
+
+@pytest.mark.parametrize("command", [
+    "accelerate launch train/clm.py --confg recipes/clm/stdlib-gpt2.yaml", "zerofit verfy", "make trian",
+    "accelerate launch --config_file accelerate_configs/zero4.yaml train/clm.py --config RECIPE",
+    "accelerate launch train/cls.py --config recipes/cls/none.yaml", "zerofit merge --adaptor x --output y",
+    "python benchmarks/kills.py --kill 3", "zerofit compare --config recipes/clm/compare-small.yaml --limit 1GiB",
+])  # fmt: skip
+def test_what_is_wrong_is_found(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((Exception, SystemExit)):
+        check(shlex.split(command))
