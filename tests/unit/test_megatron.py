@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from train.cli import main as zerofit
-from train.megatron.command import call_of, calls_in
-from train.megatron.convert import parameters_of
-from train.megatron.pair import pair_of
-from train.megatron.pretrain import Options, convert_pretraining
-from train.megatron.shape import Shape
-from train.megatron.shell import Shell, shown
+from train.from_megatron.command import call_of, calls_in
+from train.from_megatron.convert import parameters_of
+from train.from_megatron.pair import pair_of
+from train.from_megatron.pretrain import Options, convert_pretraining
+from train.from_megatron.shape import Shape
+from train.from_megatron.shell import Shell, shown
 from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.run.schedule import make_schedule
 

@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.megatron.command import Call
-from train.megatron.ledger import Ledger
-from train.megatron.pair import read_layout
-from train.megatron.schedule import Converted, carry, in_updates, read_optimizer, read_precision
-from train.megatron.shape import of_weights, read_shape
+from train.from_megatron.command import Call
+from train.from_megatron.ledger import Ledger
+from train.from_megatron.pair import read_layout
+from train.from_megatron.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from train.from_megatron.shape import of_weights, read_shape
 from train.recipe.megatron import FULL, SATISFIED
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000

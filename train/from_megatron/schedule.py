@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.megatron.ledger import Ledger
-from train.megatron.pair import Layout
-from train.megatron.shape import Shape
+from train.from_megatron.ledger import Ledger
+from train.from_megatron.pair import Layout
+from train.from_megatron.shape import Shape
 
 STYLES = ("linear", "cosine", "constant", "wsd")
 

@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
-from train.megatron.command import Call
-from train.megatron.ledger import Ledger
+from train.from_megatron.command import Call
+from train.from_megatron.ledger import Ledger
 from train.recipe.megatron import PREPARE_HINTS
 
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
