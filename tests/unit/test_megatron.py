@@ -71,7 +71,7 @@ GPT_ARGS=(
     --micro-batch-size 4
     --global-batch-size 8
     --lr 0.00015
-    --train-samples 4000 --lr-decay-samples 3200
+    --train-samples 4001 --lr-decay-samples 3200
     --lr-decay-style cosine
     --min-lr 1.0e-5
     --lr-warmup-fraction .01

@@ -47,7 +47,8 @@ def in_updates(done: Converted, what: str, option: str) -> int | None:
         name = f"{what}_{unit}"
         if flags.has(name):
             number = flags.number(name, default=0)
-            found[name] = -(-number // size)
+            whole = name == "train_samples"  # Megatron leaves out what is no whole global batch
+            found[name] = number // size if whole else -(-number // size)
             exact = "" if number % size == 0 else f" ({number / size:.2f} there)"
             flags.carried(name, f"{option}: {found[name]}{exact}")
     if len(found) > 1:
