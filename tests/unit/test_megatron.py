@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from train.cli import main as zerofit
-from train.megatron.command import call_of, calls_in
-from train.megatron.convert import parameters_of
-from train.megatron.pair import pair_of
-from train.megatron.pretrain import Options, convert_pretraining
-from train.megatron.shape import Shape
-from train.megatron.shell import Shell, shown
+from train.from_megatron.command import call_of, calls_in
+from train.from_megatron.convert import parameters_of
+from train.from_megatron.pair import pair_of
+from train.from_megatron.pretrain import Options, convert_pretraining
+from train.from_megatron.shape import Shape
+from train.from_megatron.shell import Shell, shown
 from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.run.schedule import make_schedule
 
@@ -71,7 +71,7 @@ GPT_ARGS=(
     --micro-batch-size 4
     --global-batch-size 8
     --lr 0.00015
-    --train-samples 4000 --lr-decay-samples 3200
+    --train-samples 4001 --lr-decay-samples 3200
     --lr-decay-style cosine
     --min-lr 1.0e-5
     --lr-warmup-fraction .01
@@ -88,7 +88,7 @@ FILLED = {"VOCAB_FILE": "v/vocab.json", "MERGE_FILE": "v/merges.txt", "MORE": ""
 MINIMAL = (
     "pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 100 --lr 1e-3 --data-path A "
-    "--tokenizer-type GPT2BPETokenizer "
+    "--vocab-file v.json --merge-file m.txt "
 )
 OF_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
 
@@ -208,7 +208,11 @@ def test_a_gpt_counts_samples():
     assert recipe["config_overrides"] == "n_embd=32,n_layer=2,n_head=4,n_positions=64,activation_function=gelu"
     assert (recipe["max_train_steps"], recipe["lr_decay_steps"], recipe["num_warmup_steps"]) == (500, 400, 4)
     assert (recipe["weight_decay"], recipe["max_eval_samples"], recipe["eval_steps"]) == (0.01, 800, 1000)
-    assert (recipe["precision"], recipe["tokenizer_name"]) == ("fp16", "v")
+    assert (recipe["precision"], recipe["vocab_file"], recipe["merge_file"]) == (
+        "fp16",
+        "v/vocab.json",
+        "v/merges.txt",
+    )
     assert recipe["data_path"] == "data/mine_text_document"
     assert converted(GPT, {**FILLED, "1": "other"}).recipe["data_path"] == "other"
 
@@ -432,8 +436,8 @@ def test_corpora(tmp_path, capsys):
     assert zerofit(["convert", "megatron-args", str(script)]) == 0
     shown_text = capsys.readouterr().out
     assert (
-        "\nzerofit prepare --input my.jsonl --output_prefix mine --tokenizer v --workers 4 --append_eod\n"
-        in shown_text
+        "\nzerofit prepare --input my.jsonl --output_prefix mine --vocab_file v/vocab.json --merge_file v/merges.txt "
+        "--workers 4 --append_eod\n" in shown_text
     )
     assert (
         f"\nzerofit prepare merge --input {tmp_path}/a_document {tmp_path}/b_document --output_prefix all\n"

@@ -1,6 +1,6 @@
 """`zerofit convert`: Meta's Llama checkpoints (1, 2, 3) as folders that transformers loads, and back.
 
-(`zerofit convert megatron-args` is train/megatron/convert.py.)
+(`zerofit convert megatron-args` is train/from_megatron/convert.py.)
 
     zerofit convert meta-to-hf --input llama-2-7b --output outputs/llama-2-7b-hf
     zerofit convert hf-to-meta --input outputs/notes/model --output outputs/notes-meta --shards 2
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             return EXIT_USER_ERROR
         raise SystemExit(0)
     if argv[0] == "megatron-args":
-        from train.megatron.convert import main as convert_arguments
+        from train.from_megatron.convert import main as convert_arguments
 
         return convert_arguments(argv[1:])
     if argv[0] not in directions:

@@ -53,8 +53,6 @@ TYPED = {  # flags whose value has a place here under another name
     "tokenizer_type": TOKENIZER,
     "tokenizer_model": TOKENIZER,
     "tokenizer_name_or_path": TOKENIZER,
-    "vocab_file": TOKENIZER,
-    "merge_file": TOKENIZER,
     "zero_stage": STRATEGY,
     "deepspeed": STRATEGY,
     "deepspeed_config": f"{STRATEGY}, which names the DeepSpeed JSON",
@@ -237,7 +235,7 @@ TOKENIZER_OF_PREPARE = "say --tokenizer: a folder, a hub name, or a tokenizer.mo
 MMAP = "leave it out: the .bin and .idx of mmap are what is written"
 PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
     **dict.fromkeys(
-        ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "vocab"),
+        ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"),
         TOKENIZER_OF_PREPARE,
     ),
     "dataset_impl": MMAP,

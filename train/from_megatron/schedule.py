@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.megatron.ledger import Ledger
-from train.megatron.pair import Layout
-from train.megatron.shape import Shape
+from train.from_megatron.ledger import Ledger
+from train.from_megatron.pair import Layout
+from train.from_megatron.shape import Shape
 
 STYLES = ("linear", "cosine", "constant", "wsd")
 
@@ -47,7 +47,8 @@ def in_updates(done: Converted, what: str, option: str) -> int | None:
         name = f"{what}_{unit}"
         if flags.has(name):
             number = flags.number(name, default=0)
-            found[name] = -(-number // size)
+            whole = name == "train_samples"  # Megatron leaves out what is no whole global batch
+            found[name] = number // size if whole else -(-number // size)
             exact = "" if number % size == 0 else f" ({number / size:.2f} there)"
             flags.carried(name, f"{option}: {found[name]}{exact}")
     if len(found) > 1:

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.megatron.ledger import Ledger, Row
+from train.from_megatron.ledger import Ledger, Row
 
 LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations of which all sizes are overridden
 FIXED = {  # flags of models that none of the families is

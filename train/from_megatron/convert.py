@@ -13,12 +13,12 @@ import re
 import shlex
 from pathlib import Path
 
-from train.megatron.command import Call, call_of, calls_in
-from train.megatron.corpora import convert_preparation
-from train.megatron.ledger import summary, table
-from train.megatron.pair import pair_of
-from train.megatron.pretrain import Options, convert_pretraining
-from train.megatron.schedule import Converted
+from train.from_megatron.command import Call, call_of, calls_in
+from train.from_megatron.corpora import convert_preparation
+from train.from_megatron.ledger import summary, table
+from train.from_megatron.pair import pair_of
+from train.from_megatron.pretrain import Options, convert_pretraining
+from train.from_megatron.schedule import Converted
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe

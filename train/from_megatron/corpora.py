@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
-from train.megatron.command import Call
-from train.megatron.ledger import Ledger
+from train.from_megatron.command import Call
+from train.from_megatron.ledger import Ledger
 from train.recipe.megatron import PREPARE_HINTS
 
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
@@ -24,10 +24,12 @@ def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
     line = ["zerofit", "prepare"]
     for name in ("input", "output_prefix"):
         line += _option(flags, name, needed=True)
-    line += ["--tokenizer", tokenizer or _tokenizer(flags)]
+    files = _option(flags, "vocab_file") + _option(flags, "merge_file") if not tokenizer else []
+    said = files if len(files) == 4 else ["--tokenizer", tokenizer or _tokenizer(flags)]
+    line += said
     for name in TOKENIZER:
         if flags.has(name) and name not in flags.rows:
-            flags.carried(name, f"--tokenizer {line[-1]}")
+            flags.carried(name, " ".join(said))
     if flags.has("split_sentences"):
         flags.wrong("split_sentences", "sentences are BERT's: documents are kept whole here. Leave it out for GPT")
     for name in ("json_keys", "json_key", "workers"):  # json_key: an older spelling
@@ -50,12 +52,6 @@ def _tokenizer(flags: Ledger) -> str:
     named = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
     if named:
         return named
-    vocabulary = flags.text("vocab_file") or flags.text("vocab")
-    files = [Path(text) for text in (vocabulary, flags.text("merge_file")) if text]
-    if [file.name for file in files] == ["vocab.json", "merges.txt"] and files[0].parent == files[1].parent:
-        return str(files[0].parent)
-    if kind == "gpt2bpetokenizer" or len(files) == 2:
-        return "gpt2"
     if not flags.problems:
         flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: say --tokenizer_name FOLDER")
     return "-"

@@ -4,8 +4,8 @@ import shutil
 import textwrap
 from dataclasses import dataclass, field
 
-from train.megatron.command import Call, missing
-from train.megatron.shell import holes_in, shown
+from train.from_megatron.command import Call, missing
+from train.from_megatron.shell import holes_in, shown
 from train.recipe.megatron import TYPED, fate_of
 from train.recipe.parse import is_flag
 

@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.megatron.command import Call
-from train.megatron.ledger import Ledger
-from train.megatron.pair import read_layout
-from train.megatron.schedule import Converted, carry, in_updates, read_optimizer, read_precision
-from train.megatron.shape import of_weights, read_shape
+from train.from_megatron.command import Call
+from train.from_megatron.ledger import Ledger
+from train.from_megatron.pair import read_layout
+from train.from_megatron.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from train.from_megatron.shape import of_weights, read_shape
 from train.recipe.megatron import FULL, SATISFIED
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
@@ -82,8 +82,15 @@ def _tokenizer(done: Converted, options: Options) -> None:
     kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
     if kind == "GPT2BPETokenizer":
         done.vocabulary = GPT2_VOCABULARY
-        folder, note = _gpt2_folder(flags)
-    elif kind in SENTENCEPIECE:
+        for name in ("vocab_file", "merge_file"):
+            if flags.has(name):
+                carry(done, name, name, flags.text(name))
+            else:
+                flags.wrong("", f"there is no --{name.replace('_', '-')}, which GPT2BPETokenizer reads")
+        if flags.has("tokenizer_type") and not flags.problems:
+            flags.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+        return
+    if kind in SENTENCEPIECE:
         done.vocabulary = LLAMA_VOCABULARY
         file = flags.text("tokenizer_model")
         folder, note = ((os.path.dirname(file) or ".") if file else None), ", the folder of tokenizer.model"
@@ -103,15 +110,6 @@ def _tokenizer(done: Converted, options: Options) -> None:
     done.recipe["tokenizer_name"] = folder
     for name in given:
         flags.carried(name, f"tokenizer_name: {folder}{note}")
-
-
-def _gpt2_folder(flags: Ledger) -> tuple[str, str]:
-    """vocab.json and merges.txt lie in a folder of their own; under other names GPT-2's own are taken from the hub."""
-    files = [Path(text) for name in ("vocab_file", "merge_file") if (text := flags.text(name))]
-    named = [file.name for file in files] == ["vocab.json", "merges.txt"]
-    if named and files[0].parent == files[1].parent:
-        return os.path.dirname(flags.text("vocab_file")) or ".", ", their folder"
-    return "gpt2", ": the published one; --tokenizer_name FOLDER with vocab.json and merges.txt names another"
 
 
 def _data(done: Converted, program: str) -> None:

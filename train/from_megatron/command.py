@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from train.megatron.shell import HOLE, Shell, holes_in
+from train.from_megatron.shell import HOLE, Shell, holes_in
 from train.recipe.errors import UserError
 
 PROGRAMS = ("pretrain_gpt.py", "finetune_llama.py", "preprocess_data.py", "merge_datasets.py")

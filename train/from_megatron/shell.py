@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from train.megatron.blocks import (
+from train.from_megatron.blocks import (
     ENDS,
     SEPARATORS,
     bare,
@@ -23,7 +23,7 @@ from train.megatron.blocks import (
     operator_of,
     until,
 )  # fmt: skip
-from train.megatron.lexer import Array, Lexer, Operator, Word, end_of_dollar
+from train.from_megatron.lexer import Array, Lexer, Operator, Word, end_of_dollar
 
 HOLE = re.compile("\ue000([^\ue001]*)\ue001")  # stands in a text for what is not known; holds a variable's name
 DECLARES = ("export", "local", "declare", "readonly", "typeset")

@@ -1,6 +1,6 @@
 """Where the parts of a script begin and end: blocks, branches, functions, commands."""
 
-from train.megatron.lexer import Operator, Word
+from train.from_megatron.lexer import Operator, Word
 
 ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 SEPARATORS = ("\n", ";", "&&", "||", "|", "&", "(", ")")

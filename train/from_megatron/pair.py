@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.megatron.command import Call, missing
-from train.megatron.ledger import Ledger, Row
-from train.megatron.shell import holes_in
+from train.from_megatron.command import Call, missing
+from train.from_megatron.ledger import Ledger, Row
+from train.from_megatron.shell import holes_in
 from train.recipe.megatron import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
 
