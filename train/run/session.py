@@ -22,7 +22,7 @@ from train.recipe.repeat import repeat_after_launcher
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, rounded, say
 from train.run.schedule import make_schedule
-from train.run.stopping import FAULT, REASONS, Stop, exit_code
+from train.run.stopping import FAULT, SIGNALS, Stop, exit_code
 from train.run.timeline import Timeline
 from train.run.witness import Witness, died_elsewhere
 from train.strategy.gpus import describe_device
@@ -382,7 +382,7 @@ class Session:
             self.witness.phase("leave", patience=math.inf)
             why = self.keeper.why_stopped(self.stopped, self.length.num_updates)
             self.say("", *why)
-            repeat_after_launcher("\n".join(why), after_signal=REASONS[self.stopped] == "Ctrl-C")
+            repeat_after_launcher("\n".join(why), after_signal=self.stopped in SIGNALS.values())
             return
 
         self.witness.phase("export", patience=LONG)
