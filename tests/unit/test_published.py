@@ -136,6 +136,8 @@ def test_the_zero2_pair(read):
     assert zero["allgather_bucket_size"] == zero["reduce_bucket_size"] == 200_000_000
     optimizer = strategy.deepspeed["optimizer"]["params"]
     assert (optimizer["lr"], optimizer["weight_decay"], optimizer["torch_adam"]) == (1e-6, 0.0, True)
+    assert schedule(strategy, options, 25) == [], "10,000 samples in batches of 2 x 200: its warm-up is longer"
+    strategy = read("zero2.yaml", options)
     assert schedule(strategy, options, 200) == []
     block = strategy.deepspeed["scheduler"]["params"]
     assert (block["warmup_num_steps"], block["total_num_steps"], block["warmup_max_lr"]) == (100, 200, 1e-6)

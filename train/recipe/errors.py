@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from train.recipe.repeat import repeat_after_launcher
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C
 EXIT_BROKEN_PIPE = 141  # as a shell has it for a program whose reader went away
@@ -73,12 +75,12 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(argv)
         except UserError as error:
-            rank = int(os.environ.get("RANK", "0"))
-            if rank == 0:
-                print(error.report(), file=sys.stderr, flush=True)
-            else:
+            rank, said = int(os.environ.get("RANK", "0")), error.report()
+            if rank:
                 _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
-                print(f"[rank {rank}] {error.report()}", file=sys.stderr, flush=True)
+                said = f"[rank {rank}] {said}"
+            print(said, file=sys.stderr, flush=True)
+            repeat_after_launcher(said)
             return EXIT_USER_ERROR
         except NothingToDo as message:
             if int(os.environ.get("RANK", "0")) == 0:
@@ -90,12 +92,15 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
         except Exception as error:
             code = _HOOKS["explain"](error)
             if code is None:
+                named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+                repeat_after_launcher(f"{named} (its traceback stands above)")
                 raise
             return code
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
                 message = "interrupted while the run was starting: its folder is as it was"
                 print(f"\n{message}", file=sys.stderr, flush=True)
+                repeat_after_launcher(message, after_signal=True)
             return EXIT_INTERRUPTED
 
     return wrapped

@@ -17,10 +17,11 @@ from train.recipe.errors import UserError, before_leaving, explain_failures_with
 from train.recipe.files import appears, is_there
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths
+from train.recipe.repeat import repeat_after_launcher
 from train.run.folder import RunFolder, describe_environment
 from train.run.progress import duration, rounded, say
 from train.run.schedule import make_schedule
-from train.run.stopping import FAULT, Stop, exit_code
+from train.run.stopping import FAULT, SIGNALS, Stop, exit_code
 from train.run.timeline import Timeline
 from train.run.witness import Witness, died_elsewhere
 from train.strategy.gpus import describe_device
@@ -334,6 +335,7 @@ class Session:
                 copied=self.keeper.saver.bytes_of_copies if self.keeper else 0,
             )  # fmt: skip
             print(f"\n{said}", file=sys.stderr, flush=True)
+            repeat_after_launcher(said)
             return EXIT_OUT_OF_MEMORY
         if died_elsewhere(error):
             at = f" of update {update}" if update else ""
@@ -378,7 +380,9 @@ class Session:
 
         if self.stopped:
             self.witness.phase("leave", patience=math.inf)
-            self.say("", *self.keeper.why_stopped(self.stopped, self.length.num_updates))
+            why = self.keeper.why_stopped(self.stopped, self.length.num_updates)
+            self.say("", *why)
+            repeat_after_launcher("\n".join(why), after_signal=self.stopped in SIGNALS.values())
             return
 
         self.witness.phase("export", patience=LONG)

@@ -1,0 +1,78 @@
+"""The last words of a run that fails, after those of its launcher.
+
+`accelerate launch` prints a traceback of its own, some thirty lines, below whatever its processes had to say.
+
+* torchrun, its launcher of several processes, shows in a summary at the end what a process has written into its error
+  file: there the message goes.
+* With one process, and after Ctrl-C, there is no such place. On a terminal a small process, this file, waits for the
+  launcher's end and prints the message again. (With `--quiet` the launcher has nothing to say, and so it does not.)
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+
+LONGEST_S = 120.0  # torchrun waits for its processes for 30 s, unless told otherwise
+TRACEBACK_BYTES = 200  # at least
+
+
+def _written(pid: int) -> int:
+    """Bytes that a process has written so far; 0 where that cannot be seen."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as file:
+        return int(next(line.split()[1] for line in file if line.startswith("wchar")))
+    return 0
+
+
+LAUNCHER = os.getppid()
+WRITTEN_BEFORE = _written(LAUNCHER)
+
+
+def repeat_after_launcher(text: str, after_signal: bool = False) -> None:
+    """See that `text`, which has been printed, is also the last that is read. Never fails.
+
+    Args:
+        after_signal: the launcher has heard the same signal, and ends without a summary.
+    """
+    with contextlib.suppress(OSError):
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file:  # as torch/distributed/elastic/multiprocessing/errors reads it
+            told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+            with open(file, "w", encoding="utf-8") as opened:
+                json.dump(told, opened)
+        # A launcher of one process says nothing before its traceback: `text` is below it already.
+        is_last = not after_signal if file else _written(LAUNCHER) >= WRITTEN_BEFORE + TRACEBACK_BYTES
+        if not is_last and os.environ.get("RANK", "0") == "0" and os.isatty(2) and _prints_a_traceback(LAUNCHER):
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(LAUNCHER), text],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+
+def _prints_a_traceback(pid: int) -> bool:
+    """Whether this process' parent, alive, is an `accelerate launch` that is not quiet. (Elsewhere than on Linux
+    nobody can tell.)"""
+    if os.getppid() != pid:
+        return False
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = [os.path.basename(word) for word in file.read().split(b"\0")]
+    is_accelerate = all(any(part in word for word in words) for part in (b"accelerate", b"launch"))
+    return is_accelerate and not {b"--quiet", b"-q"} & set(words)
+
+
+def wait_and_print(pid: int, text: str) -> None:
+    """Print the text when the process has ended."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(ProcessLookupError):  # it has
+            ended = select.poll()
+            ended.register(os.pidfd_open(pid), select.POLLIN)
+            if not ended.poll(1000 * LONGEST_S):
+                return
+        os.write(2, f"\n{text}\n".encode())
+
+
+if __name__ == "__main__":
+    wait_and_print(int(sys.argv[1]), sys.argv[2])
