@@ -82,7 +82,10 @@ def check_launch(words: list[str]) -> None:
 
 def check_tool(words: list[str]) -> None:
     assert words[0] in {command.name for command in COMMANDS}, words[0]
-    name = next(name for name in TOOLS if tuple(words[: len(name)]) == name)
+    name = next((name for name in TOOLS if tuple(words[: len(name)]) == name), None)
+    if name is None:  # it takes a script, not options
+        assert words[:2] == ["convert", "megatron-args"], words
+        return
     arguments = words[len(name) :]
     if TOOLS[name] in (CompareOptions, VerifyOptions) and arguments:
         read_with_recipe(TOOLS[name], arguments, prog="zerofit")
