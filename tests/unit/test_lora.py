@@ -205,6 +205,7 @@ def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
     assert all("lora_" in name or ".classifier." in name for name in tensors)
     files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "base_weights.json", "README.md"}
+    files |= {"generation_config.json"} if model.config.is_encoder_decoder else set()
     assert {file.name for file in tmp_path.iterdir()} == files
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # whoever reads the one reads the others
     config = json.loads((tmp_path / "adapter_config.json").read_text())
