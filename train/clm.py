@@ -26,14 +26,14 @@ def main(argv: list[str] | None = None) -> int:
 
     from transformers import AutoModelForCausalLM
 
-    from train.data.collate import CausalCollator, multiple_for
+    from train.data.collate import CausalCollator, PromptCollator, multiple_for
     from train.data.prepare_text import is_packed, prepare_text
-    from train.model.configuration import load_configuration
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
     from train.model.settle import check_masks, install_chosen_loss, settle_attention, settle_loss, settle_packing
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
     from train.run.evaluate import eval_batches, held_out_loss
+    from train.run.generation import predict_texts, writing_settings
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import screen_width, table
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
     # time out meanwhile.
-    config = load_configuration(recipe, AutoModelForCausalLM)
+    config = session.configuration(AutoModelForCausalLM)
     data = prepare_text(recipe, config, session.strategy.batches.global_batch)
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
     session.plan(data.samples_per_epoch)
@@ -62,7 +62,14 @@ def main(argv: list[str] | None = None) -> int:
         notes.append(settle_packing(engine, recipe, collate))
     elif recipe.reset_attention_mask or recipe.reset_position_ids:
         check_masks(engine)
-    notes.append(settle_loss(engine, recipe))
+    if not recipe.predict_file:
+        notes.append(settle_loss(engine, recipe))
+
+    def predict(engine):
+        padded = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))
+        batches = eval_batches(engine, data.prompts, padded, recipe.per_device_eval_batch_size)
+        settings = writing_settings(recipe, engine.module.config, data.tokenizer, data.prompts.ends)
+        return predict_texts(engine, batches, data.tokenizer, data.prompts, session.folder, settings)
 
     def evaluate(engine):
         size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
@@ -77,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         evaluate=evaluate if data.validation else None,
         longest={"input_ids": data.block_size},
         order=data.order,
+        predict=predict,
     )
-    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 
     session.announce(
         f"data      {data.kind}",
@@ -86,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
         *(note for note in notes if note),
         *data.shown,
     )
+    if not recipe.trains:
+        return session.answer(job)
+    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
     if recipe.sample_tokens and not session.stopped:

@@ -31,13 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     from train.data.examples import prepare_examples
     from train.data.labels import pretrained_head, renamed_head, settle_labels
     from train.data.pack import contents_rows
-    from train.model.configuration import check_task, load_configuration
+    from train.model.configuration import check_task
     from train.model.load import weights_of_head
     from train.model.loss import logits_of_examples, loss_of_examples
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
     from train.run.evaluate import eval_batches
-    from train.run.examples import best_constant, evaluate_examples, figures_of
+    from train.run.examples import best_constant, evaluate_examples, figures_of, predict_examples
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import screen_width, table
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Records -> checked texts and labels -> rows of token ids, one row an example.
-    config = load_configuration(recipe, AutoModelForSequenceClassification)
+    config = session.configuration(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.contents if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     settle_padding(config, data.tokenizer)
-    session.plan(len(data.train))
+    session.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
@@ -87,6 +87,11 @@ def main(argv: list[str] | None = None) -> int:
             figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
         return figures
 
+    def predict(engine):
+        (part,) = data.held_out
+        batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
+        return predict_examples(engine, batches, data.labels, part, session.folder, recipe)
+
     job = Job(
         recipe=recipe,
         train_set=data.train,
@@ -97,15 +102,19 @@ def main(argv: list[str] | None = None) -> int:
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
+        predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),
     )
-    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
 
+    parts = (None, held_out) if recipe.predict_file else (held_out,)
     session.announce(
         f"data      {data.labels.describe}",
-        table(contents_rows(data.train.contents, held_out), screen_width()),
+        table(contents_rows(data.train and data.train.contents, *parts), screen_width()),
         *(note for note in notes if note),
     )
+    if not recipe.trains:
+        return session.answer(job)
+    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
     return session.close()

@@ -26,16 +26,23 @@ def main(argv: list[str] | None = None) -> int:
 
     from transformers import AutoModelForSeq2SeqLM
 
-    from train.data.collate import PairCollator, multiple_for
+    from train.data.collate import PairCollator, PromptCollator, multiple_for
     from train.data.pack import contents_rows
     from train.data.pairs import prepare_pairs
-    from train.model.configuration import load_configuration
+    from train.data.prompts import read_sources
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_pair_token
     from train.model.settle import avoid_fp16_overflow, install_chosen_loss, settle_loss, settle_start_token
     from train.model.tokenizer import check_vocabulary, padding_token
     from train.run.evaluate import eval_batches, held_out_loss
-    from train.run.generation import FIGURES, evaluate_generation, generation_settings, shown, trivial_answers
+    from train.run.generation import (
+        FIGURES,
+        evaluate_generation,
+        generation_settings,
+        predict_texts,
+        shown,
+        trivial_answers,
+    )
     from train.run.job import Job
     from train.run.meters import make_meter
     from train.run.progress import screen_width, table
@@ -43,15 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Conversations -> (history, reply) pairs -> rows of token ids.
-    config = load_configuration(recipe, AutoModelForSeq2SeqLM)
-    data = prepare_pairs(recipe, config)
+    config = session.configuration(AutoModelForSeq2SeqLM)
+    prompts, data = read_sources(recipe, config) if recipe.predict_file else (None, prepare_pairs(recipe, config))
     notes = [
         *data.notes,
         check_vocabulary(config, data.tokenizer, recipe),
         avoid_fp16_overflow(session.strategy, config),
     ]
     settle_start_token(config, data.tokenizer)
-    session.plan(len(data.train))
+    session.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
@@ -61,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     install_chosen_loss(model, recipe)
     timeline.mark("model")
     engine = session.prepare(model)
-    notes.append(settle_loss(engine, recipe))
+    if not recipe.predict_file:
+        notes.append(settle_loss(engine, recipe))
 
     # The loss is a sum over target tokens, teacher-forced (train/model/loss.py); the loop divides by their number.
     widths = data.widths if recipe.pad_to_max_length else None
@@ -78,6 +86,11 @@ def main(argv: list[str] | None = None) -> int:
             figures |= evaluate_generation(engine, held_out_batches(engine), data, session.folder, settings)
         return figures
 
+    def predict(engine):
+        sources = PromptCollator(padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device))
+        batches = eval_batches(engine, prompts, sources, recipe.per_device_eval_batch_size)
+        return predict_texts(engine, batches, data.tokenizer, prompts, session.folder, settings)
+
     job = Job(
         recipe=recipe,
         train_set=data.train,
@@ -87,16 +100,18 @@ def main(argv: list[str] | None = None) -> int:
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
+        predict=predict,
         baseline=lambda: trivial_answers(data.validation),
     )
-    meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
 
+    parts = (data.train, data.validation and data.validation.samples, prompts)
     session.announce(
-        table(
-            contents_rows(data.train.contents, data.validation and data.validation.samples.contents), screen_width()
-        ),
+        table(contents_rows(*(part and part.contents for part in parts)), screen_width()),
         *(note for note in notes if note),
     )
+    if not recipe.trains:
+        return session.answer(job)
+    meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
     results = session.train(job, meter, data.tokenizer)
     session.export(results)
     if data.validation and recipe.predict_with_generate and not session.stopped:

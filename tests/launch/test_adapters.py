@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import launched, metrics, tiny_deberta, tiny_model
+from helpers import launch, launched, metrics, tiny_deberta, tiny_model
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, BlenderbotTokenizer
 
 TEXT = ("--train_file", "{material}/text/train.txt", "--block_size", "64", "--max_eval_samples", "8")
@@ -65,3 +65,7 @@ def test_each_family_trains_with_its_preset(bases, material, cache, tmp_path, fa
     assert latest.name == "update_00000030"
     assert (latest / "model" / "adapter_model.safetensors").is_file()
     assert not (output / "checkpoints" / "update_00000010").exists()
+    if processes == 2:
+        flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--evaluate_only")
+        (line,) = launch(tmp_path / "again", *flags, strategy=strategy, processes=2, task=task)
+        assert line["eval_loss"] == pytest.approx(held[-1], rel=1e-6)

@@ -377,6 +377,55 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
     assert (output / "checkpoints" / "latest").resolve().name == "update_00000016"
 
 
+ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed") for layout in ("ddp", "zero2", "zero3")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "layout"), ANSWERING)
+def test_evaluation_alone_gives_the_figures_of_the_run(run, tmp_path, case, layout):
+    lines, output = run(case, REFERENCE)
+    strategy, processes, _ = LAYOUTS[layout]
+    flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--evaluate_only")
+    (line,) = launch(tmp_path / "again", *flags, strategy=strategy, processes=processes, task=CASES[case].task)
+    figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_")}
+    assert figures
+    assert {name: line[name] for name in figures} == pytest.approx(figures, rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_predictions_without_targets_are_those_of_the_run(run, tmp_path, layout):
+    _, output = run("blenderbot", REFERENCE)
+    expected = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"source": row["source"]}) + "\n" for row in expected))
+    strategy, processes, _ = LAYOUTS[layout]
+    flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--predict_file", asked)
+    done = launched(tmp_path / "answers", *flags, strategy=strategy, processes=processes, task="seq2seq")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in (tmp_path / "answers" / "predictions.jsonl").read_text().splitlines()]
+    assert found == [{name: row[name] for name in ("source", "prediction")} for row in expected]
+
+
+@pytest.mark.long
+def test_prompts_are_answered_alike_under_every_strategy(run, tmp_path):
+    """By an adapter: of prompts that differ in length, and that 2 processes do not divide."""
+    output, asked = run("lora", REFERENCE)[1], tmp_path / "asked.jsonl"
+    prompts = [f"Describe {'this ' * n}function in one sentence." for n in range(7)]
+    asked.write_text("".join(json.dumps({"instruction": prompt}) + "\n" for prompt in prompts))
+    flags = ("--model_name_or_path", output, "--predict_file", asked, "--max_new_tokens", "16",
+             "--per_device_eval_batch_size", "2")  # fmt: skip
+    found = []
+    for layout in (REFERENCE, "ddp", "zero2", "zero3"):
+        strategy, processes, _ = LAYOUTS[layout]
+        done = launched(tmp_path / layout, *flags, strategy=strategy, processes=processes)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append([json.loads(line) for line in (tmp_path / layout / "predictions.jsonl").read_text().splitlines()])
+    assert [row["messages"][-1]["content"] for row in found[0]] == prompts
+    assert any(row["prediction"] for row in found[0])
+    assert found[1:] == found[:1] * 3
+
+
 def test_the_table(run):
     """Writes the agreement table; what it shows is asserted above."""
     rows = []

@@ -106,6 +106,52 @@ def test_the_best_checkpoint_is_kept(trained):
     AutoModelForSequenceClassification.from_pretrained(output / "checkpoints" / "best" / "model")
 
 
+LAYOUTS = ("ddp", 2), ("zero1", 2), ("zero2_offload", 2), ("zero3_offload", 2)
+LONGER = [pytest.param(*layout, marks=pytest.mark.long) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), *LONGER])
+def test_evaluation_alone_gives_the_figures_of_the_run(trained, tmp_path, strategy, processes):
+    """With the run's own recipe, most of which is about training."""
+    lines, output = trained
+    flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--evaluate_only")
+    (line,) = launch(tmp_path / "again", *flags, strategy=strategy, processes=processes, task="cls")
+    figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_")}
+    assert len(figures) == 4
+    assert {name: line[name] for name in figures} == pytest.approx(figures, abs=1e-6)
+    assert alike(predictions(tmp_path / "again"), predictions(output))
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("zero3", 2), *LONGER])
+def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_path, strategy, processes):
+    """The run's held-out sentences as GLUE's test.tsv has them; 2 processes and batches of 50 divide them unevenly."""
+    _, output = trained
+    expected = predictions(output)
+    rows = [f"{number}\t{row['sentence']}" for number, row in enumerate(expected, 100)]
+    (tmp_path / "test.tsv").write_text("\n".join(["index\tsentence", *rows]) + "\n")
+    done = launched(
+        tmp_path / "answers", "--model_name_or_path", output / "model", "--task_name", "sst2", "--max_length", "160",
+        "--per_device_eval_batch_size", "50", "--predict_file", tmp_path / "test.tsv", "--cache_dir", cache,
+        strategy=strategy, processes=processes, task="cls",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = predictions(tmp_path / "answers")
+    assert not any("label" in row for row in found)
+    assert alike(found, [{name: row[name] for name in row if name != "label"} for row in expected])
+    submitted = [line.split("\t") for line in (tmp_path / "answers" / "SST-2.tsv").read_text().splitlines()]
+    assert submitted[0] == ["index", "prediction"]
+    assert submitted[1:] == [[str(number), str(int(row["prediction"] == "positive"))]
+                             for number, row in enumerate(expected, 100)]  # fmt: skip
+    assert not list((tmp_path / "answers").glob("metrics*"))
+
+
+def alike(ours: list[dict], theirs: list[dict]) -> bool:
+    """The same rows, probabilities but for rounding."""
+    numbers = [[row.pop("probability") for row in map(dict, rows)] for rows in (ours, theirs)]
+    texts = [[{**row, "probability": 0} for row in rows] for rows in (ours, theirs)]
+    return texts[0] == texts[1] and numbers[0] == pytest.approx(numbers[1], abs=1e-6)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [["--length_grouping", "none"],
                                    ["--length_grouping", "update", "--pad_to_max_length"]])  # fmt: skip

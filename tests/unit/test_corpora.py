@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoTokenizer
 
-from tests.helpers import ROOT, tiny_model
+from tests.helpers import ROOT, refusal, tiny_model
 from train.data.blend import Blend, build
 from train.data.collate import CausalCollator
 from train.data.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
@@ -318,6 +319,20 @@ def test_the_report_tells_epochs_and_samples(tokenised, tmp_path):
 def test_most_held_out_samples(tokenised, tmp_path):
     assert len(prepared(tokenised, tmp_path, "--max_eval_samples", "3").validation) == 3
     assert prepared(tokenised, tmp_path, "--split", "1").validation is None
+
+
+def test_evaluation_alone_reads_what_a_run_holds_out(tokenised, tmp_path):
+    tokens = len(AutoTokenizer.from_pretrained(tokenised[0]))
+    AutoConfig.for_model("gpt2", vocab_size=tokens).save_pretrained(tmp_path / "model")
+    model = ("--evaluate_only", "--model_name_or_path", str(tmp_path / "model"))
+    trained = prepared(tokenised, tmp_path, "--max_train_steps", "50").validation
+    evaluated, whole = (prepared(tokenised, tmp_path, *model, *more) for more in ([], ["--split", "0,1"]))
+    assert evaluated.train is None
+    assert len(trained) == len(evaluated.validation) >= 2
+    for index in range(len(trained)):
+        assert trained[index]["input_ids"].tolist() == evaluated.validation[index]["input_ids"].tolist()
+    assert len(whole.validation) == (tokenised[2].tokens - 1) // 64
+    assert "nothing is held out" in refusal(prepared, tokenised, tmp_path, *model, "--split", "1")
 
 
 def test_an_index_is_whole_or_not_there(tokenised, tmp_path):

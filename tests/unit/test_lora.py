@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import refusal, tiny_model
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+from train.model.adapted import put_on
+from train.model.adapters import open_adapter
 from train.model.load import build_model
 from train.model.lora import add_adapter, check_quantisation
 from train.model.parameters import count_parameters, flops_per_token
@@ -195,6 +197,44 @@ def test_plain_peft_loads_what_was_trained(bases, tmp_path, family, flags):
     before, trained = answer(base), answer(model)
     assert (trained - before).abs().max() > 1e-3
     torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path)), trained, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "flags"), VARIANTS)
+def test_what_was_trained_is_put_on_its_base_again(bases, tmp_path, family, flags):
+    model, adapter = adapted(bases[family], family, *flags)
+    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    base = FAMILIES[family][1].from_pretrained(bases[family])
+    before = answer(base)
+    put_on(open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
+    assert (answer(base) - before).abs().max() > 1e-3
+    torch.testing.assert_close(answer(base), answer(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("family", "spoil", "words"), [
+    ("gpt2", lambda tensors: tensors.popitem(), "no weights for transformer.h.1.attn.c_attn.lora_"),
+    ("gpt2", lambda tensors: tensors.update({"base_model.model.other.lora_A.weight": torch.ones(2, 2)}),
+     "no place for other.lora_A.weight"),
+    ("llama", None, "target modules"),
+])  # fmt: skip
+def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, words):
+    model, adapter = adapted(bases["gpt2"], "gpt2")
+    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    if spoil:
+        tensors = dict(sorted(load_file(tmp_path / "adapter_model.safetensors").items()))
+        spoil(tensors)
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+    base = FAMILIES[family][1].from_pretrained(bases[family])
+    message = refusal(put_on, open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
+    assert "is for another base than" in message
+    assert words.lower() in message.lower()
+
+
+def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
+    model, adapter = adapted(bases["gpt2"], "gpt2")
+    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    other = CAUSAL.from_config(AutoConfig.from_pretrained(bases["gpt2"]))
+    message = refusal(put_on, open_adapter(str(tmp_path)), other, "other", NOT_SHARDED, quantised=False)
+    assert "are not those that it was trained on" in message
 
 
 @pytest.mark.parametrize("family", FAMILIES)

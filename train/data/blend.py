@@ -76,7 +76,8 @@ class Blend:
     @property
     def shares(self) -> list[float]:
         """The share of the samples that each corpus gives."""
-        weights = self.weights or [self.samples(corpus, TRAINING) for corpus in self.corpora]
+        part = TRAINING if self.bounds[TRAINING] else HELD_OUT
+        weights = self.weights or [self.samples(corpus, part) for corpus in self.corpora]
         return [weight / sum(weights) for weight in weights]
 
     def most_without_repeating(self, part: int) -> int:
@@ -171,11 +172,11 @@ class _Ends:
 
 def build(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, recipe
-) -> tuple[CorpusSamples, CorpusSamples | None]:
+) -> tuple[CorpusSamples | None, CorpusSamples | None]:
     """(training, held-out) samples. Their index is made once, by the first process that comes, and is mapped by all.
 
     Args:
-        num_samples: of the whole run: documents are shuffled over all its epochs.
+        num_samples: of the whole run: documents are shuffled over all its epochs. 0: nothing is trained.
         num_held_out: 0: none.
         rows: tokens of the tokenizer.
         eod: the token at the end of a document.
@@ -206,7 +207,7 @@ def build(
             f"the index of the samples cannot be kept in {root}: {why}. Name another folder with --data_cache_path"
         ) from None
     resets = (recipe.reset_position_ids, recipe.reset_attention_mask)
-    counts = (len(found[TRAINING]), num_held_out)
+    counts = (len(found[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (
         CorpusSamples(dataset, count, blend.block_size, rows, eod, resets) if dataset is not None else None
         for dataset, count in zip(found, counts)
@@ -231,7 +232,7 @@ def _datasets(blend: Blend, sizes: tuple[int, int], ends: _Ends, flags: dict[str
     weights = blend.weights
     if len(blend.corpora) > 1 and weights is None and sizes[TRAINING] > blend.samples_per_epoch(TRAINING):
         weights = blend.shares  # without weights megatron-core gives one pass and no more
-    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], ends, flags, cache)
+    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], ends, flags, cache) if sizes[TRAINING] else None
     if not sizes[HELD_OUT]:
         return train, None
     return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], ends, flags, cache)
@@ -258,4 +259,4 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _Ends, flags: d
 def epochs(blend: Blend, num_samples: int) -> list[float]:
     """How often a run of `num_samples` passes over the training part of each corpus."""
     counts = [blend.samples(corpus, TRAINING) for corpus in blend.corpora]
-    return [num_samples * share / count for share, count in zip(blend.shares, counts)]
+    return [num_samples * share / count if count else 0.0 for share, count in zip(blend.shares, counts)]

@@ -48,12 +48,13 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
     """
-    form = forms["train"]
+    form = next(iter(forms.values()))
     notes = [form.describe]
     for part in source.parts:
         notes += check_records(recipe, source, part, forms[part].messages, forms[part])
     parts = _split(recipe, source, forms)
-    train = parts["train"].table
+    first_of = next(iter(parts))
+    train = parts[first_of].table
     tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
     template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [template.note, *notes, *unended(tokenizer, template)]
@@ -63,10 +64,10 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
         table = _encode(part, encoder, recipe)
         notes += what_is_lost(recipe, config, table, name, block_size)
         sets[name] = Conversations(table)
-    shown = show(sets["train"][0], tokenizer, template)
+    shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed = {name: _packed(held, recipe, block_size, filler) for name, held in sets.items()}
-    return TextData(packed["train"], packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
+    return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 
 
 def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form]) -> dict[str, _Part]:
@@ -79,6 +80,8 @@ def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form]) -> dict[st
         for name, side in zip(PARTS, sides):
             numbers = np.array(side["record"][:])
             parts[name] = _Part(whole.table.select(numbers), numbers, whole.where)
+    if not recipe.trains:
+        parts.pop("train", None)
     limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
     return {name: part.first(limits[name]) for name, part in parts.items()}
 
@@ -195,8 +198,8 @@ def what_is_lost(recipe: ClmRecipe, config, table: Dataset, part: str, block_siz
     return notes
 
 
-def show(sample: dict[str, np.ndarray], tokenizer, template: Template) -> list[str]:
-    """A sample as text, with marks around what is trained on."""
+def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str = "training") -> list[str]:
+    """A sample as text, with marks around what is trained on (of the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     if len(ends) > 12:
@@ -208,7 +211,8 @@ def show(sample: dict[str, np.ndarray], tokenizer, template: Template) -> list[s
         text += f"⟦{run}⟧" if trained[end - 1] else run
         so_far = decoded
     text += " …" if ends[-1] < len(trained) else ""
-    heading = f"sample    the first training sample, written by {template.origin}; what stands in ⟦ ⟧ is trained on:"
+    does = "is trained on" if part == PARTS["train"] else "is predicted"
+    heading = f"sample    the first {part} sample, written by {template.origin}; what stands in ⟦ ⟧ {does}:"
     return [heading, *("  | " + line for line in text.splitlines())]
 
 

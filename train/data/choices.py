@@ -190,11 +190,13 @@ def prepare_choices(
     if "validation" not in parts and recipe.validation_split_percentage > 0:
         sides = hold_out(parts["train"], recipe.validation_split_percentage / 100)
         parts = {**parts, **dict(zip(("train", "validation"), sides))}
+    if not recipe.trains:
+        parts.pop("train", None)
     parts = {
         name: first(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
         for name, part in parts.items()
     }
-    train = parts["train"]
+    train = next(iter(parts.values()))
     tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, choices), train._fingerprint, pairs=True)
     length, sets = choose_length(recipe, "max_length", config), {}
     for name, part in parts.items():
@@ -208,7 +210,7 @@ def prepare_choices(
     labels = Labels(tuple(str(number + choices.start) for number in range(most)), choices=True)
     texts = {name: part.remove_columns(choices.label) for name, part in parts.items()}
     held = [HeldOut(sets[name], texts[name], name.removeprefix("validation")) for name in held_out if name in sets]
-    return ExampleData(sets["train"], held, labels, tokenizer, length, notes)
+    return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
 
 
 def _is_good(choices: Choices, record: dict[str, Any]) -> bool:

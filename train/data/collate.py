@@ -164,6 +164,31 @@ class PairCollator:
         return Batch(inputs, int((inputs["labels"] != IGNORE).sum()), tokens, len(rows) * sum(widths), indices)
 
 
+@dataclass
+class PromptCollator:
+    """Pad what is to be answered: prompts that go on at their end on the left, sources on the right.
+
+    Args:
+        pad_id: fills rows; attention does not see it.
+        left: pad on the left.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    left: bool
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = round_up(max(lengths), self.multiple)
+        ids, seen = stack(rows, "input_ids", width, self.pad_id), mask(lengths, width)
+        if self.left:
+            moved = (torch.arange(width)[None] + torch.tensor(lengths)[:, None]) % width
+            ids, seen = ids.gather(1, moved), seen.gather(1, moved)
+        return Batch({"input_ids": ids, "attention_mask": seen}, 0, total(lengths, indices), ids.numel(), indices)
+
+
 def multiple_for(device: torch.device) -> int:
     """The multiple that row lengths should have: matrix units of GPUs like 8, a CPU does not care."""
     return 1 if device.type == "cpu" else 8

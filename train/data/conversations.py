@@ -68,17 +68,43 @@ class Columns:
         reply = f", reply {self.target}" if self.target else ", each turn after the first is a reply"
         return f"conversations {self.dialogue}{reply}"
 
+    @property
+    def describe_sources(self) -> str:
+        """The same where nothing is known of replies."""
+        return f"source {self.source}" if self.dialogue is None else f"conversations {self.dialogue}, to be answered"
+
+    def asked(self, record: dict[str, Any]) -> list[str]:
+        """The turns of a record to which a reply is due, or its one source; replies that it has at its end, as roles
+        tell, are left out. Raises BadRecord: there is none, or a text is empty."""
+        if self.dialogue is None:
+            return [self._source(record)]
+        turns = list(turns_of(record[self.dialogue] or []))
+        while turns and turns[-1][0] in ASSISTANT:
+            turns.pop()
+        if not turns:
+            raise BadRecord(f"its {self.dialogue} has no turn that could be replied to")
+        for number, (_, text) in enumerate(turns, 1):
+            if blank(text):
+                raise BadRecord(f"turn {number} of its {self.dialogue} is empty")
+        return [text.strip() for _, text in turns]
+
+    def _source(self, record: dict[str, Any]) -> str:
+        """The text of a source. Raises BadRecord: it is empty."""
+        source = record[self.source]
+        if blank(source):
+            raise BadRecord(f"the {self.source} is empty")
+        if self.context and not blank(record[self.context]):
+            return f"question: {source.strip()} context: {record[self.context].strip()}".strip()
+        return source.strip()
+
     def pairs(self, record: dict[str, Any]) -> list[Pair]:
         """The pairs of a record. Raises BadRecord: there is none, or a text is empty."""
         refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            source, target = record[self.source], first_answer(record[self.target])
-            for name, text in ((self.source, source), (self.target, target)):
-                if blank(text):
-                    raise BadRecord(f"the {name} is empty")
-            if self.context and not blank(record[self.context]):
-                source = f"question: {source.strip()} context: {record[self.context].strip()}"
-            return [Pair([source.strip()], target.strip())]
+            source, target = self._source(record), first_answer(record[self.target])
+            if blank(target):
+                raise BadRecord(f"the {self.target} is empty")
+            return [Pair([source], target.strip())]
         turns = list(turns_of(record[self.dialogue] or []))
         for number, (_, text) in enumerate(turns, 1):
             if blank(text):
@@ -224,6 +250,34 @@ def read_parlai(paths: list[Path]) -> Dataset:
 def _named_after(columns: dict[str, list], paths: list[Path]) -> Dataset:
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return name_for_the_cache(Dataset.from_dict(columns), "conversations", stamps)
+
+
+def find_sources(recipe: PairOptions, table: Dataset) -> Columns:
+    """The column of what is to be answered: the one that the recipe names, else one of a known name, else the only
+    column of text.
+
+    Raises:
+        UserError: it is not there, or none is found.
+    """
+    texts, present = text_columns(table), table.column_names
+    for option, known in (("dialogue_column", present), ("source_column", texts)):
+        name = getattr(recipe, option)
+        if name and name not in known:
+            raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(table)}")
+    lists = [name for name in present if holds_lists(table.features[name])]
+    dialogue = recipe.dialogue_column or next((name for name in DIALOGUES if name in lists), None)
+    if dialogue and not recipe.source_column:
+        return Columns(dialogue, None, None)
+    if {"question", "context"} <= set(texts) and not recipe.source_column:
+        return Columns(None, "question", None, "context")
+    known = [source for source, _ in SOURCES_AND_TARGETS if source in texts]
+    source = recipe.source_column or (texts[0] if len(texts) == 1 else next(iter(known), None))
+    if source is None or (source == "input" and "instruction" in texts and not recipe.source_column):
+        raise UserError(
+            "no conversation and no source is found: name --dialogue_column or --source_column; "
+            f"{columns_present(table)}"
+        )
+    return Columns(None, source, None)
 
 
 def read_keyed_conversations(paths: list[Path]) -> Dataset | None:

@@ -9,12 +9,13 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from train.data import glue
 from train.data.cache import cache_root, one_process_at_a_time, prepare_anew
-from train.data.labels import MISSING, Labels, find_labels, in_the_models_order
+from train.data.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
 from train.data.lengths import choose_length, report_loss
 from train.data.pack import SampleSet
 from train.data.rows import Rows
 from train.data.sources import (
     HELD_OUT,
+    PREDICT,
     Source,
     bad_record,
     columns_present,
@@ -37,18 +38,24 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 
 @dataclass
 class HeldOut:
-    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures."""
+    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
+
+    Args:
+        numbers: of records that have no label: the file's own number of each, as it is submitted.
+    """
 
     samples: SampleSet
     texts: Dataset
     suffix: str  # "" or "_mismatched"
+    numbers: list | None = None
 
 
 @dataclass
 class ExampleData:
-    """Samples of all parts (Rows; ChoiceRows of multiple choice), the labels, and the tokenizer that made them."""
+    """Samples of all parts (Rows; ChoiceRows of multiple choice; no `train` where nothing is trained), the labels, and
+    the tokenizer that made them."""
 
-    train: SampleSet
+    train: SampleSet | None
     held_out: list[HeldOut]
     labels: Labels
     tokenizer: object
@@ -74,23 +81,27 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         UserError: columns are not found, a text is empty, a label is missing or outside the label set.
     """
     task = glue.TASKS.get(recipe.task_name or "")
+    if recipe.predict_file:
+        return _prepare_unlabelled(recipe, config, task)
     with one_process_at_a_time(recipe.cache_dir):
         source, held_out = _read(recipe)
         if task is None:
             from train.data.choices import find_choices, prepare_choices
 
-            if choices := find_choices(recipe, source.parts["train"]):
+            if choices := find_choices(recipe, source.first):
                 return prepare_choices(recipe, config, source, held_out, choices)
-        texts, label = _columns(recipe, source.parts["train"], task)
+        texts, label = _columns(recipe, source.first, task)
         labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
         notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
         if "validation" not in parts and recipe.validation_split_percentage > 0:
             parts = {**parts, **_split(parts["train"], recipe.validation_split_percentage / 100)}
+        if not recipe.trains:
+            parts.pop("train", None)
         parts = {
             name: _first(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
             for name, part in parts.items()
         }
-        train = parts["train"].texts
+        train = next(iter(parts.values())).texts
         tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
         length = choose_length(recipe, "max_length", config)
         rows = {name: encode_texts(part.texts, tokenizer, length, recipe, part.labels) for name, part in parts.items()}
@@ -101,7 +112,36 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
-    return ExampleData(rows["train"], sets, labels, tokenizer, length, notes)
+    return ExampleData(rows.get("train"), sets, labels, tokenizer, length, notes)
+
+
+def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -> ExampleData:
+    """The records of predict_file, every one of them, with labels of which nothing is asked; the classes are those of
+    the model."""
+    if any("MultipleChoice" in name for name in config.architectures or ()):
+        raise UserError(
+            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, whose files are not answered "
+            "without labels. Use --evaluate_only"
+        )
+    with one_process_at_a_time(recipe.cache_dir):
+        table = read_source(recipe, sample_by=lambda files: "line").parts[PREDICT]
+        if task and len(recipe.predict_file) > 1:
+            raise UserError(
+                f"predict_file = {' '.join(recipe.predict_file)}: a GLUE task's files are answered one by one"
+            )
+        texts, _ = _columns(recipe, table, task, labelled=False)
+        labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
+        labels = in_the_models_order(labels, config)
+        kind = np.float32 if labels.names is None else np.int64
+        part = _Part(_only(table, texts), np.zeros(len(table), dtype=kind))
+        tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+        length = choose_length(recipe, "max_length", config)
+        rows = encode_texts(part.texts, tokenizer, length, recipe, part.labels)
+    notes = [f"data      texts {' and '.join(texts)}"]
+    if empty := len(_bad_records(part, texts, "")):
+        notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
+    held_out = HeldOut(rows, part.texts, "", glue.numbers(table))
+    return ExampleData(None, [held_out], labels, tokenizer, length, notes)
 
 
 def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
@@ -111,13 +151,15 @@ def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
     source = read_source(recipe, held_out)
     header = glue.TASKS[recipe.task_name].header if recipe.task_name and source.files else ()
-    if header and not set(header) & set(source.parts["train"].column_names):
+    if header and not set(header) & set(source.first.column_names):
         source = read_source(recipe, held_out, header=header)
     return source, tuple(held_out)
 
 
-def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> tuple[tuple[str, ...], str]:
-    """(the text columns, the label column)."""
+def _columns(
+    recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None, labelled: bool = True
+) -> tuple[tuple[str, ...], str | None]:
+    """(the text columns, the label column, if there is to be one)."""
     present, problems = set(table.column_names), []
     texts = tuple(recipe.text_columns or ())
     if texts:
@@ -136,7 +178,9 @@ def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> t
             )  # fmt: skip
             problems.append(f"{wanted} not found. Name the columns with --text_columns")
     label = recipe.label_column
-    if label and label not in present:
+    if not labelled:
+        label = None
+    elif label and label not in present:
         problems.append(f"label_column: there is no column {label!r}")
     elif not label:
         known = ("label", task.label_column) if task else LABELS
@@ -145,7 +189,7 @@ def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> t
             problems.append("no column of labels is found. Name it with --label_column")
     if label in texts:
         problems.append(f"label_column = {label!r} is a text column too: name another one")
-    for option, names in (("text_columns", texts), ("label_column", (label,))):
+    for option, names in (("text_columns", texts), ("label_column", (label,) if label else ())):
         bad = [name for name in names if name in present and not isinstance(table.features[name], (Value, ClassLabel))]
         problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
     if problems:
@@ -155,14 +199,17 @@ def _columns(recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None) -> t
 
 def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config):
     """(labels, parts with bad records left out, what there is to say)."""
-    train = source.parts["train"]
+    train = source.first
     feature = train.features[label]
     where = {name: source.where(name) for name in source.parts}
-    if task is not None:
-        labels, class_names = Labels(task.labels), task.labels
+    class_names = task.labels if task else tuple(getattr(feature, "names", ()) or ()) or None
+    if not recipe.trains:
+        is_number = bool(task) and task.labels is None
+        labels, class_names = trained_labels(config, class_names, train[label][:], is_number)
+    elif task is not None:
+        labels = Labels(task.labels)
     else:
         labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
-        class_names = tuple(getattr(feature, "names", ()) or ()) or None
     labels = replace(in_the_models_order(labels, config), number=label)
     parts, notes = {}, []
     for name, table in source.parts.items():

@@ -83,7 +83,15 @@ class Form:
         Raises:
             BadRecord: a text is empty, a role is unknown or out of order, there is no answer.
         """
-        refuse_rejected(record, self.verdict)
+        return self._conversation(record, answered=True)
+
+    def asked(self, record: dict[str, Any]) -> list[Message]:
+        """The same up to where the model is to answer; an answer that is known is left out."""
+        return self._conversation(record, answered=False)
+
+    def _conversation(self, record: dict[str, Any], answered: bool) -> list[Message]:
+        if answered:
+            refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
             turns = [*self._history(record), self._instruction(record)]
         else:
@@ -95,7 +103,9 @@ class Form:
         if self.answer:
             answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
             turns += _turns(answer, "assistant", self.answer)
-        _check_order(turns)
+        while not answered and turns and turns[-1]["role"] == "assistant":
+            turns = turns[:-1]
+        _check_order(turns, answered)
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
             if self.system and not blank(record[self.system]):
@@ -169,9 +179,10 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
     return messages
 
 
-def _check_order(messages: list[Message]) -> None:
-    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant; between two
-    turns of the assistant tools may have answered in place of the user."""
+def _check_order(messages: list[Message], answered: bool = True) -> None:
+    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant, or end before
+    the assistant's where that is not `answered` yet; between two turns of the assistant tools may have answered in
+    place of the user."""
     if not messages:
         raise BadRecord("a conversation without a turn")
     begin = int(messages[0]["role"] == "system")
@@ -186,7 +197,9 @@ def _check_order(messages: list[Message]) -> None:
         if message["role"] != expected:
             raise BadRecord(f"turn {number} is the {message['role']}'s, where one of the {expected} was due")
         before = expected
-    if messages[-1]["role"] != "assistant":
+    if not answered and messages[-1]["role"] == "system":
+        raise BadRecord("nobody has said anything that could be answered")
+    if answered and messages[-1]["role"] != "assistant":
         raise BadRecord(f"no answer: the last turn, number {len(messages)}, is the {messages[-1]['role']}'s")
 
 
@@ -238,10 +251,14 @@ def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
         return Form(kind, *asked, **extra)
     answer = next((name for name in ANSWERS[kind] if name in there), None)
     question = next((name for name in QUESTIONS[kind] if name in there), None)
-    if question is None or answer is None:
+    if recipe.predict_file:
+        answer = None
+    elif answer is None:
+        return None
+    if question is None:
         return None
     if kind == "prompt":
-        plain = not any(holds_lists(table.features[name]) for name in (question, answer))
+        plain = not any(holds_lists(table.features[name]) for name in (question, answer) if name)
         return Form(kind, question, answer, **extra, plain=plain)
     extra["history"] = "history" if "history" in there and holds_lists(table.features["history"]) else None
     return Form(kind, question, answer, next((name for name in INPUTS if name in there), None), **extra)

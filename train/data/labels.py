@@ -124,6 +124,40 @@ def in_the_models_order(labels: Labels, config) -> Labels:
     return labels
 
 
+def trained_labels(
+    config, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
+) -> tuple[Labels, tuple[str, ...] | None]:
+    """(the labels of a trained classifier, what the data's numbers stand for), where nothing is trained.
+
+    Args:
+        class_names: the classes by the data's own numbers, where it numbers them.
+        values: the labels of the data; empty where it has none.
+        is_number: the task asks for a number.
+
+    Raises:
+        UserError: the model was trained for other labels.
+    """
+    theirs = tuple(str(name) for _, name in sorted(config.id2label.items()))
+    gives_number = config.problem_type == "regression" or len(theirs) == 1
+    trained = "one number" if gives_number else f"{len(theirs)} labels ({', '.join(theirs)})"
+    if is_number != gives_number and (is_number or class_names):
+        asked = "a number" if is_number else ", ".join(class_names)
+        raise UserError(f"the model was trained for {trained}, and the task asks for {asked}. Name another model")
+    if gives_number:
+        return Labels(None), None
+    if class_names:
+        if len(class_names) != len(theirs):
+            raise UserError(
+                f"the model was trained for {trained}, and the data has {len(class_names)} "
+                f"({', '.join(class_names)}). Name another model"
+            )
+        return Labels(class_names), class_names
+    written = {name.lower(): name for name in map(_name, {value for value in values if not _is_missing(value)})}
+    if written.keys() <= {name.lower() for name in theirs}:
+        return Labels(tuple(written.get(name.lower(), name) for name in theirs)), None
+    return Labels(theirs), theirs
+
+
 def pretrained_head(config, pretrained: str | None) -> list[str] | None:
     """The labels of the head that the pretrained weights bring; None where they bring none."""
     if not pretrained or not any("SequenceClassification" in name for name in config.architectures or ()):

@@ -34,17 +34,25 @@ class Contents:
         return round((self.tokens - self.truncated) / self.samples)
 
 
-def contents_rows(train: Contents, validation: Contents | None) -> list[tuple[str, ...]]:
-    """The table of what was read, shown before training: one row a figure, one column a part."""
-    columns = [("training", train)] + ([("held out", validation)] if validation else [])
+def contents_rows(
+    train: Contents | None, validation: Contents | None, asked: Contents | None = None
+) -> list[tuple[str, ...]]:
+    """The table of what was read, shown before it is used: one row a figure, one column a part.
+
+    Args:
+        asked: what is to be answered, where that is all there is.
+    """
+    parts = {"training": train, "held out": validation, "to answer": asked}
+    columns = [(name, contents) for name, contents in parts.items() if contents]
+    first = columns[0][1]
     rows = [("", *(name for name, _ in columns))]
     for label, show, there in (
-        ("documents", lambda c: f"{c.documents:,}", train.documents != train.samples),
+        ("documents", lambda c: f"{c.documents:,}", first.documents != first.samples),
         ("samples", lambda c: f"{c.samples:,}", True),
         ("tokens", lambda c: f"{c.tokens:,}", True),
-        ("tokens trained on", lambda c: f"{c.trained:,}", train.trained is not None),
+        ("tokens trained on" if train else "predicted", lambda c: f"{c.trained:,}", first.trained is not None),
         ("truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})", True),
-        ("padding", lambda c: f"{c.padding:.1%}", train.padding is not None),
+        ("padding", lambda c: f"{c.padding:.1%}", first.padding is not None),
     ):
         if there:
             rows.append((label, *(show(contents) for _, contents in columns)))
@@ -239,13 +247,15 @@ class TextData:
     """Samples of both parts, the tokenizer that made them, and what there is to say.
 
     Args:
+        train: None where nothing is trained.
         kind: how text became samples.
         order: of the training samples, where they come in one of their own.
         samples_per_epoch: training samples of one pass over the data; by default all.
         report: a table of what was read; by default the contents of both parts.
+        prompts: what is to be answered, where that is all there is.
     """
 
-    train: SampleSet
+    train: SampleSet | None
     validation: SampleSet | None
     tokenizer: object
     block_size: int
@@ -256,7 +266,10 @@ class TextData:
     order: object | None = None
     samples_per_epoch: int = 0
     report: list[tuple[str, ...]] = field(default_factory=list)
+    prompts: SampleSet | None = None
 
     def __post_init__(self):
-        self.samples_per_epoch = self.samples_per_epoch or len(self.train)
-        self.report = self.report or contents_rows(self.train.contents, self.validation and self.validation.contents)
+        self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
+        if not self.report:
+            parts = (self.train, self.validation, self.prompts)
+            self.report = contents_rows(*(part and part.contents for part in parts))

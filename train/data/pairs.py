@@ -47,14 +47,14 @@ class HeldOutPairs:
 
     samples: Rows
     targets: list[str]
-    usual: str
+    usual: str | None
 
 
 @dataclass
 class PairData:
-    """Samples of both parts, and the tokenizer that made them."""
+    """Samples of both parts, and the tokenizer that made them; no `train` where nothing is trained."""
 
-    train: Rows
+    train: Rows | None
     validation: HeldOutPairs | None
     tokenizer: object
     widths: tuple[int, int]  # the longest source and target, in tokens
@@ -71,7 +71,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     with one_process_at_a_time(recipe.cache_dir):
         source = read_source(recipe, reader=read_conversation_files)
-        columns = find_columns(recipe, source.parts["train"])
+        columns = find_columns(recipe, source.first)
         notes = [f"data      {columns.describe}"]
         for part, table in source.parts.items():
             if missing := [name for name in columns.names if name not in table.column_names]:
@@ -81,7 +81,9 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         if "validation" not in parts and recipe.validation_split_percentage > 0:
             train, held_out = hold_out(parts["train"], recipe.validation_split_percentage / 100)
             parts = {"train": train, "validation": held_out}
-        train = parts["train"]
+        if not recipe.trains:
+            parts.pop("train", None)
+        train = next(iter(parts.values()))
         tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, columns), train._fingerprint, pairs=True)
         widths = (
             choose_length(recipe, "max_source_length", config),
@@ -96,12 +98,12 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     tables = {name: first(table, limits[name]) for name, table in tables.items()}
     for name, table in tables.items():
         notes += what_is_lost(recipe, config, columns, table, name, widths)
-    train, validation = tables["train"], None
+    train, validation = tables.get("train"), None
     if "validation" in tables:
         table = tables["validation"]
-        ((usual, _),) = Counter(train["target"][:]).most_common(1)
+        usual = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
         validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:], usual)
-    return PairData(Rows(train, COLUMNS), validation, tokenizer, widths, notes)
+    return PairData(Rows(train, COLUMNS) if train is not None else None, validation, tokenizer, widths, notes)
 
 
 def what_is_lost(recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]) -> list[str]:

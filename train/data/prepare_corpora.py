@@ -36,17 +36,22 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
     blend = Blend(corpora, weights, recipe.split, block_size, recipe.seed)
     blend.check()
     per_epoch = blend.samples_per_epoch(TRAINING)
-    total = samples_of_run(recipe, per_epoch, global_batch)
+    total = samples_of_run(recipe, per_epoch, global_batch) if recipe.trains else 0
     held_out = blend.most_without_repeating(HELD_OUT) if blend.bounds[HELD_OUT] else 0
+    if not (held_out or recipe.trains):
+        raise UserError(
+            f"split = {recipe.split!r}: nothing is held out to evaluate on. 0,1 evaluates on all documents"
+        )
     if held_out < blend.samples_per_epoch(HELD_OUT) / 2:
         notes.append(
             f"note      with these weights evaluation can have {held_out:,} of {blend.samples_per_epoch(HELD_OUT):,} "
             "samples, else some would come twice"
         )
     train, validation = build(blend, total, min(held_out, recipe.max_eval_samples or held_out), rows, eod, recipe)
+    order = FixedOrder(len(train)) if recipe.trains else None
     return TextData(
         train, validation, tokenizer, block_size,
-        notes=notes, kind=kind(recipe, block_size), order=FixedOrder(len(train)), samples_per_epoch=per_epoch,
+        notes=notes, kind=kind(recipe, block_size), order=order, samples_per_epoch=per_epoch,
         report=report(blend, total, validation),
     )  # fmt: skip
 

@@ -26,6 +26,10 @@ def prepare_text(recipe: ClmRecipe, config, global_batch: int = 1) -> TextData:
 
         return prepare_corpora(recipe, config, global_batch)
     block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
+    if recipe.predict_file:
+        from train.data.prompts import read_prompts
+
+        return read_prompts(recipe, config, block_size)
     try:
         with one_process_at_a_time(recipe.cache_dir):
             data = _prepare(recipe, config, block_size)
@@ -38,7 +42,7 @@ def prepare_text(recipe: ClmRecipe, config, global_batch: int = 1) -> TextData:
 def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
     source, unit = read_records(recipe)
     forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
-    _check_options(recipe, forms["train"], source)
+    _check_options(recipe, next(iter(forms.values())), source)
     if all(forms.values()):
         return prepare_chat(recipe, config, source, forms, block_size)
     if any(forms.values()):
@@ -50,8 +54,9 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
             f"training and held-out data are not of one kind. {kinds}. Say what both are with --data_format"
         )
     records = take_texts(recipe, source, unit)
-    texts = (text for batch in records.train.iter(100) for text in batch["text"])
-    tokenizer = get_tokenizer(recipe, config, lambda: texts, records.train._fingerprint)
+    read = records.train if recipe.trains else records.validation
+    texts = (text for batch in read.iter(100) for text in batch["text"])
+    tokenizer = get_tokenizer(recipe, config, lambda: texts, read._fingerprint)
     append_eos = _append_eos(recipe, tokenizer)
     sets: dict[str, SampleSet | None] = {"train": None, "validation": None}
     for part in sets:
@@ -61,12 +66,14 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
             cache, workers = cache_root(recipe.cache_dir), recipe.preprocessing_num_workers
             encoded = tokenise(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
-    hints = _hints(recipe, sets["train"].contents, unit, block_size)
+    hints = _hints(recipe, (sets["train"] or sets["validation"]).contents, unit, block_size)
     return TextData(sets["train"], sets["validation"], tokenizer, block_size, hints)
 
 
 def is_packed(recipe: ClmRecipe) -> bool:
     """Whether documents are kept apart by positions that begin anew, which transformers' attention must heed."""
+    if recipe.predict_file:
+        return False
     if recipe.data_path:
         return recipe.reset_position_ids and recipe.reset_attention_mask
     return recipe.packing == "documents"
@@ -76,7 +83,7 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
     """Raises UserError for options that have no effect on what the data was taken for."""
     if form is None:
         given = [name for name in ("chat_template", "system_prompt", "train_on_prompt") if getattr(recipe, name)]
-        what = f"text; {columns_present(source.parts['train'])}. Name the form with --data_format"
+        what = f"text; {columns_present(source.first)}. Name the form with --data_format"
     else:
         given = [name for name in ("document_separator", "append_eos") if getattr(recipe, name) is not None]
         what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"

@@ -29,17 +29,27 @@ FORMATS = {
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
 HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
+PREDICT = "predict"  # the part that has no labels
 EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # made from Python's own library (train/data/stdlib.py)
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 
 
 @dataclass
 class Source:
-    """What was read: `train`, the held-out parts that there are, and from what (hub, embedded, json, csv, ...)."""
+    """What was read: `train`, the held-out parts that there are, and from what (hub, embedded, json, csv, ...).
+
+    Without training there is `train` only where the held-out part is still to be drawn from it; of a file to be
+    answered there is PREDICT alone.
+    """
 
     parts: dict[str, Dataset]
     kind: str
     files: dict[str, list[Path]]  # of each part; empty where no option names files
+
+    @property
+    def first(self) -> Dataset:
+        """The table that says which columns there are."""
+        return next(iter(self.parts.values()))
 
     def where(self, part: str) -> str:
         """The name of a part for a message. Records are counted through all of its files."""
@@ -67,24 +77,25 @@ def read_source(
     Raises:
         UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach.
     """
-    held_out = held_out or {"validation": HELD_OUT}
+    held_out = {PREDICT: ()} if getattr(recipe, "predict_file", None) else held_out or {"validation": HELD_OUT}
     if recipe.dataset_name in EMBEDDED:
         from train.data.stdlib import read_stdlib
 
-        return Source(read_stdlib(recipe.dataset_name, recipe), "embedded", {})
-    if not recipe.train_file:
-        return Source(_from_hub(recipe, held_out), "hub", {})
+        return Source(_wanted(read_stdlib(recipe.dataset_name, recipe), recipe), "embedded", {})
     options = {part: f"{part}_file" for part in ("train", *held_out)}
     files = {part: find_files(option, getattr(recipe, option)) for part, option in options.items()
              if getattr(recipe, option)}  # fmt: skip
-    kind = format_of(files["train"])
+    if not files:
+        return Source(_wanted(_from_hub(recipe, held_out), recipe), "hub", {})
+    named = next(iter(files))
+    kind = format_of(files[named])
     for part, paths in files.items():
         if format_of(paths) != kind:
-            raise UserError(f"{part}_file is {format_of(paths)} and train_file is {kind}: use one format for both")
+            raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
     plain = {part: plain_files(paths, kind, recipe) for part, paths in files.items()}
     builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
-        kwargs = {"sample_by": sample_by(plain["train"]) if sample_by else None}
+        kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
     if header and builder == "csv":
         kwargs = {**kwargs, "names": list(header)}
     parts = {part: _load(builder, part, paths, kind, recipe, kwargs, reader) for part, paths in plain.items()}
@@ -104,6 +115,11 @@ def _plain_names(parts: dict[str, Dataset], recipe: SourceOptions) -> dict[str, 
         changed = {name: other for name, other in small.items() if name != other and new.count(other) == 1}
         parts[part] = table.rename_columns(changed) if changed else table
     return parts
+
+
+def _wanted(parts: dict[str, Dataset], recipe) -> dict[str, Dataset]:
+    """The parts, without that for training where nothing is trained and something is held out."""
+    return parts if recipe.trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
 
 
 def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs: dict, reader) -> Dataset:
@@ -234,8 +250,8 @@ def columns_present(dataset: Dataset) -> str:
 
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
     """The user's message for text that is not UTF-8 (JSON files show it only when their text is looked at)."""
-    for option in ("train_file", "validation_file"):
-        patterns = getattr(recipe, option)
+    for option in ("train_file", "validation_file", "predict_file"):
+        patterns = getattr(recipe, option, None)
         if patterns:
             files = find_files(option, patterns)
             found = unreadable(files, format_of(files), error)
@@ -264,7 +280,8 @@ def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> di
             "Name a file with train_file, or run once where the hub can be reached"
         ) from None
     assert isinstance(found, DatasetDict)
-    if "train" not in found:
+    known = {"train", *(name for names in held_out.values() if not recipe.trains for name in names)}
+    if not known & set(found):
         raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(found)}")
     names = {"train": ("train",), **held_out}
     return {part: found[name] for part, known in names.items() for name in known[::-1] if name in found}

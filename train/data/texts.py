@@ -29,7 +29,7 @@ NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and t
 class Records:
     """Training and held-out records (column `text`), and how a text file was cut into documents."""
 
-    train: Dataset
+    train: Dataset | None
     validation: Dataset | None
     unit: str
 
@@ -61,13 +61,13 @@ def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
     Raises:
         UserError: there is no such column; a split is empty.
     """
-    parts = {name: _only_text(part, _text_column(part, recipe.text_column)) for name, part in source.parts.items()}
+    parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
     if unit == "mark":
         parts = {name: _cut_at_mark(part, recipe.document_separator or END_OF_TEXT) for name, part in parts.items()}
-    train, validation = parts["train"], parts.get("validation")
+    train, validation = parts.get("train"), parts.get("validation")
     if validation is None and recipe.validation_split_percentage > 0:
         train, validation = split_off(train, recipe.validation_split_percentage / 100)
-    train = first(train, recipe.max_train_samples)
+    train = first(train, recipe.max_train_samples) if recipe.trains else None
     validation = validation if validation is None else first(validation, recipe.max_eval_samples)
     return Records(train, validation, unit)
 
@@ -91,7 +91,8 @@ def _contains(path: Path, mark: str) -> bool:
     return False
 
 
-def _text_column(dataset: Dataset, wanted: str | None) -> str:
+def text_column(dataset: Dataset, wanted: str | None) -> str:
+    """The column that holds the text. Raises UserError: there is none, or several might be meant."""
     texts, present = text_columns(dataset), columns_present(dataset)
     if wanted:
         if wanted not in dataset.column_names:

@@ -5,6 +5,7 @@ file lacks with a warning only. Here either is an error, and so is a base that m
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 NAME = "default"  # peft's name for the only adapter
 AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
                 "SEQ_CLS": "AutoModelForSequenceClassification"}  # fmt: skip
+TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -147,7 +149,7 @@ def load_with_adapter(
             f"{option} = {name!r} is quantised, and an adapter is not merged into rounded weights. Name the model "
             f"that was quantised with {named_with}, or pass --dequantize to turn its weights back to floats first"
         )
-    config, notes = _as_trained(folder, config, where, name)
+    config, notes = as_trained(folder, config, where, name)
     auto_class = getattr(transformers, AUTO_CLASSES[folder.settings.get("task_type") or _task_type(config)])
     if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
         raise UserError(f"{where}: {name!r} is a {config.model_type}, and there is no {auto_class.__name__} for it")
@@ -159,7 +161,7 @@ def load_with_adapter(
     if stored_quantised and quantised == "dequantize":
         model = _dequantized(model, option, name)
     adapted = _attach(model, folder, where, name)
-    notes += _check_base_weights(adapted, folder, where, name, stored_quantised)
+    notes += check_base_weights(adapted.get_base_model(), folder, where, name, stored_quantised)
     return Adapted(adapted.eval(), name, auto_class, notes)
 
 
@@ -206,7 +208,7 @@ def _revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
     return {"revision": revision} if revision and not base else {}
 
 
-def _as_trained(folder: AdapterFolder, config, where: str, name: str) -> tuple[Any, list[str]]:
+def as_trained(folder: AdapterFolder, config, where: str, name: str) -> tuple[Any, list[str]]:
     """The configuration that the adapter was trained with, where it lies beside it, else the base's with as many
     labels as the adapter's head has; and what there is to say about it."""
     if not (folder.path / "config.json").is_file():
@@ -262,7 +264,7 @@ def _check_whole(model, missing: list[str], folder: AdapterFolder, where: str, n
     lacking = [weight for weight in missing if weight not in folder.shapes]
     if lacking:
         raise UserError(
-            f"{where} and {name!r} make no whole model: neither has {_some(lacking)} in the right shape. Name the "
+            f"{where} and {name!r} make no whole model: neither has {some(lacking)} in the right shape. Name the "
             "base that the adapter was trained on; a head that was random when training began must be among the "
             "adapter's modules_to_save"
         )
@@ -289,11 +291,14 @@ def _quantises(step) -> bool:
     return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
 
 
-def _attach(model, folder: AdapterFolder, where: str, name: str):
-    """The PeftModel of base and adapter, every weight of the file in its place and none left at random."""
-    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
+def adapter_settings(folder: AdapterFolder, where: str):
+    """peft's configuration of the adapter, for use and not for training.
 
-    another = f"{where} is for another base than {name!r}"
+    Raises:
+        UserError: a newer peft has made it.
+    """
+    from peft import PeftConfig
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         settings = PeftConfig.from_pretrained(str(folder.path))
@@ -301,6 +306,14 @@ def _attach(model, folder: AdapterFolder, where: str, name: str):
     if unknown:
         raise UserError(f"{where} was made by a newer peft than the one installed: {unknown[0].splitlines()[0]}")
     settings.inference_mode = True
+    return settings
+
+
+def _attach(model, folder: AdapterFolder, where: str, name: str):
+    """The PeftModel of base and adapter, every weight of the file in its place and none left at random."""
+    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
+
+    another, settings = f"{where} is for another base than {name!r}", adapter_settings(folder, where)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on tied embeddings; merging knows of them
         try:
@@ -314,7 +327,7 @@ def _attach(model, folder: AdapterFolder, where: str, name: str):
             raise UserError(f"{another}{_unplaced(adapted, folder) or f': {first_line(error)}'}") from None
     left = [*result.missing_keys, *result.unexpected_keys]
     if left:
-        raise UserError(f"{another}{_unplaced(adapted, folder) or f': no place for {_some(left)}'}")
+        raise UserError(f"{another}{_unplaced(adapted, folder) or f': no place for {some(left)}'}")
     return adapted
 
 
@@ -327,23 +340,30 @@ def _unplaced(adapted, folder: AdapterFolder) -> str | None:
     own = {key: tuple(tensor.shape) for key, tensor in adapted.get_base_model().state_dict().items()}
     homeless = [key for key in folder.shapes if key not in places and own.get(key) != folder.shapes[key]]
     if homeless:
-        return f", which has no place for {_some(homeless)}"
+        return f", which has no place for {some(homeless)}"
     empty = [key for key in places if key not in folder.shapes]
     if empty:
-        return f": that one has modules for which the adapter has no weights: {_some(empty)}"
+        return f": that one has modules for which the adapter has no weights: {some(empty)}"
     for key, shape in places.items():
         if folder.shapes[key] != shape:
             return f": {key} has the shape {folder.shapes[key]}, and that one takes {shape}"
     return None
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}"
 
 
-def _check_base_weights(adapted, folder: AdapterFolder, where: str, name: str, quantised: bool) -> list[str]:
-    """Compare the frozen weights with those noted in training. Returns a note if that was not possible."""
+def check_base_weights(
+    base, folder: AdapterFolder, where: str, name: str, quantised: bool, gathered=lambda weight: nullcontext()
+) -> list[str]:
+    """Compare the frozen weights with those noted in training. Returns a note if that was not possible.
+
+    Args:
+        base: the model that has the adapter's layers in it.
+        gathered: (weight) -> the context in which it is whole.
+    """
     from train.model.base_weights import FILE, differs, sample_weights
 
     file = folder.path / FILE
@@ -351,13 +371,14 @@ def _check_base_weights(adapted, folder: AdapterFolder, where: str, name: str, q
         return []
     if quantised:
         return [f"note: {name!r} is quantised, so its weights are not compared with those noted in {file}"]
-    base = adapted.get_base_model()
     modules = dict(base.named_modules())
     for module, recorded in read_json(file).get("modules", {}).items():
         layer = getattr(modules.get(module), "base_layer", None)
         if layer is None:
             raise UserError(f"{where} is for another base than {name!r}, where {module} has no adapter")
-        if differs(recorded, sample_weights(layer.weight)):
+        with gathered(layer.weight):
+            found = sample_weights(layer.weight)
+        if differs(recorded, found):
             raise UserError(
                 f"{where} is for another base: the weights of {module} in {name!r} are not those that it was trained "
                 "on. Name the base that it was trained on"

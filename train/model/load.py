@@ -43,6 +43,9 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
                 common.setdefault("device_map", {"": strategy.device_of_weights})
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
             model, info = from_hub_or_folder("model_name_or_path", name, load)
+            # Leaving out some lets transformers leave out any.
+            if {entry[0] for entry in info["mismatched_keys"]} - set(left_out):
+                raise RuntimeError("ignore_mismatched_sizes is meant for left_out alone")
             model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
             check_finite(model, f"model_name_or_path = {name!r}")
             return model

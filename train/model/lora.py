@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from train.model.adapters import TASK_TYPES
 from train.model.base_weights import FILE, sample_weights
 from train.model.export import make_consistent, write_card
 from train.model.stored import ADAPTER_PREFIX
@@ -34,7 +35,6 @@ PRESETS = {
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), T5),
 }  # fmt: skip
 ALL_LINEAR = "all-linear"
-TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 HEADS_OF_CLASSIFIERS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
 
 

@@ -19,6 +19,7 @@ def option(
     aliases: tuple[str, ...] = (),
     common: bool = False,
     hidden: bool = False,
+    zero: str = "",
 ):
     """A dataclass field that is an option: its default, its help line, and what values it takes.
 
@@ -28,9 +29,10 @@ def option(
         aliases: other names for it, which users bring along from other programs.
         common: --help shows it; --help_all shows all.
         hidden: it is no user's business, and no help shows it.
+        zero: where a value must be above zero, what whoever says 0 may mean.
     """
     metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum, "aliases": aliases,
-                "common": common, "hidden": hidden}  # fmt: skip
+                "common": common, "hidden": hidden, "zero": zero}  # fmt: skip
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -98,7 +100,7 @@ def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
         if metadata["choices"] and item not in metadata["choices"]:
             return "it must be one of " + ", ".join(str(choice) for choice in metadata["choices"])
         if metadata["positive"] and not item > 0:
-            return "it must be above 0"
+            return "it must be above 0" + (f". {metadata['zero']}" if metadata["zero"] and not item else "")
         if metadata["minimum"] is not None and not item >= metadata["minimum"]:
             return f"it must be {metadata['minimum']:g} or more"
     return None

@@ -10,6 +10,7 @@ from train.recipe.files import without_folders
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
 TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold what a user has written
+WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 TRACKERS = ("all", "wandb", "tensorboard", "none")
 
 
@@ -26,16 +27,31 @@ class Recipe:
 
     def is_changed(self, name: str) -> bool:
         """Whether somebody has set this option to another value than its default (a run's recipe.yaml sets all)."""
-        field = next((field for field in dataclasses.fields(self) if field.name == name), None)
-        if field is None or not self.source(name):
-            return False
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-        return getattr(self, name) != default
+        return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
+
+    def _default(self, name: str) -> Any:
+        field = next(field for field in dataclasses.fields(self) if field.name == name)
+        return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
     def adopt(self, name: str, value: Any, source: str) -> None:
         """Take a value that somebody else owns (a user's DeepSpeed JSON, say) for an option that nobody set."""
         setattr(self, name, value)
         self.__dict__.setdefault("_sources", {})[name] = source
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are to move."""
+        return True
+
+    def forget(self, name: str) -> str | None:
+        """Give an option its default again, if the task has it. Returns who had set it."""
+        if not hasattr(self, name):
+            return None
+        setattr(self, name, self._default(name))
+        return self.__dict__.get("_sources", {}).pop(name, None)
+
+    def settle(self) -> None:
+        """Let options follow from each other, once all are known."""
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -222,8 +238,15 @@ class SourceOptions(Recipe):
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if not (self.dataset_name or self.train_file or getattr(self, "data_path", None)):
-            found.append("no data: set dataset_name, or train_file to a .txt, .jsonl, .csv or .parquet file")
+        what = "train_file" if self.trains else "validation_file"
+        known = (
+            "dataset_name",
+            "train_file",
+            "data_path",
+            *(() if self.trains else ("validation_file", "predict_file")),
+        )
+        if not any(getattr(self, name, None) for name in known):
+            found.append(f"no data: set dataset_name, or {what} to a .txt, .jsonl, .csv or .parquet file")
         if self.dataset_name and self.train_file:
             found.append(
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
@@ -254,10 +277,13 @@ class BatchOptions(Recipe):
     global_batch_size: int | None = option(
         None, "Samples in one update over all devices; the accumulation follows from it.", positive=True, common=True
     )
-    num_train_epochs: float = option(3.0, "Passes over the training data.", positive=True, common=True)
-    max_train_steps: int | None = option(
-        None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",), common=True
+    num_train_epochs: float = option(
+        3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
+    max_train_steps: int | None = option(
+        None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",), common=True,
+        zero=WITHOUT_TRAINING,
+    )  # fmt: skip
     seed: int = option(42, "Seeds the order of samples, the initial weights and dropout.", minimum=0)
     dataloader_num_workers: int | None = option(
         None, "Processes that load batches on each rank; by default 2 with a GPU, and none on a CPU.", minimum=0

@@ -74,6 +74,7 @@ def parse_recipe(
         sources["config"] = config
     recipe.remember_sources(sources)
     if not problems:
+        recipe.settle()
         problems.extend(recipe.problems())
     if problems:
         raise UserError(problems)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.recipe.errors import UserError
 
-FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file")
+FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 

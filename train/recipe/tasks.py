@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from train.recipe.answers import AnswerOptions
 from train.recipe.fields import option
 from train.recipe.options import Recipe, TrainingRecipe
 
@@ -239,7 +240,7 @@ class CorpusOptions(Recipe):
         if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
             return False
         shares = [_number(text) for text in re.split("[,/]", self.split)]
-        return None not in shares and shares[0] > 0
+        return None not in shares and (shares[0] > 0 or (not self.trains and sum(shares[1:2]) > 0))
 
     def _problems_of_the_blend(self) -> list[str]:
         shown = f"data_path = {' '.join(self.data_path)}"
@@ -321,19 +322,38 @@ class SampleOptions(Recipe):
 
 
 @dataclass
-class ClmRecipe(SampleOptions, TrainingRecipe, ChatOptions, RecordOptions, CorpusOptions, TextOptions, LossOptions):
+class WritingOptions(Recipe):
+    """What is written for predict_file"""
+
+    max_new_tokens: int = option(128, "Longest answer to a prompt of predict_file, in tokens.", positive=True)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.is_changed("max_new_tokens") and not self.predict_file:
+            found.append("max_new_tokens has no effect without predict_file (a sample has its sample_tokens)")
+        return found
+
+
+@dataclass
+class ClmRecipe(
+    SampleOptions, WritingOptions, AnswerOptions, TrainingRecipe, ChatOptions, RecordOptions, CorpusOptions,
+    TextOptions, LossOptions,
+):  # fmt: skip
     """Causal language modelling, from scratch or continued."""
 
 
 @dataclass
-class ClsRecipe(TrainingRecipe, PaddingOptions, RecordOptions, LabelOptions):
+class ClsRecipe(AnswerOptions, TrainingRecipe, PaddingOptions, RecordOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     def __post_init__(self):
-        if self.task_name and not (self.dataset_name or self.train_file):
+        others = () if self.trains else (self.validation_file, self.predict_file)
+        if self.task_name and not any((self.dataset_name, self.train_file, *others)):
             self.dataset_name, self.dataset_config_name = GLUE_ON_THE_HUB, self.task_name
 
 
 @dataclass
-class Seq2SeqRecipe(TrainingRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
+class Seq2SeqRecipe(
+    AnswerOptions, TrainingRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions
+):
     """Encoder-decoder training: dialogue, or any source and target."""

@@ -11,9 +11,11 @@ import torch
 
 from train.data.collate import Batch
 from train.data.examples import HeldOut
-from train.data.glue import TASKS
+from train.data.glue import TASKS, submission
 from train.data.labels import Labels
+from train.data.sources import find_files
 from train.model.loss import logits_of_examples, loss_of_examples
+from train.recipe.tasks import ClsRecipe
 from train.run.evaluate import mean_over_ranks, one_row_each
 from train.run.folder import RunFolder
 from train.run.metrics import compute
@@ -37,14 +39,8 @@ def evaluate_examples(
     engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
 ) -> dict[str, float]:
     """The figures of one held-out part; the main process also writes its predictions."""
-    loss, targets, found = torch.zeros((), device=engine.device), 0, {}
-    for batch in batches:
-        logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
-        loss += loss_of_examples(logits, batch.labels)
-        targets += batch.num_targets
-        found |= zip(batch.indices, _answers(logits, labels))
+    loss, targets, answers = _answered(engine, batches, labels)
     figures = {"loss": mean_over_ranks(engine, loss, targets)}
-    answers = one_row_each(engine, found)
     if answers is not None:
         truth = part.samples.labels.tolist()
         folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
@@ -52,6 +48,36 @@ def evaluate_examples(
         figures |= _measured(predictions, truth, labels)
     figures = engine.from_main(figures)
     return {f"eval_{name}{part.suffix}": value for name, value in figures.items()}
+
+
+@torch.no_grad()
+def predict_examples(
+    engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder, recipe: ClsRecipe
+) -> list[str]:
+    """Write predictions.jsonl of examples without labels, and of a GLUE task what is submitted. Returns the files."""
+    answers = _answered(engine, batches, labels)[2]
+    if answers is None:
+        return []
+    rows = [{name: value for name, value in row.items() if name != "label"}
+            for row in _lines(part, [0] * len(answers), answers, labels)]  # fmt: skip
+    folder.write_predictions(rows)
+    if not recipe.task_name:
+        return ["predictions.jsonl"]
+    (file,) = find_files("predict_file", recipe.predict_file)
+    name, text = submission(recipe.task_name, file, part.numbers, [row["prediction"] for row in rows])
+    (folder.path / name).write_text(text, encoding="utf-8")
+    return ["predictions.jsonl", name]
+
+
+def _answered(engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list | None]:
+    """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
+    loss, targets, found = torch.zeros((), device=engine.device), 0, {}
+    for batch in batches:
+        logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
+        loss += loss_of_examples(logits, batch.labels)
+        targets += batch.num_targets
+        found |= zip(batch.indices, _answers(logits, labels))
+    return loss, targets, one_row_each(engine, found)
 
 
 def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:

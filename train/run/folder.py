@@ -153,6 +153,26 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
 
+    def start_answers(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Begin the record of a launch that trains nothing; what an earlier one has left is replaced.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            for left in (self.metrics.path, *self.path.glob("predictions*.jsonl"), *self.path.glob("*.tsv")):
+                left.unlink(missing_ok=True)
+            self._describe(options, strategy, environment)
+        except OSError as error:
+            raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
+
+    def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
+        self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+        self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
+        self.write_environment(environment)
+
     def _clear(self, goes_on_from: Path | None) -> None:
         shutil.rmtree(self.model, ignore_errors=True)
         (self.path / "loss.png").unlink(missing_ok=True)
@@ -166,10 +186,7 @@ class RunFolder:
                 shutil.copyfile(goes_on_from / lines.path.name, lines.path)
 
     def _write_all(self, recipe, global_batch: int, strategy: dict, environment: dict, updates: int) -> None:
-        options = {**recipe.to_dict(), **identity(recipe, global_batch)}
-        self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
-        self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
-        self.write_environment(environment)
+        self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
         self.metrics.start(updates)
         if recipe.record_samples:
             self.samples.start(updates)

@@ -18,6 +18,7 @@ class Job:
 
     Args:
         loss_sum: (model, batch) -> the loss summed over the batch's targets, a scalar with a gradient.
+        train_set: None where nothing is trained.
         evaluate: (engine) -> held-out figures, the same on every rank; `eval_loss` among them. All ranks call
             it together. None where nothing is held out.
         figures: the names of the held-out figures, without their `eval_`; the first says which evaluation is the best.
@@ -26,11 +27,13 @@ class Job:
         longest: how many tokens a row may have, by column: of `input_ids`, and of `labels` where they have a length of
             their own.
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
+        predict: (engine) -> the files that the main process has written: the answers to predict_file. All ranks call
+            it together.
         baseline: lines for the log: the held-out figures of answers that take no learning.
     """
 
     recipe: TrainingRecipe
-    train_set: SampleSet
+    train_set: SampleSet | None
     collate: Callable[[list], Batch]
     loss_sum: Callable[[Any, Batch], torch.Tensor]
     evaluate: Callable[[Any], dict[str, float]] | None
@@ -39,4 +42,5 @@ class Job:
     grouping: str = "none"
     longest: dict[str, int] = field(default_factory=dict)
     order: Order | None = None
+    predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None

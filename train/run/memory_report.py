@@ -230,7 +230,7 @@ def _due(engine) -> tuple[int, int]:
     """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
     dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, shared out as its stage says."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    count, element = sum(map(true_numel, trained)), max(parameter.element_size() for parameter in trained)
+    count, element = sum(map(true_numel, trained)), max((parameter.element_size() for parameter in trained), default=0)
     config = engine.strategy.deepspeed
     if config is None:
         return count * element, 2 * count * element

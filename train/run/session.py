@@ -33,7 +33,7 @@ LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 
 
 def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Session":
-    """The session of a run, or of a trial where the recipe says that it is one.
+    """The session of a run, or of a trial or a launch without training where the recipe says that it is one.
 
     Raises:
         UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
@@ -44,6 +44,10 @@ def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Sess
         from train.limits.trial import TrialSession
 
         return TrialSession(task, recipe, timeline)
+    if not recipe.trains:
+        from train.run.answering import AnsweringSession
+
+        return AnsweringSession(task, recipe, timeline)
     return Session(task, recipe, timeline)
 
 
@@ -96,6 +100,12 @@ class Session:
 
     def say(self, *lines: str) -> None:
         say(*lines, main=self.main)
+
+    def configuration(self, auto_class):
+        """The configuration of the model, which the task needs an `auto_class` of transformers for."""
+        from train.model.configuration import load_configuration
+
+        return load_configuration(self.recipe, auto_class)
 
     def plan(self, num_samples: int) -> None:
         """Fix the length of the run and its schedule.

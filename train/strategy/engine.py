@@ -28,6 +28,10 @@ Judge = Callable[[float], bool]
 def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule") -> "Engine":
     """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    if not recipe.trains:
+        from train.strategy.answering import AnsweringEngine
+
+        kind = AnsweringEngine
     engine = kind(strategy, accelerator, model, recipe, schedule)
     if torch.distributed.is_initialized():
         NEVER_FREED.append(engine)
@@ -198,7 +202,7 @@ class Engine:
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
         shares = [(p, getattr(p, "ds_tensor", None)) for p in self.module.parameters()]
         held = [tensor for pair in shares for tensor in pair if tensor is not None]
-        state = self.torch_optimizer.state
+        state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
         weights, optimizer = _storages(held), _storages(filter(torch.is_tensor, states))
         optimizer = {key: size for key, size in optimizer.items() if key not in weights}
@@ -212,8 +216,8 @@ class Engine:
         return [int(share.view(patterns[share.element_size()]).sum(dtype=torch.int64)) for share in shares]
 
     @property
-    def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The innermost optimizer: accelerate and DeepSpeed each put theirs around it."""
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The innermost optimizer: accelerate and DeepSpeed put theirs around it. None: nothing is trained."""
         raise NotImplementedError
 
     def effective_strategy(self) -> dict[str, Any]:

@@ -51,11 +51,15 @@ class Strategy:
     @property
     def describe(self) -> str:
         """One line for the log."""
-        processes = self.launch.world_size
-        parts = [self.launch.name, f"{processes} process{'es' if processes > 1 else ''}", self.precision]
         b = self.batches
         sizes = f"global batch {b.global_batch} = {b.micro_batch} x {b.accumulation} accumulation x {b.world_size}"
-        return ", ".join([*parts, sizes])
+        return f"{self.describe_layout}, {sizes}"
+
+    @property
+    def describe_layout(self) -> str:
+        """The same without the batches of training."""
+        processes = self.launch.world_size
+        return ", ".join([self.launch.name, f"{processes} process{'es' if processes > 1 else ''}", self.precision])
 
     # ------------------------------------------------------------------------------------------------------- building
 
@@ -163,6 +167,13 @@ class Strategy:
                 f"{each.statement} needs a GPU: its loss scaling has no CPU kernels. {each.remedy}"
                 for each in self.stated
             )
+
+    def drop_optimizer(self) -> None:
+        """Nothing is trained: leave out what is said of optimizer and schedule; before the processes start."""
+        if self.deepspeed is not None:
+            for part in ("optimizer", "scheduler"):
+                self.deepspeed.pop(part, None)
+            self.deepspeed["zero_optimization"].pop("offload_optimizer", None)
 
     def use_precision(self, precision: str) -> None:
         """Train in another precision than was asked for; before the processes start. The caller says so."""

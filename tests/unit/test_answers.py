@@ -1,0 +1,356 @@
+"""Launches that train nothing: what they forget of a recipe, what they read, what they leave, what they refuse."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from folders import save_base, save_blenderbot, save_writer, small_tokenizer
+from helpers import refusal
+from transformers import AutoConfig
+
+from train.data.collate import PromptCollator
+from train.data.examples import prepare_examples
+from train.data.glue import TASKS, numbers, submission
+from train.data.labels import trained_labels
+from train.data.order import FILLER
+from train.data.pairs import prepare_pairs
+from train.data.prepare_text import prepare_text
+from train.data.prompts import Prompts, read_sources
+from train.model.configuration import load_configuration
+from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
+from train.recipe.answers import OF_DATA, OF_TRAINING
+from train.recipe.joined import read_with_recipe
+from train.recipe.tools import VerifyOptions
+from train.run.answering import AnsweringSession
+from train.run.folder import RunFolder
+from train.run.generation import predict_texts, writing_settings
+
+OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
+           "watchdog_minutes", "trial"}  # fmt: skip
+FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
+
+
+# --------------------------------------------------------------------------------------------------------- the recipe
+
+
+def test_every_option_of_training_is_forgotten_or_said_not_to_be():
+    kinds = ("Optimizer", "Batch", "Run", "Evaluation", "Checkpoint", "Fault", "Tracking")
+    groups = [getattr(options, f"{kind}Options") for kind in kinds]
+    names = {name for group in groups for name in group.__annotations__}
+    assert len(names) > 40
+    assert names == (names & set(OF_TRAINING)) | (names & OF_BOTH)
+    known = {field.name for cls in (ClmRecipe, ClsRecipe, Seq2SeqRecipe) for field in dataclasses.fields(cls)}
+    assert {*OF_TRAINING, *OF_DATA} <= known
+    assert not OF_BOTH & {*OF_TRAINING, *OF_DATA}
+
+
+def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(FROM_SCRATCH + "train_file: gone.csv\nlearning_rate: 3e-3\nglobal_batch_size: 7\n")
+    flags = ["--config", str(file), "--evaluate_only", "--validation_file", "a.csv", "--max_train_steps", "9"]
+    recipe = parse_recipe(ClsRecipe, [*flags, "--model_name_or_path", "outputs/run"])
+    assert not recipe.trains
+    left = {name: getattr(recipe, name) for name in ("model_type", "config_overrides", "train_file", "lora_r")}
+    assert left == {"model_type": None, "config_overrides": None, "train_file": None, "lora_r": 8}
+    assert (recipe.learning_rate, recipe.global_batch_size) == (5e-5, None)
+    assert recipe.without_effect == ["--max_train_steps"], "a recipe may say what it likes, a flag is told of"
+    kept = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--config_overrides", "b=1", "--evaluate_only",
+                                    "--train_file", "a.csv"])  # fmt: skip
+    assert (kept.config_overrides, kept.train_file) == ("b=1", ["a.csv"])
+
+
+def test_a_task_of_glue_is_read_from_the_file_that_is_named():
+    flags = ["--model_name_or_path", "a", "--task_name", "mrpc"]
+    for more in (["--evaluate_only", "--validation_file", "dev.tsv"], ["--predict_file", "test.tsv"]):
+        assert parse_recipe(ClsRecipe, [*flags, *more]).dataset_name is None
+    assert parse_recipe(ClsRecipe, [*flags, "--evaluate_only"]).dataset_name == "nyu-mll/glue"
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ("--max_train_steps 0 --train_file a", "it must be above 0. To train nothing, say --evaluate_only, or"),
+    ("--num_train_epochs 0 --train_file a", "To train nothing, say --evaluate_only"),
+    ("--evaluate_only --predict_file a.txt", "--evaluate_only and --predict_file: these are two launches"),
+    ("--evaluate_only", "no data: set dataset_name, or validation_file"),
+    ("--evaluate_only --train_file a --validation_split_percentage 0", "Name a validation_file"),
+    ("--max_new_tokens 5 --train_file a", "max_new_tokens has no effect without predict_file"),
+])  # fmt: skip
+def test_what_a_recipe_says_of_it(flags, words):
+    assert words in refusal(parse_recipe, ClmRecipe, ["--model_name_or_path", "gpt2", *flags.split()])
+
+
+def test_weights_from_scratch_are_not_evaluated():
+    flags = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--evaluate_only", "--validation_file", "a.txt"]
+    assert "--evaluate_only: the weights are those of model_name_or_path" in refusal(parse_recipe, ClmRecipe, flags)
+
+
+def test_a_tool_that_trains_does_not_take_it():
+    flags = ["--task", "clm", "--model_name_or_path", "a", "--train_file", "a.txt", "--evaluate_only"]
+    assert "leave evaluate_only and predict_file out" in refusal(read_with_recipe, VerifyOptions, flags, "zerofit x")
+
+
+# ---------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_the_folder_of_a_training_run_is_refused(tmp_path):
+    session, folder = AnsweringSession.__new__(AnsweringSession), RunFolder(tmp_path / "run")
+    session._refuse_a_training_run(folder)
+    folder.start_answers({"seed": 1}, {"name": "single"}, {})
+    (tmp_path / "run" / "predictions.jsonl").write_text("{}\n")
+    folder.metrics.add({"update": 0, "eval_loss": 1.0})
+    session._refuse_a_training_run(folder)
+    folder.start_answers({"seed": 2}, {"name": "single"}, {})
+    assert {file.name for file in folder.path.iterdir()} == {
+        ".lock", "recipe.yaml", "strategy.yaml", "environment.json"
+    }, "what an earlier one has left is gone"  # fmt: skip
+    (tmp_path / "run" / "model").mkdir()
+    assert "holds a training run" in refusal(session._refuse_a_training_run, folder)
+
+
+# --------------------------------------------------------------------------------------------- GLUE's files and labels
+
+TESTED = {  # the columns of test.tsv, a record of it, and what is submitted for the first class of the model
+    "cola": ("index\tsentence", "0\ta cat", "CoLA", "0"),
+    "mnli": ("index\tpromptID\tpairID\tsentence1_binary_parse\tsentence1\tsentence2", "0\t1\t2\t(a)\ta\tb", "MNLI-m",
+             "entailment"),
+    "mrpc": ("index\t#1 ID\t#2 ID\t#1 String\t#2 String", "0\t4\t5\ta\tb", "MRPC", "0"),
+    "qnli": ("index\tquestion\tsentence", "0\ta\tb", "QNLI", "entailment"),
+    "qqp": ("id\tquestion1\tquestion2", "0\ta\tb", "QQP", "0"),
+    "rte": ("index\tsentence1\tsentence2", "0\ta\tb", "RTE", "entailment"),
+    "sst2": ("index\tsentence", "0\ta", "SST-2", "0"),
+    "stsb": ("index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
+             "0\tg\tf\t1\t2\ts\tt\ta\tb", "STS-B", "2.500"),
+    "wnli": ("index\tsentence1\tsentence2", "0\ta\tb", "WNLI", "0"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(cache, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small_tokenizer(Path(cache)).save_pretrained(folder)
+    return str(folder)
+
+
+def classifier(labels: tuple[str, ...] | None):
+    names = labels or ("LABEL_0",)
+    return AutoConfig.for_model("bert", id2label=dict(enumerate(names)), max_position_embeddings=64,
+                                problem_type=None if labels else "regression")  # fmt: skip
+
+
+def asked(config, tokenizer: str, cache: str, *flags: str):
+    recipe = parse_recipe(
+        ClsRecipe, ["--model_name_or_path", "a", "--tokenizer_name", tokenizer, "--cache_dir", cache, *map(str, flags)]
+    )
+    return prepare_examples(recipe, config)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_test_file_of_each_task_is_read_and_submitted(tmp_path, cache, tokenizer_folder, task):
+    assert TESTED.keys() == TASKS.keys()
+    header, row, name, answer = TESTED[task]
+    file = tmp_path / "test.tsv"
+    rows = [str(number + 7) + row[1:] for number in range(3)]
+    file.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
+    config = classifier(TASKS[task].labels)
+    data = asked(config, tokenizer_folder, cache, "--task_name", task, "--predict_file", file)
+    (part,) = data.held_out
+    assert data.train is None
+    assert len(part.samples) == 3
+    assert part.numbers == [7, 8, 9]
+    assert list(part.texts[0].values()) == row.split("\t")[-len(TASKS[task].texts) :]
+    said = 2.5 if data.labels.names is None else data.labels.names[0]
+    told, text = submission(task, file, part.numbers, [said] * 3)
+    assert told == f"{name}.tsv"
+    assert text == f"index\tprediction\n7\t{answer}\n8\t{answer}\n9\t{answer}\n"
+
+
+def test_what_else_is_submitted():
+    for file, name in (("test_mismatched.tsv", "MNLI-mm.tsv"), ("diagnostic.tsv", "AX.tsv")):
+        assert submission("mnli", Path(file), [0], ["neutral"]) == (name, "index\tprediction\n0\tneutral\n")
+    scores = submission("stsb", Path("x"), [0, 1], [-0.3, 5.4])[1]
+    assert scores == "index\tprediction\n0\t0.000\n1\t5.000\n"
+    assert submission("mrpc", Path("x"), [3], ["equivalent"])[1].endswith("3\t1\n")
+    assert numbers(Dataset.from_dict({"text": ["a", "b"]})) == [0, 1]
+
+
+def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache, tokenizer_folder):
+    config = classifier(("bad", "good"))
+    (tmp_path / "a.csv").write_text('title,label\n"a cat",\n"",good\n"None",\n')
+    data = asked(config, tokenizer_folder, cache, "--predict_file", tmp_path / "a.csv")
+    assert data.labels.names == ("bad", "good")
+    assert data.held_out[0].texts["title"][:] == ["a cat", "", "None"]
+    assert "note      1 of 3 texts are empty" in data.notes
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
+    assert len(asked(config, tokenizer_folder, cache, "--predict_file", tmp_path / "a.txt").held_out[0].samples) == 2
+
+
+@pytest.mark.parametrize(("names", "class_names", "values", "expected"), [
+    (("NO", "YES"), None, ["yes", "no", None], (("no", "yes"), None)),  # as the data writes them
+    (("no", "yes", "perhaps"), None, ["yes"], (("no", "yes", "perhaps"), None)),
+    (("LABEL_0", "LABEL_1"), None, [0, 1], (("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1"))),
+    (("0", "1"), None, [0, 1], (("0", "1"), None)),
+    (("LABEL_0", "LABEL_1"), ("neg", "pos"), [0], (("neg", "pos"), ("neg", "pos"))),
+    (None, None, [0.5], (None, None)),
+])  # fmt: skip
+def test_the_classes_are_those_of_the_model(names, class_names, values, expected):
+    labels, stands_for = trained_labels(classifier(names), class_names, values)
+    assert (labels.names, stands_for) == expected
+
+
+@pytest.mark.parametrize(("names", "class_names", "is_number", "words"), [
+    (("a", "b", "c"), ("x", "y"), False, "was trained for 3 labels (a, b, c), and the data has 2 (x, y)"),
+    (("a", "b"), None, True, "the task asks for a number"),
+    (None, ("x", "y"), False, "was trained for one number, and the task asks for x, y"),
+])  # fmt: skip
+def test_a_model_of_other_labels_is_refused(names, class_names, is_number, words):
+    assert words in refusal(trained_labels, classifier(names), class_names, [], is_number)
+
+
+def test_evaluation_reads_no_training_data(tmp_path, cache, tokenizer_folder):
+    """The held-out part is the one that a training run holds out, and its labels are those of the model."""
+    rows = [{"text": f"number {n}", "label": "yes" if n % 3 else "no"} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, flags = classifier(("yes", "no")), ["--train_file", tmp_path / "a.jsonl"]
+    trained = asked(config, tokenizer_folder, cache, *flags)
+    evaluated = asked(config, tokenizer_folder, cache, *flags, "--evaluate_only")
+    named = asked(config, tokenizer_folder, cache, "--validation_file", tmp_path / "a.jsonl", "--evaluate_only")
+    assert trained.held_out[0].texts[:] == evaluated.held_out[0].texts[:]
+    assert trained.labels == evaluated.labels
+    assert trained.held_out[0].samples.labels.tolist() == evaluated.held_out[0].samples.labels.tolist()
+    assert (trained.train is None, evaluated.train, named.train) == (False, None, None)
+    assert [len(data.held_out[0].samples) for data in (evaluated, named)] == [2, 40]
+
+
+# --------------------------------------------------------------------------------------------------- texts and prompts
+
+
+@pytest.fixture(scope="module")
+def writer(cache, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("writer")
+    tokenizer = small_tokenizer(Path(cache))
+    save_writer(folder, tokenizer)
+    return folder
+
+
+def text_data(model: Path, cache: str, *flags: str):
+    recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", str(model), "--cache_dir", cache, *map(str, flags)])
+    return prepare_text(recipe, load_configuration(recipe))
+
+
+def lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+def test_a_text_is_evaluated_as_a_training_run_evaluates_it(writer, cache, tmp_path, instructions):
+    if instructions:
+        file = lines(tmp_path / "a.jsonl", [{"instruction": f"Say {n}", "output": f"{n}"} for n in range(60)])
+        flags = ["--train_file", file, "--chat_template", "instruction"]
+    else:
+        file = tmp_path / "a.txt"
+        file.write_text("\n".join(f"line {n} of a text" for n in range(300)))
+        flags = ["--train_file", file, "--block_size", "32"]
+    trained, evaluated = (text_data(writer, cache, *flags, *more) for more in ([], ["--evaluate_only"]))
+    assert evaluated.train is None
+    assert len(evaluated.validation) == len(trained.validation) >= 1
+    for index in range(len(trained.validation)):
+        for name, values in trained.validation[index].items():
+            assert values.tolist() == evaluated.validation[index][name].tolist()
+    assert evaluated.report[0] == ("", "held out")
+    assert not instructions or "the first held-out sample" in evaluated.shown[0]
+
+
+def test_what_a_prompt_is(writer, cache, tmp_path):
+    """Texts go on as they are; instructions are asked as in training, up to where the answer begins."""
+    (tmp_path / "a.txt").write_text("Once upon\n\n  a time \n")
+    data = text_data(writer, cache, "--predict_file", tmp_path / "a.txt")
+    assert [record["prompt"] for record in data.prompts.records] == ["Once upon", "  a time "]
+    assert [data.tokenizer.decode(ids) for ids in data.prompts.ids] == ["Once upon", "  a time "]
+    known = {"instruction": "Say 1", "output": "one"}
+    file = lines(tmp_path / "a.jsonl", [known, {"instruction": "Say 2", "output": None}])
+    asked = text_data(writer, cache, "--predict_file", file, "--chat_template", "instruction")
+    one, two = (asked.tokenizer.decode(ids) for ids in asked.prompts.ids)
+    assert one.replace("1", "2") == two
+    assert one.endswith("### Response:\n")
+    assert asked.prompts.is_chat
+    talks = [[("user", "a"), ("assistant", "b"), ("user", "c")], [("user", "a"), ("assistant", "b")]]
+    records = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    file = lines(tmp_path / "talks.jsonl", records)
+    waiting = text_data(writer, cache, "--predict_file", file, "--chat_template", "none").prompts
+    assert [len(record["messages"]) for record in waiting.records] == [3, 1], "an answer that is known is left out"
+
+
+def test_a_prompt_without_room(writer, cache, tmp_path):
+    (tmp_path / "a.txt").write_text("a cat sat on a mat " * 40 + "\nshort\n")
+    data = text_data(writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "54")
+    assert [len(ids) for ids in data.prompts.ids] == [10, len(data.tokenizer("short")["input_ids"])]
+    assert any("1 of 2 prompts lose their beginning" in note for note in data.notes)
+    message = refusal(text_data, writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "64")
+    assert "max_new_tokens = 64: the model has 64 positions" in message
+
+
+def test_sources_without_targets(cache, tmp_path):
+    save_blenderbot(tmp_path / "bot", small_tokenizer(Path(cache)))
+
+    def recipe_of(*flags):
+        return parse_recipe(Seq2SeqRecipe, ["--model_name_or_path", str(tmp_path / "bot"), "--max_source_length", "32",
+                                            "--max_target_length", "16", "--cache_dir", cache,
+                                            *map(str, flags)])  # fmt: skip
+
+    talks = [{"dialogue": [f"turn {n} of {k}" for n in range(k)]} for k in (2, 3)]
+    recipe = recipe_of("--train_file", lines(tmp_path / "a.jsonl", talks), "--validation_split_percentage", "0")
+    rows = prepare_pairs(recipe, load_configuration(recipe)).train
+    trained = [rows[index]["input_ids"].tolist() for index in range(len(rows))]
+    turns = [{"dialogue": talk["dialogue"][:-1]} for talk in talks]
+    recipe = recipe_of("--predict_file", lines(tmp_path / "b.jsonl", turns))
+    prompts, _ = read_sources(recipe, load_configuration(recipe))
+    assert prompts.ids == [trained[0], trained[2]], "the very rows of training, each conversation once"
+    named = [{"from": "user", "value": "turn 0 of 2"}, {"from": "gpt", "value": "known"}]
+    for records in ([{"source": "turn 0 of 2", "target": "x"}], [{"x": "turn 0 of 2"}], [{"conversations": named}]):
+        recipe = recipe_of("--predict_file", lines(tmp_path / "c.jsonl", records))
+        assert read_sources(recipe, load_configuration(recipe))[0].ids == [trained[0]]
+    recipe = recipe_of("--predict_file", lines(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
+    assert "name --dialogue_column or --source_column" in refusal(read_sources, recipe, load_configuration(recipe))
+    file = tmp_path / "bot" / "tokenizer_config.json"
+    form = {"prefix": "ask: ", "separator": " ", "max_length": 32}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "source_format": form}))
+    recipe = recipe_of("--predict_file", tmp_path / "b.jsonl")
+    prompts, _ = read_sources(recipe, load_configuration(recipe))
+    assert [record["source"] for record in prompts.records] == ["ask: turn 0 of 2", "ask: turn 0 of 3 turn 1 of 3"]
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_prompts_are_padded_on_the_side_where_they_do_not_go_on():
+    samples = [({"input_ids": np.arange(1, length + 1)}, index) for length, index in ((2, 0), (4, FILLER))]
+    for left, row, seen in ((True, [9, 9, 1, 2], [0, 0, 1, 1]), (False, [1, 2, 9, 9], [1, 1, 0, 0])):
+        batch = PromptCollator(9, left)(samples)
+        assert batch.inputs["input_ids"].tolist() == [row, [1, 2, 3, 4]]
+        assert batch.inputs["attention_mask"].tolist() == [seen, [1, 1, 1, 1]]
+        assert (batch.num_tokens, batch.indices) == (2, [0, FILLER])
+
+
+def test_texts_go_on_as_they_do_alone_and_keep_their_order(writer, cache, tmp_path):
+    tokenizer = small_tokenizer(Path(cache))
+    model = save_base(tmp_path / "llama", tokenizer)
+    ids = [tokenizer(text)["input_ids"] for text in ("a cat sat on a mat", "a", "this license")]
+    prompts = Prompts(ids, [{"prompt": str(index)} for index in range(3)])
+    settings = writing_settings(SimpleNamespace(max_new_tokens=6), model.config, tokenizer, [])
+
+    def generate(ids, mask, **settings):
+        return model.generate(ids, attention_mask=mask, **settings)
+
+    engine = SimpleNamespace(module=model, generate=generate, gather_objects=lambda share: [share])
+    batch = PromptCollator(0, left=True)([(prompts[index], index) for index in (2, 0, 1)])
+    folder = RunFolder(tmp_path)
+    assert predict_texts(engine, iter([batch]), tokenizer, prompts, folder, settings) == ["predictions.jsonl"]
+    alone = [model.generate(torch.tensor([row]), **settings)[0, len(row) :] for row in ids]
+    expected = tokenizer.batch_decode(alone, skip_special_tokens=True)
+    assert [row["prediction"] for row in folder.predictions()] == expected
+    assert [row["prompt"] for row in folder.predictions()] == ["0", "1", "2"]

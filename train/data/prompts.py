@@ -1,0 +1,154 @@
+"""Records that are answered and not trained on, as token ids: prompts and, for encoder-decoders, sources."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from train.data.conversations import find_sources, read_conversation_files
+from train.data.instructions import find_form
+from train.data.lengths import choose_length
+from train.data.pack import Contents, Sample, TextData
+from train.data.pairs import PairData, PairEncoder, SourceFormat
+from train.data.records import BadRecord, check_records, records_of
+from train.data.sources import PREDICT, Source, read_source
+from train.data.texts import text_column
+from train.model.chat import install_template
+from train.model.configuration import usable_positions
+from train.model.prompts import Prompt, Renderer
+from train.model.tokenizer import get_tokenizer
+from train.recipe.errors import UserError
+from train.recipe.tasks import ClmRecipe, Seq2SeqRecipe
+
+
+@dataclass
+class Prompts:
+    """The records of predict_file as samples (input_ids alone), in the order of the file.
+
+    Args:
+        records: what predictions.jsonl says of each beside its prediction.
+        is_chat: each is a conversation that waits for an answer, and no text that goes on.
+        ends: token ids that end an answer, beside those of the model.
+        truncated: tokens that were cut away.
+    """
+
+    ids: list[list[int]]
+    records: list[dict[str, Any]]
+    is_chat: bool = False
+    ends: list[int] = field(default_factory=list)
+    truncated: int = 0
+
+    def __post_init__(self):
+        self.lengths = self.sort_key = np.array([len(ids) for ids in self.ids])
+        tokens = int(self.lengths.sum()) + self.truncated
+        self.contents = Contents(len(self.ids), tokens, len(self.ids), self.truncated)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": np.array(self.ids[index])}
+
+
+def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
+    """The sources of predict_file; a conversation is answered with its next turn, and an answer that the file has is
+    not looked at.
+
+    Raises:
+        UserError: no column of sources is found, a text is empty.
+    """
+    source = read_source(recipe, sample_by=lambda files: "line", reader=read_conversation_files)
+    columns = find_sources(recipe, source.first)
+    histories, notes = _read(recipe, source, columns.asked, columns)
+    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+    widths = tuple(choose_length(recipe, name, config) for name in ("max_source_length", "max_target_length"))
+    form = SourceFormat.of(tokenizer, config, widths[0])  # as in training, where the recipe says nothing else
+    said = {"prefix": "source_prefix", "separator": "turn_separator", "max_length": "max_source_length"}
+    said = {name: getattr(recipe, option) for name, option in said.items() if recipe.source(option)}
+    form = replace(form, **{name: value for name, value in said.items() if value is not None})
+    ids, lost = PairEncoder(tokenizer, form, widths[1]).sources(histories)
+    if cut := sum(map(bool, lost)):
+        notes.append(
+            f"note      {cut:,} of {len(ids):,} sources are cut at {form.max_length} tokens (max_source_length)"
+        )
+    notes.insert(0, f"data      {columns.describe_sources}")
+    read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
+    return Prompts(ids, read, is_chat=True, truncated=sum(lost)), PairData(None, None, tokenizer, widths, notes)
+
+
+def read_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
+    """The prompts of predict_file: instructions, questions and conversations in the form in which they are trained on,
+    with an answer left out where the file has one; or texts, which go on.
+
+    Raises:
+        UserError: there is no such column, a text is empty, a role is out of order; the model has no room to write.
+    """
+    unit = recipe.document_separator
+    sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
+    source = read_source(recipe, sample_by=lambda files: sample_by)
+    form = find_form(recipe, source.first)
+    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+    if form is None:
+        notes, ends = ["data      each record is a text that goes on"], []
+        records = [{"prompt": text} for text in _texts(recipe, source)]
+        renderer = Renderer(tokenizer, config, raw=True)
+        ids = [renderer.ids(Prompt(record["prompt"])) for record in records]
+    else:
+        template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+        asked, notes = _read(recipe, source, form.asked, form)
+        notes = [form.describe, template.note, *notes]
+        renderer = Renderer(tokenizer, config)
+        records = [{"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
+                   for turns in asked]  # fmt: skip
+        ids, ends = [renderer.ids_of(turns) for turns in asked], renderer.end_of_turn()
+    ids, lost = _with_room(ids, recipe, config)
+    if cut := sum(map(bool, lost)):
+        notes.append(
+            f"warning   {cut:,} of {len(ids):,} prompts lose their beginning: {usable_positions(config):,} positions "
+            f"less max_new_tokens = {recipe.max_new_tokens} are too few for them"
+        )
+    prompts = Prompts(ids, records, form is not None, ends, sum(lost))
+    kind = f"answered with at most {recipe.max_new_tokens} tokens each"
+    return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
+
+
+def _read(recipe, source: Source, read, key: object) -> tuple[list, list[str]]:
+    """What `read` makes of each record that can be used, and what there is to say of the others."""
+    notes = check_records(recipe, source, PREDICT, read, ("asked", key))
+    found = []
+    for batch in source.first.iter(200):
+        for record in records_of(batch):
+            try:
+                found.append(read(record))
+            except BadRecord:
+                continue  # counted and said already
+    return found, notes
+
+
+def _texts(recipe: ClmRecipe, source: Source) -> list[str]:
+    """The texts that go on; empty lines are none."""
+    column = source.first[text_column(source.first, recipe.text_column)]
+    texts = [text for text in column[:] if text and text.strip()]
+    if not texts:
+        raise UserError(f"{source.where(PREDICT)} holds no text: there is nothing to go on with")
+    return texts
+
+
+def _with_room(ids: list[list[int]], recipe: ClmRecipe, config) -> tuple[list[list[int]], list[int]]:
+    """(the end of each prompt, as long as leaves room for max_new_tokens; the tokens that it lost).
+
+    Raises:
+        UserError: there is no room at all.
+    """
+    positions = usable_positions(config)
+    if not positions:
+        return ids, [0] * len(ids)
+    if not recipe.source("max_new_tokens"):  # a default gives way
+        recipe.adopt("max_new_tokens", min(recipe.max_new_tokens, positions // 2), "")
+    room = positions - recipe.max_new_tokens
+    if room < 1:
+        raise UserError(
+            f"max_new_tokens = {recipe.max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
+            "Choose fewer"
+        )
+    return [row[-room:] for row in ids], [max(0, len(row) - room) for row in ids]

@@ -1,0 +1,27 @@
+"""The prepared model where nothing is trained: no optimizer, no gradients, nothing to share out but weights."""
+
+from train.strategy.engine import Engine
+
+
+class AnsweringEngine(Engine):
+    """Evaluates and generates under every strategy.
+
+    ZeRO-1 and ZeRO-2 share out what training holds beside the weights, and DeepSpeed has no such stage without an
+    optimizer: each rank has the whole model, as in training. ZeRO-3 shares out the weights here as well.
+    """
+
+    def _prepare(self, model, recipe):
+        model.requires_grad_(False)
+        if self.strategy.shards_parameters:
+            self.engine = self.accelerator.prepare(model)
+            return self.engine
+        if self.strategy.deepspeed is not None:  # in its dtype already, and no autocast
+            return model if getattr(model, "hf_quantizer", None) is not None else model.to(self.device)
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _state(self):
+        return None
+
+    @property
+    def torch_optimizer(self):
+        return None
