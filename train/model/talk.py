@@ -127,6 +127,10 @@ def load(source: Source, options: GenerateOptions):
         for note in adapted.notes:
             say(note)
         model = adapted.model.get_base_model()
+        if (source.adapter.path / "generation_config.json").is_file():  # how it was told to answer
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
     else:
         model, missing = read_model(
             _auto_class(source.config, source.name), "model", source.name, source.config, **how
