@@ -186,19 +186,20 @@ def test_a_rank_without_memory_says_what_held_it_and_what_would_help(endless, tm
 
 @pytest.fixture(scope="module")
 def poisoned(llama, tmp_path_factory) -> list:
-    """A model in which one word is NaN, texts of which one has that word, and the options to train on them."""
+    """A model in which one word is too large for a sum, texts of which one has it, and the options to train on it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("poisoned")
     tokenizer = AutoTokenizer.from_pretrained(llama)
     config = AutoConfig.for_model(
-        "llama", vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=False,
+        "gpt2", vocab_size=512, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=False,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        model.model.embed_tokens.weight[tokenizer("Z")["input_ids"][-1]] = torch.nan
+        model.transformer.wte.weight[tokenizer("Z")["input_ids"][-1]] = 3e38  # a layer norm of it is NaN
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     random.seed(0)

@@ -77,7 +77,9 @@ def check_launch(words: list[str]) -> None:
     task = Path(told.training_script).stem
     assert (ROOT / "train" / f"{task}.py").is_file(), told.training_script
     recipe = next(iter(sorted((ROOT / "recipes" / task).glob("*.yaml"))))
-    parse_recipe(TASKS[task], [str(recipe) if word == "RECIPE" else word for word in told.training_script_args])
+    known = [str(recipe) if re.fullmatch("RECIPE|outputs/.*/recipe.yaml", word) else word
+             for word in told.training_script_args]  # fmt: skip
+    parse_recipe(TASKS[task], known)
 
 
 def check_tool(words: list[str]) -> None:
