@@ -172,6 +172,9 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"data_efficiency": {"enabled": True}}, ["data_efficiency is not supported"]),
         ({"amp": {"enabled": True}}, ["amp is not supported: DeepSpeed 0.19 has removed it"]),
         ({"data_types": "fp32"}, ['data_types = "fp32"', "expected an object"]),
+        ({"wandb": {"enabled": True, "project": "a b"}}, ["wandb would open a second run", '--report_name "a b"']),
+        ({"tensorboard": {"enabled": True}}, ["tensorboard would open a second run", "--report_to tensorboard"]),
+        ({"csv_monitor": {"enabled": True}}, ["csv_monitor", "metrics.jsonl. Remove it"]),
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
@@ -179,6 +182,15 @@ def test_wrong_types_and_unknown_keys(tmp_path, content, words):
         resolve(tmp_path, content, recipe())
     for word in words:
         assert word in caught.value.report(), caught.value.report()
+
+
+def test_what_has_no_effect_is_said_and_what_is_off_is_no_matter(tmp_path):
+    path = tmp_path / "mine.json"
+    monitor = {"enabled": False}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wandb": monitor, "activation_checkpointing": {
+        "partition_activations": True}}))  # fmt: skip
+    _, _, (note,) = read_config(launch(path))
+    assert "activation_checkpointing has no effect on these models: say --gradient_checkpointing" in note
 
 
 def test_keys_that_are_refused_are_those_that_deepspeed_has_removed():

@@ -13,6 +13,7 @@ from typing import Any
 from train.recipe.errors import UserError, nearest
 from train.strategy.batches import Batches, resolve_batches
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
+from train.strategy.monitors import look_at_monitors
 from train.strategy.quoted import read_quoted, still_quoted
 
 ADAM_NAMES = ("adam", "adamw")
@@ -73,8 +74,10 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str, list[str]]:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
-    notes = [f"{path}: {note}" for note in read_quoted(config)]
-    problems = [f"{path}: {problem}" for problem in [*still_quoted(config), *_unknown_keys(config)]]
+    quoted = read_quoted(config)
+    beside, idle = look_at_monitors(config)
+    notes = [f"{path}: {note}" for note in [*quoted, *idle]]
+    problems = [f"{path}: {problem}" for problem in [*still_quoted(config), *_unknown_keys(config), *beside]]
     for name in EXAMPLES:
         if not isinstance(config.get(name, {}), dict):
             shown = json.dumps(config[name])

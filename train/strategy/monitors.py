@@ -1,0 +1,33 @@
+"""Sections of a DeepSpeed JSON that work beside the run, not for it."""
+
+import json
+from typing import Any
+
+PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}  # where each names what it belongs to
+HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "wandb"}
+
+
+def look_at_monitors(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """(problems, notes) of a configuration: trackers of DeepSpeed's own, and what has no effect on these models.
+
+    A tracker would open a second run, with DeepSpeed's few figures and none of metrics.jsonl
+    (deepspeed/monitor/monitor.py).
+    """
+    problems = []
+    for name in (*PROJECTS, "csv_monitor"):
+        section = config.get(name)
+        if not isinstance(section, dict) or str(section.get("enabled", False)).lower() != "true":
+            continue
+        if name == "csv_monitor":
+            problems.append("csv_monitor: every figure of the run is in its metrics.jsonl. Remove it")
+            continue
+        project = section.get(PROJECTS[name])
+        named = f" --report_name {json.dumps(project)}" if isinstance(project, str) else ""
+        problems.append(
+            f"{name} would open a second run, without the figures of this one. Remove it, and say --with_tracking "
+            f"--report_to {HERE[name]}{named}"
+        )
+    notes = []
+    if config.get("activation_checkpointing"):
+        notes.append("activation_checkpointing has no effect on these models: say --gradient_checkpointing")
+    return problems, notes
