@@ -84,3 +84,14 @@ def test_tools_look_before_they_launch(tmp_path, tool):
     assert "'no.txt'" in said
     assert "'./no'" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_metas_folder_is_answered_with_the_way_to_convert_it(tmp_path):
+    folder = tmp_path / "llama-2-7b"
+    folder.mkdir()
+    (folder / "consolidated.00.pth").touch()
+    for name in (folder, folder / "consolidated.00.pth"):
+        said = refusal(check_paths, ClmRecipe(model_name_or_path=str(name)), tmp_path / "run")
+        assert f"zerofit convert meta-to-hf --input {folder} --output llama-2-7b-hf" in said
+    (folder / "config.json").write_text("{}")  # the hub's folders of Llama have both
+    check_paths(ClmRecipe(model_name_or_path=str(folder)), tmp_path / "run")

@@ -30,6 +30,11 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
         name = getattr(recipe, option, None)
         if name and is_missing_folder(name):
             problems.append(f"{option} = {name!r}: there is no such folder")
+        elif name and (folder := metas_folder(name)):
+            problems.append(
+                f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
+                f"--input {folder} --output {folder.name}-hf"
+            )
     for option in ONE_FILE_OPTIONS:
         name = getattr(recipe, option, None)
         if name and not Path(name).expanduser().is_file():
@@ -76,6 +81,15 @@ def is_missing_folder(name: str) -> bool:
     """Whether a name can only be that of a folder, and there is none."""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     return looks_like_a_path and not Path(name).expanduser().exists()
+
+
+def metas_folder(name: str) -> Path | None:
+    """The folder of Meta's consolidated.*.pth that a name stands for; None where transformers' files are there too."""
+    path = Path(name).expanduser()
+    folder = path.parent if path.suffix == ".pth" else path
+    if (folder / "config.json").is_file() or not any(folder.glob("consolidated.*.pth")):
+        return None
+    return folder
 
 
 def missing_corpus(prefix: str) -> str | None:
