@@ -114,6 +114,8 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
         batch.inputs["input_ids"].shape == batch.inputs["attention_mask"].shape == (3, 3, max(data.train.lengths) // 3)
     )
     assert batch.num_targets == 2
+    alone = [collate([(data.train[index], index)]).num_tokens for index in (small, large)]
+    assert batch.num_tokens == sum(alone), "whatever a sample is batched with"
     assert batch.labels.tolist() == [data.train.labels[small], 2, IGNORE]
     row = batch.inputs["input_ids"][1, 1][batch.inputs["attention_mask"][1, 1] == 1]
     assert data.tokenizer.decode(row) == "[CLS] Which is red?[SEP] much longer than the others are[SEP]"

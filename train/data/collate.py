@@ -132,8 +132,11 @@ class ChoiceCollator(ExampleCollator):
         flat = super().__call__(rows)
         inputs = {name: tensor.view(len(samples), most, -1) for name, tensor in flat.inputs.items()}
         indices = [index for _, index in samples]
-        targets = int(counted(indices).sum())
-        return replace(flat, inputs=inputs, labels=flat.labels[::most], indices=indices, num_targets=targets)
+        return replace(
+            flat, inputs=inputs, labels=flat.labels[::most], indices=indices,
+            num_targets=int(counted(indices).sum()),
+            num_tokens=total([len(sample["input_ids"]) for sample, _ in samples], indices),  # none of missing choices
+        )  # fmt: skip
 
 
 @dataclass
