@@ -19,6 +19,7 @@ from train.model.configuration import ARCHITECTURES, load_configuration
 from train.model.finite import check_finite, not_finite
 from train.model.load import build_model
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from train.model.settle import recompute_activations
 from train.model.stored import read_model
 from train.model.tokenizer import check_vocabulary, load_tokenizer
 from train.recipe import ClmRecipe, UserError
@@ -259,3 +260,15 @@ def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
     model.weight.ds_tensor, found[:] = torch.tensor([0.0, torch.nan]), [{}]
     assert not_finite(model) == {}, "the filler"
     check_finite(model, "model_name_or_path = 'x'")
+
+
+def test_a_model_that_cannot_recompute_activations_is_named():
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    model = CTRLLMHeadModel(CTRLConfig(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, dff=8))
+    assert "the code of a ctrl (CTRLLMHeadModel) cannot compute its blocks again" in refusal(
+        recompute_activations, model
+    )
+    llama = tiny_model("llama")
+    recompute_activations(llama)
+    assert llama.is_gradient_checkpointing

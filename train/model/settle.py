@@ -67,12 +67,25 @@ def settle_packing(engine, recipe: ModelOptions, collate) -> str:
         note = f"attention sdpa: a {config.model_type} does not tell its attention how long documents are"
         leak = _leaks(engine, collate)
     if leak:
+        used = config._attn_implementation
+        others = [f"--attn_implementation {each}" for each in ("sdpa",) if used not in (each, "eager")]
         raise UserError(
-            f"packing = documents: with attn_implementation = {config._attn_implementation!r} a {config.model_type} "
-            "lets a document see the one before it in its block. Use --attn_implementation sdpa or eager, or "
-            "--packing none, or --packing concatenate to accept it"
+            f"packing = documents: with attn_implementation = {used!r} a {config.model_type} lets a document see the "
+            f"one before it in its block. Use {', or '.join([*others, '--packing none'])}, or --packing concatenate "
+            "to accept it"
         )
     return note
+
+
+def recompute_activations(model) -> None:
+    """Let the model's blocks be computed again in the backward pass; of a frozen model it lets gradients into the
+    first one. Raises UserError if this model cannot."""
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"gradient_checkpointing: the code of a {model.config.model_type} ({type(model).__name__}) cannot compute "
+            "its blocks again. Leave it out; a smaller --per_device_train_batch_size also saves activations"
+        )
+    model.activation_checkpointing_enable()
 
 
 def _leaks(engine, collate) -> bool:

@@ -231,13 +231,14 @@ class Session:
         from transformers.utils.logging import disable_progress_bar
 
         from train.model.parameters import count_parameters
+        from train.model.settle import recompute_activations
         from train.strategy.engine import prepare_engine
 
         recipe = self.recipe
         disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
         self.witness.phase("prepare", patience=LONG)
         if recipe.gradient_checkpointing:
-            model.activation_checkpointing_enable()  # of a frozen model it lets gradients into the first block
+            recompute_activations(model)
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)
