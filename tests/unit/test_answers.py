@@ -107,6 +107,12 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     assert {file.name for file in folder.path.iterdir()} == {
         ".lock", "recipe.yaml", "strategy.yaml", "environment.json"
     }, "what an earlier one has left is gone"  # fmt: skip
+    recipe = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "one.tsv"])
+    folder.start_answers(recipe.to_dict(), {"name": "single"}, {})
+    session._refuse_other_answers(folder.path, recipe)
+    other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
+    said = refusal(session._refuse_other_answers, folder.path, other)
+    assert "answers to another question: predict_file was ['one.tsv'], now ['two.tsv']" in said
     (tmp_path / "run" / "model").mkdir()
     assert "holds a training run" in refusal(session._refuse_a_training_run, folder)
 

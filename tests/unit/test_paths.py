@@ -86,6 +86,14 @@ def test_tools_look_before_they_launch(tmp_path, tool):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_runs_folder_is_no_model_to_train(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    said = refusal(check_paths, ClmRecipe(model_name_or_path=str(tmp_path / "run")), tmp_path / "new")
+    assert f"is a run's folder: its model is {tmp_path / 'run' / 'model'}" in said
+    check_paths(ClmRecipe(model_name_or_path=str(tmp_path / "run"), evaluate_only=True), tmp_path / "new")
+
+
 def test_metas_folder_is_answered_with_the_way_to_convert_it(tmp_path):
     folder = tmp_path / "llama-2-7b"
     folder.mkdir()

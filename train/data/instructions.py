@@ -171,7 +171,8 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
             text = ""
         elif text is None:
             raise BadRecord(
-                f"turn {number} of its {column} ({name}) has no text (of calls of tools, those written out are read)"
+                f"turn {number} of its {column} ({name}) has no text (a call of a tool is read "
+                "where it is written into the content; structured tool_calls are not)"
             )
         else:
             text = _text(text, f"turn {number} of its {column} ({name})")

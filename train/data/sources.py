@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from datasets import Dataset, DatasetDict, Features, Value, get_dataset_config_names, load_dataset
+from datasets import Dataset, DatasetDict, Features, List, Value, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from train.data.cache import cache_root
@@ -199,7 +199,8 @@ def empty_split(dataset: Dataset, share: float, texts: bool = False) -> UserErro
     other = "" if alone else f"a {'smaller' if share > 0.5 else 'larger'} share, "
     return UserError(
         f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is {len(dataset):,} "
-        f"record{'s' * (len(dataset) != 1)}. Name {other}a validation_file, or 0, which holds nothing out"
+        f"record{'s' * (len(dataset) != 1)}{under_a_key(dataset) if alone else ''}. Name {other}a validation_file, or "
+        "0, which holds nothing out"
     )
 
 
@@ -245,7 +246,17 @@ def columns_present(dataset: Dataset) -> str:
     names = dataset.column_names
     wrong = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
     hint = f" (is the file separated by {wrong!r}? A .csv takes commas, a .tsv tabs)" if wrong else ""
+    if not hint and len(dataset) == 1:
+        hint = under_a_key(dataset)
     return f"the columns are {', '.join(names)}{hint}"
+
+
+def under_a_key(dataset: Dataset) -> str:
+    """A hint where the one record that there is seems to hold the records."""
+    inside = [
+        name for name, kind in dataset.features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)
+    ]
+    return f" (are the records under a key of the .json? Say --field {inside[0]})" if inside else ""
 
 
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:

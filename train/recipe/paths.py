@@ -35,6 +35,9 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
                 f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
                 f"--input {folder} --output {folder.name}-hf"
             )
+    name = getattr(recipe, "model_name_or_path", None)
+    if name and getattr(recipe, "trains", True) and is_run(Path(name).expanduser()):
+        problems.append(f"model_name_or_path = {name!r} is a run's folder: its model is {Path(name) / 'model'}")
     for option in ONE_FILE_OPTIONS:
         name = getattr(recipe, option, None)
         if name and not Path(name).expanduser().is_file():
@@ -90,6 +93,10 @@ def metas_folder(name: str) -> Path | None:
     if (folder / "config.json").is_file() or not any(folder.glob("consolidated.*.pth")):
         return None
     return folder
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "model" / "config.json").is_file() and not (folder / "config.json").exists()
 
 
 def missing_corpus(prefix: str) -> str | None:

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import yaml
+
 from train.model.adapters import TASK_TYPES, as_trained, find_base, open_adapter, some
 from train.model.stored import is_adapter, model_folder
 from train.recipe.errors import UserError
@@ -27,9 +29,13 @@ class AnsweringSession(Session):
         self.suffix = "predict" if recipe.predict_file else "evaluate"
         source = recipe.source("config")
         if not (recipe.source("output_dir") or "").startswith("--"):
-            name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else task)
+            asked = Path(recipe.model_name_or_path)
+            of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
+            name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
             recipe.adopt("output_dir", f"{name}-{self.suffix}", "")
         self._refuse_a_training_run(RunFolder(recipe.output_dir))
+        if not recipe.overwrite_output_dir:
+            self._refuse_other_answers(Path(recipe.output_dir), recipe)
         recipe.lora = is_adapter(model_folder(recipe.model_name_or_path))
         super().__init__(task, recipe, timeline)
         self.strategy.drop_optimizer()
@@ -42,6 +48,20 @@ class AnsweringSession(Session):
                 f"output_dir = {str(folder.path)!r} holds a training run, whose record would be replaced. Choose "
                 f"another --output_dir, or leave it out"
             )
+
+    def _refuse_other_answers(self, folder: Path, recipe) -> None:
+        """The same question may be asked again; the answers to another one stay."""
+        file = folder / "recipe.yaml"
+        if not file.is_file():
+            return
+        earlier, now = yaml.safe_load(file.read_text()) or {}, recipe.to_dict()
+        for name in ("model_name_or_path", "predict_file", "validation_file"):
+            if earlier.get(name) != now.get(name):
+                raise UserError(
+                    f"output_dir = {str(folder)!r} holds answers to another question: {name} was "
+                    f"{earlier.get(name)!r}, now {now.get(name)!r}. Choose another --output_dir, or replace them with "
+                    "--overwrite_output_dir"
+                )
 
     def _find_model(self, task: str, recipe) -> None:
         """Let the recipe name the model that is loaded: of a run its model/, of an adapter its base."""
@@ -131,7 +151,9 @@ class AnsweringSession(Session):
         if recipe.predict_file:
             files, figures = job.predict(engine), {}
         else:
-            figures, files = job.evaluate(engine), ["metrics.jsonl"]
+            figures = job.evaluate(engine)
+            written = [path.name for path in sorted(self.folder.path.glob("predictions*.jsonl"))]
+            files = ["metrics.jsonl", *written]
             if self.main:
                 self.folder.metrics.add({"update": 0, **figures})
         seconds = time.perf_counter() - began
