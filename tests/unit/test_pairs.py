@@ -274,7 +274,7 @@ def launched(monkeypatch, tmp_path):
 )
 def test_the_launcher_is_known_under_each_of_its_names(words, is_one):
     """What it was told (the YAML, threads) is read from its command line."""
-    assert launch_module._is_accelerate_launch(words.split()) == is_one
+    assert launch_module.is_accelerate_launch(words.split()) == is_one
 
 
 def test_unknown_nested_keys_are_found(launched):

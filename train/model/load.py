@@ -1,6 +1,5 @@
 """The model itself: pretrained weights, or random ones that are the same under every strategy."""
 
-import contextlib
 import copy
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,8 @@ from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 
 
-def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, left_out: Sequence[str] = ()):
+def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, left_out: Sequence[str] = (),
+                num_parameters: int = 0):  # fmt: skip
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
 
     What the pretrained weights lack (a classifier's head) is drawn from `seed` too, the same under every strategy; the
@@ -26,6 +26,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
     Args:
         auto_class: AutoModelForCausalLM or another of transformers' auto classes.
         left_out: names of pretrained weights that are not to be loaded.
+        num_parameters: as size_of_model has them; by these the strategy knows whether random weights are drawn whole.
 
     Raises:
         UserError: the weights cannot be had, do not fit, or hold NaN; the configuration makes no model.
@@ -49,7 +50,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
             model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
             check_finite(model, f"model_name_or_path = {name!r}")
             return model
-        with _where_it_is_drawn(auto_class, config, strategy, recipe.trust_remote_code):
+        with strategy.building_from_scratch(num_parameters):
             return auto_class.from_config(config, **common)
     except (ValueError, ImportError) as error:
         said = " ".join(str(error).split())
@@ -104,13 +105,6 @@ def _draw_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(drawn)
     return names
-
-
-def _where_it_is_drawn(auto_class, config, strategy, trust: bool):
-    """The context for random weights: the strategy knows whether they are drawn whole or in shares."""
-    if not strategy.shards_parameters:
-        return contextlib.nullcontext()
-    return strategy.building_from_scratch(size_of_model(auto_class, config, strategy, trust))
 
 
 def size_of_model(auto_class, config, strategy, trust_remote_code: bool) -> int:

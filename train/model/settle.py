@@ -68,11 +68,10 @@ def settle_packing(engine, recipe: ModelOptions, collate) -> str:
         leak = _leaks(engine, collate)
     if leak:
         used = config._attn_implementation
-        others = [f"--attn_implementation {each}" for each in ("sdpa",) if used not in (each, "eager")]
+        sdpa = "" if used in ("sdpa", "eager") else "--attn_implementation sdpa, or "
         raise UserError(
             f"packing = documents: with attn_implementation = {used!r} a {config.model_type} lets a document see the "
-            f"one before it in its block. Use {', or '.join([*others, '--packing none'])}, or --packing concatenate "
-            "to accept it"
+            f"one before it in its block. Use {sdpa}--packing none, or --packing concatenate to accept it"
         )
     return note
 

@@ -191,13 +191,11 @@ class Writer:
             "eos_token_id": self.ends or None, "pad_token_id": padding_token(tokenizer), **options.sampling,
         }  # fmt: skip
         if self.has_encoder:  # answers as it did in training
-            if options.num_beams is None and not samples:
-                self.settings["num_beams"] = own.num_beams or 1
             if own.max_new_tokens and not options.source("max_new_tokens"):
                 self.max_new_tokens = own.max_new_tokens
-            if self.settings["num_beams"] > 1:
-                say(f"note: a search with {self.settings['num_beams']} beams, as the model was told; --num_beams 1 is "
-                    "faster")  # fmt: skip
+            if (own.num_beams or 1) > 1 and options.num_beams is None and not samples:
+                self.settings["num_beams"] = own.num_beams
+                say(f"note: a search with {own.num_beams} beams, as the model was told; --num_beams 1 is faster")
         self.seed = options.seed
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed

@@ -57,10 +57,18 @@ def _prints_a_traceback(pid: int) -> bool:
     nobody can tell.)"""
     if os.getppid() != pid:
         return False
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        words = [os.path.basename(word) for word in file.read().split(b"\0")]
-    is_accelerate = all(any(part in word for word in words) for part in (b"accelerate", b"launch"))
-    return is_accelerate and not {b"--quiet", b"-q"} & set(words)
+    with open(f"/proc/{pid}/cmdline") as file:
+        words = file.read().split("\0")
+    return is_accelerate_launch(words) and not {"--quiet", "-q"} & set(words)
+
+
+def is_accelerate_launch(words: list[str]) -> bool:
+    """Whether a command is `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    alone = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
+    first = words[:3]  # Python, -m and the program at most
+    return any(word.endswith(alone) for word in first) or (
+        "launch" in words and any("accelerate" in word for word in words)
+    )
 
 
 def wait_and_print(pid: int, text: str) -> None:

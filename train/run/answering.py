@@ -7,8 +7,9 @@ import yaml
 
 from train.model.adapters import TASK_TYPES, as_trained, find_base, open_adapter, some
 from train.model.stored import is_adapter, model_folder
+from train.recipe.answers import OF_DATA
 from train.recipe.errors import UserError
-from train.run.folder import RunFolder, describe_environment
+from train.run.folder import RunFolder, describe_environment, differences
 from train.run.progress import duration
 from train.run.session import LONG, Session
 from train.strategy.gpus import describe_device
@@ -33,9 +34,10 @@ class AnsweringSession(Session):
             of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
             name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
             recipe.adopt("output_dir", f"{name}-{self.suffix}", "")
-        self._refuse_a_training_run(RunFolder(recipe.output_dir))
+        folder = RunFolder(recipe.output_dir)
+        self._refuse_a_training_run(folder)
         if not recipe.overwrite_output_dir:
-            self._refuse_other_answers(Path(recipe.output_dir), recipe)
+            self._refuse_other_answers(folder, recipe)
         recipe.lora = is_adapter(model_folder(recipe.model_name_or_path))
         super().__init__(task, recipe, timeline)
         self.strategy.drop_optimizer()
@@ -49,19 +51,15 @@ class AnsweringSession(Session):
                 f"another --output_dir, or leave it out"
             )
 
-    def _refuse_other_answers(self, folder: Path, recipe) -> None:
-        """The same question may be asked again; the answers to another one stay."""
-        file = folder / "recipe.yaml"
+    def _refuse_other_answers(self, folder: RunFolder, recipe) -> None:
+        """The same model may be asked the same again; answers of another, or to other data, stay."""
+        file = folder.path / "recipe.yaml"
         if not file.is_file():
             return
-        earlier, now = yaml.safe_load(file.read_text()) or {}, recipe.to_dict()
-        for name in ("model_name_or_path", "predict_file", "validation_file"):
-            if earlier.get(name) != now.get(name):
-                raise UserError(
-                    f"output_dir = {str(folder)!r} holds answers to another question: {name} was "
-                    f"{earlier.get(name)!r}, now {now.get(name)!r}. Choose another --output_dir, or replace them with "
-                    "--overwrite_output_dir"
-                )
+        asked = ("model_name_or_path", "predict_file", *OF_DATA)
+        earlier = {name: value for name, value in yaml.safe_load(file.read_text()).items() if name in asked}
+        if differing := differences(recipe, 0, earlier):
+            folder.refuse_a_different_run(differing)
 
     def _find_model(self, task: str, recipe) -> None:
         """Let the recipe name the model that is loaded: of a run its model/, of an adapter its base."""

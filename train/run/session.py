@@ -200,7 +200,7 @@ class Session:
 
         self.parameters = size_of_model(auto_class, config, self.strategy, self.recipe.trust_remote_code)
         self.advise()
-        return build_model(auto_class, config, self.recipe, self.strategy, self.recipe.seed, left_out)
+        return build_model(auto_class, config, self.recipe, self.strategy, self.recipe.seed, left_out, self.parameters)
 
     def advise(self, copied: int = 0) -> None:
         """Tell the witness what would help from here on, should this rank be killed for want of host memory.

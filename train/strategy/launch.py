@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError, nearest
+from train.recipe.repeat import is_accelerate_launch
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
 DEEPSPEED_YAML_KEYS = {
@@ -118,18 +119,9 @@ def launcher_process():
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             words = parent.cmdline()
-            if _is_accelerate_launch(words):
+            if is_accelerate_launch(words):
                 return parent
     return None
-
-
-def _is_accelerate_launch(words: list[str]) -> bool:
-    """Whether it is `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
-    alone = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
-    first = words[:3]  # Python, -m and the program at most
-    return any(word.endswith(alone) for word in first) or (
-        "launch" in words and any("accelerate" in word for word in words)
-    )
 
 
 def _default_config() -> str | None:
