@@ -17,19 +17,19 @@ import torch
 from train.data.collate import CausalCollator
 from train.data.order import SampleOrder
 from train.data.pack import PackedBlocks
-from train.data.tokenise import Documents
+from train.data.text.tokenize import Documents
 from train.model.configuration import load_configuration
 from train.model.load import build_model
 from train.model.loss import install_loss, model_loss
 from train.model.parameters import flops_per_token
 from train.model.settle import install_chosen_loss, settle_loss
 from train.recipe import ClmRecipe
-from train.run.job import Job
-from train.run.lines import Lines
-from train.run.meters import make_meter
-from train.run.session import Session
-from train.run.timeline import Timeline
+from train.record.jsonl import Lines
+from train.record.meters import make_meter
+from train.record.timeline import Timeline
 from train.strategy.devices import pins_memory
+from train.training.task import Job
+from train.training.trainer import Session
 
 
 @dataclass(frozen=True)

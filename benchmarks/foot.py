@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from train.run.folder import describe_environment
+from train.record.run_folder import describe_environment
 
 
 def foot(how: str, *packages: str) -> str:

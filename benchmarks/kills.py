@@ -30,11 +30,11 @@ from random import Random
 import torch
 import yaml
 
-from train.run.folder import describe_environment
-from train.run.launches import Trial, ending_in_order, failure, launched
-from train.run.lines import Lines
-from train.verify.compare import compare_metrics, compare_samples
-from train.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
+from train.record.jsonl import Lines
+from train.record.run_folder import describe_environment
+from train.tools.launches import Trial, ending_in_order, failure, launched
+from train.tools.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
+from train.tools.verify.record_comparison import compare_metrics, compare_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-6

@@ -8,7 +8,7 @@ Each round trains the same small GPT-2 from the same weights on the same batches
 through every contender, one after another in one process:
 
     bare full        a loop written by hand: transformers' own mean loss, fused AdamW, clipping, linear decay
-    zerofit full     Session.train, that is train.run.loop.fit with its engine, its data and its record on disk
+    zerofit full     Session.train, that is train.training.loop.fit with its engine, its data and its record on disk
     bare chunked     the bare loop with zerofit's memory-saving loss, so that loops are compared at an equal loss
     zerofit chunked  zerofit as it comes
     Trainer          transformers.Trainer: logs each update to nobody, no progress bar, no evaluation, no saving
@@ -47,8 +47,8 @@ from contenders import CONTENDERS, Options, Stopwatch, Workload
 from startup import LAUNCHES, measure_startup
 
 from train.model.parameters import count_parameters
-from train.run.folder import describe_environment
-from train.run.progress import duration, table
+from train.record.run_folder import describe_environment
+from train.record.terminal import duration, table
 
 RATIOS = {  # shown name: (whose tokens/s, divided by whose)
     "zerofit / bare, full loss": ("zerofit full", "bare full"),

@@ -38,8 +38,8 @@ import torch
 
 from train.data.order import LengthGroups, MicroBatches, SampleOrder
 from train.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
-from train.run.folder import describe_environment
-from train.run.progress import duration, table
+from train.record.run_folder import describe_environment
+from train.record.terminal import duration, table
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {
@@ -203,8 +203,8 @@ def speed_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def read_lengths(task: str, data: str, scratch: Path) -> tuple[np.ndarray, ...]:
     """Tokens of each training sample: (rows,), or (sources, targets), as the run itself prepares them."""
-    from train.data.examples import prepare_examples
-    from train.data.pairs import prepare_pairs
+    from train.data.labelled.examples import prepare_examples
+    from train.data.pairs.prepare import prepare_pairs
     from train.model.configuration import load_configuration
 
     kind, prepare = (ClsRecipe, prepare_examples) if task == "MRPC" else (Seq2SeqRecipe, prepare_pairs)

@@ -40,7 +40,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def start_encoder(name: str) -> None:
-    from train.corpora.named_tokenizer import named_tokenizer
+    from train.tools.prepare.named_tokenizer import named_tokenizer
 
     start_encoder.tokenizer = named_tokenizer("tokenizer", name)
 
@@ -59,8 +59,8 @@ def megatrons_way(source: str, prefix: str, name: str, workers: int) -> None:
     """Prints the seconds from the first line to the last, and the tokens."""
     import multiprocessing
 
-    from train.corpora.named_tokenizer import named_tokenizer
-    from train.data.corpus import megatron
+    from train.data.megatron.corpus import megatron
+    from train.tools.prepare.named_tokenizer import named_tokenizer
 
     indexed = megatron().indexed
     tokenizer = named_tokenizer("tokenizer", name)
@@ -89,9 +89,9 @@ def _ready(_: int) -> bool:
 
 def our_way(source: str, prefix: str, name: str, workers: int) -> None:
     """The same, by `zerofit prepare`'s own figures."""
-    from train.corpora.prepare import prepare
-    from train.data.corpus import read_card
-    from train.recipe.corpora import PrepareOptions
+    from train.data.megatron.corpus import read_card
+    from train.tools.prepare.command import prepare
+    from train.tools.prepare.options import PrepareOptions
 
     options = PrepareOptions(
         input=[source], output_prefix=prefix, tokenizer=name, append_eod=True, workers=workers, overwrite=True

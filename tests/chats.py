@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from train.data.chat import ChatEncoder
-from train.data.instructions import Form
+from train.data.chat.instructions import Form
+from train.data.chat.prepare import ChatEncoder
 from train.model.chat import install_template
 from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer

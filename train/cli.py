@@ -28,14 +28,22 @@ class Command:
 
 
 COMMANDS = (
-    Command("prepare", "Text to corpora in Megatron's format, and a look at them.", "train.corpora.prepare:main"),
-    Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.model.merge:main"),
     Command(
-        "convert", "Meta's Llama to transformers' and back; Megatron's flags to a recipe.", "train.model.convert:main"
+        "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.command:main"
     ),
-    Command("compare", "The largest batch that each strategy holds, by running it.", "train.limits.compare:main"),
-    Command("verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.verify.verify:main"),
-    Command("generate", "Let a model continue a text, or talk with it.", "train.model.talk:main"),
+    Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.tools.merge:main"),
+    Command(
+        "convert",
+        "Meta's Llama to transformers' and back; Megatron's flags to a recipe.",
+        "train.tools.convert.command:main",
+    ),
+    Command(
+        "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.command:main"
+    ),
+    Command(
+        "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.command:main"
+    ),
+    Command("generate", "Let a model continue a text, or talk with it.", "train.tools.generate.command:main"),
 )
 
 

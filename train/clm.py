@@ -11,8 +11,8 @@ Read `main` from top to bottom: what is loaded, how text becomes batches, what t
 
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
-from train.run.session import open_session
-from train.run.timeline import Timeline
+from train.record.timeline import Timeline
+from train.training.trainer import open_session
 
 
 @reports_user_errors
@@ -27,16 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoModelForCausalLM
 
     from train.data.collate import CausalCollator, PromptCollator, multiple_for
-    from train.data.prepare_text import is_packed, prepare_text
+    from train.data.text.prepare import is_packed, prepare_text
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
     from train.model.settle import check_masks, install_chosen_loss, settle_attention, settle_loss, settle_packing
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
-    from train.run.evaluate import eval_batches, held_out_loss
-    from train.run.generation import predict_texts, writing_settings
-    from train.run.job import Job
-    from train.run.meters import make_meter
-    from train.run.progress import screen_width, table
+    from train.record.meters import make_meter
+    from train.record.terminal import screen_width, table
+    from train.training.evaluation import eval_batches, held_out_loss
+    from train.training.generation import predict_texts, writing_settings
+    from train.training.task import Job
 
     timeline.mark("imports")
 

@@ -12,8 +12,8 @@ Read `main` from top to bottom: what is loaded, how records become batches, what
 
 from train.recipe import ClsRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
-from train.run.session import open_session
-from train.run.timeline import Timeline
+from train.record.timeline import Timeline
+from train.training.trainer import open_session
 
 
 @reports_user_errors
@@ -28,19 +28,19 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
-    from train.data.examples import prepare_examples
-    from train.data.labels import pretrained_head, renamed_head, settle_labels
+    from train.data.labelled.examples import prepare_examples
+    from train.data.labelled.labels import pretrained_head, renamed_head, settle_labels
     from train.data.pack import contents_rows
     from train.model.configuration import check_task
     from train.model.load import weights_of_head
     from train.model.loss import logits_of_examples, loss_of_examples
     from train.model.parameters import flops_per_token
     from train.model.tokenizer import check_vocabulary, fillers, settle_padding
-    from train.run.evaluate import eval_batches
-    from train.run.examples import best_constant, evaluate_examples, figures_of, predict_examples
-    from train.run.job import Job
-    from train.run.meters import make_meter
-    from train.run.progress import screen_width, table
+    from train.record.meters import make_meter
+    from train.record.terminal import screen_width, table
+    from train.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
+    from train.training.evaluation import eval_batches
+    from train.training.task import Job
 
     timeline.mark("imports")
 

@@ -11,8 +11,8 @@ Read `main` from top to bottom: what is loaded, how conversations become batches
 
 from train.recipe import Seq2SeqRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
-from train.run.session import open_session
-from train.run.timeline import Timeline
+from train.record.timeline import Timeline
+from train.training.trainer import open_session
 
 
 @reports_user_errors
@@ -28,14 +28,16 @@ def main(argv: list[str] | None = None) -> int:
 
     from train.data.collate import PairCollator, PromptCollator, multiple_for
     from train.data.pack import contents_rows
-    from train.data.pairs import prepare_pairs
+    from train.data.pairs.prepare import prepare_pairs
     from train.data.prompts import read_sources
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_pair_token
     from train.model.settle import avoid_fp16_overflow, install_chosen_loss, settle_loss, settle_start_token
     from train.model.tokenizer import check_vocabulary, padding_token
-    from train.run.evaluate import eval_batches, held_out_loss
-    from train.run.generation import (
+    from train.record.meters import make_meter
+    from train.record.terminal import screen_width, table
+    from train.training.evaluation import eval_batches, held_out_loss
+    from train.training.generation import (
         FIGURES,
         evaluate_generation,
         generation_settings,
@@ -43,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         shown,
         trivial_answers,
     )
-    from train.run.job import Job
-    from train.run.meters import make_meter
-    from train.run.progress import screen_width, table
+    from train.training.task import Job
 
     timeline.mark("imports")
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from train.checkpoint.directory import ASKED, Checkpoints
+from train.checkpoint.writer import Saver
 from train.data.collate import Batch, CausalCollator
-from train.run.checkpoints import ASKED, Checkpoints
-from train.run.evaluate import eval_batches
-from train.run.folder import describe_environment
-from train.run.loop import _micro_batches
-from train.run.saving import Saver
+from train.record.run_folder import describe_environment
 from train.strategy.engine import adamw
 from train.strategy.state import WholeState
+from train.training.evaluation import eval_batches
+from train.training.loop import _micro_batches
 
 DEVICE = torch.device("simgpu", 0)
 

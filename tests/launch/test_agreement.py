@@ -264,7 +264,7 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(run, material, ca
     lines, output = run(case, layout)
     model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    from train.data.texts import load_texts
+    from train.data.text.documents import load_texts
     from train.recipe import ClmRecipe
 
     recipe = ClmRecipe(train_file=[str(material / "text" / "train.txt")], packing="none", max_eval_samples=17)

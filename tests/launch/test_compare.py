@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helpers import ROOT, SMALL_BLENDERBOT, environment
 
-from train.run.launches import MARK
+from train.tools.launches import MARK
 
 TINY = {
     "config_name": "gpt2", "config_overrides": "n_layer=2,n_head=2,n_embd=32,n_positions=64", "block_size": 64,
@@ -78,7 +78,7 @@ def marks(output: Path) -> set[str]:
 
 def ranks(output: Path) -> list[psutil.Process]:
     return [process for process in marked(marks(output)) if "--trial" in process.cmdline()
-            and "RANK" in process.environ() and "train.run.watch" not in " ".join(process.cmdline())]  # fmt: skip
+            and "RANK" in process.environ() and "watchdog_process" not in " ".join(process.cmdline())]  # fmt: skip
 
 
 def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):

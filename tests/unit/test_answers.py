@@ -14,21 +14,21 @@ from helpers import refusal
 from transformers import AutoConfig
 
 from train.data.collate import PromptCollator
-from train.data.examples import prepare_examples
-from train.data.glue import TASKS, numbers, submission
-from train.data.labels import trained_labels
+from train.data.labelled.examples import prepare_examples
+from train.data.labelled.glue import TASKS, numbers, submission
+from train.data.labelled.labels import trained_labels
 from train.data.order import FILLER
-from train.data.pairs import prepare_pairs
-from train.data.prepare_text import prepare_text
+from train.data.pairs.prepare import prepare_pairs
 from train.data.prompts import Prompts, read_sources
+from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from train.recipe.answers import OF_DATA, OF_TRAINING
-from train.recipe.joined import read_with_recipe
-from train.recipe.tools import VerifyOptions
-from train.run.answering import AnsweringSession
-from train.run.folder import RunFolder
-from train.run.generation import predict_texts, writing_settings
+from train.record.run_folder import RunFolder
+from train.tools.options import VerifyOptions
+from train.tools.tool_recipe import read_with_recipe
+from train.training.evaluation_only import AnsweringSession
+from train.training.generation import predict_texts, writing_settings
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
            "watchdog_minutes", "trial"}  # fmt: skip

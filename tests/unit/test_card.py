@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from train.recipe import ClmRecipe, ClsRecipe
-from train.run.card import model_card
+from train.record.model_card import model_card
 
 ENVIRONMENT = {"packages": {"torch": "2.0"}, "zerofit_commit": "0123456789abcdef"}
 

@@ -16,8 +16,8 @@ from chats import (
     refusal,
 )
 
-from train.data.chat import overlap
-from train.data.instructions import Form
+from train.data.chat.instructions import Form
+from train.data.chat.prepare import overlap
 from train.model.chat import (
     TEMPLATES,
     install_template,

@@ -8,10 +8,10 @@ import torch
 from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, refusal
 from helpers import tiny_model
 
-from train.data.chat import show
+from train.data.chat.prepare import show
 from train.data.collate import CausalCollator
 from train.data.pack import best_fit
-from train.data.prepare_text import prepare_text
+from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.loss import IGNORE, install_loss, model_loss
 from train.recipe import ClmRecipe, parse_recipe

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from train.run.checkpoints import ASKED, BEST, CLOCK, LEAVING, Checkpoints, flaw
+from train.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, Checkpoints, flaw
 
 
 def write(checkpoints: Checkpoints, update: int, why: str = ASKED, best: bool = False) -> None:

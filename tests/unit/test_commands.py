@@ -9,10 +9,8 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT
 
 from train.cli import COMMANDS
-from train.corpora.prepare import InfoOptions, JoinOptions, PrepareOptions
 from train.recipe import parse_recipe
-from train.recipe.joined import TASKS, read_with_recipe
-from train.recipe.tools import (
+from train.tools.options import (
     CompareOptions,
     FromMetaOptions,
     GenerateOptions,
@@ -20,6 +18,8 @@ from train.recipe.tools import (
     ToMetaOptions,
     VerifyOptions,
 )
+from train.tools.prepare.command import InfoOptions, JoinOptions, PrepareOptions
+from train.tools.tool_recipe import TASKS, read_with_recipe
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,

@@ -6,9 +6,15 @@ import pytest
 from datasets import Dataset
 from helpers import refusal
 
-from train.data.conversations import Columns, Pair, find_columns, read_conversation_files, read_keyed_conversations
-from train.data.instructions import find_form
-from train.data.pairs import PairEncoder, SourceFormat, prepare_pairs, turn_separator
+from train.data.chat.instructions import find_form
+from train.data.pairs.conversations import (
+    Columns,
+    Pair,
+    find_columns,
+    read_conversation_files,
+    read_keyed_conversations,
+)
+from train.data.pairs.prepare import PairEncoder, SourceFormat, prepare_pairs, turn_separator
 from train.data.records import BadRecord
 from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer

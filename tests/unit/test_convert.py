@@ -15,12 +15,22 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from train.cli import main
-from train.model import convert
-from train.model.llama_layout import Cut, Sizes, Weight, choose_cut, find_cut, same_bits, to_hf, to_meta, weights
-from train.model.meta_config import ffn_params, ffn_size, version_of
-from train.model.meta_folder import MetaFolder
-from train.model.meta_forward import meta_logits
-from train.model.meta_tokenizer import special_tokens
+from train.tools.convert import command as convert
+from train.tools.convert.meta.config import ffn_params, ffn_size, version_of
+from train.tools.convert.meta.folder import MetaFolder
+from train.tools.convert.meta.forward import meta_logits
+from train.tools.convert.meta.layout import (
+    Cut,
+    Sizes,
+    Weight,
+    choose_cut,
+    find_cut,
+    same_bits,
+    to_hf,
+    to_meta,
+    weights,
+)
+from train.tools.convert.meta.tokenizer import special_tokens
 
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,

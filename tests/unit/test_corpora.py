@@ -16,11 +16,11 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import ROOT, refusal, tiny_model
-from train.data.blend import Blend, build
 from train.data.collate import CausalCollator
-from train.data.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
+from train.data.megatron.blend import Blend, build
+from train.data.megatron.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
 from train.data.order import FixedOrder, MicroBatches, loader
-from train.data.prepare_text import prepare_text
+from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.export import export_model
 from train.model.loss import IGNORE, install_loss
@@ -29,7 +29,7 @@ from train.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokeni
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
-from train.run.folder import NOT_THE_RUN
+from train.record.run_folder import NOT_THE_RUN
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
 

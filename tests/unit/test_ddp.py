@@ -33,7 +33,7 @@ def rows_of(rank: int, update: int, micro_batch: int) -> torch.Tensor:
 def engine_of(rank: int, world_size: int):
     """The product's engine on the CPU."""
     from train.recipe import ClmRecipe
-    from train.run.schedule import make_schedule
+    from train.recipe.schedule import make_schedule
     from train.strategy.batches import Batches
     from train.strategy.engine import prepare_engine
     from train.strategy.launch import Launch

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import ROOT, environment
 
-from train.run import meters
-from train.run.folder import describe_environment
+from train.record import meters
+from train.record.run_folder import describe_environment
 from train.strategy import devices
 from train.strategy.batches import Batches
 from train.strategy.launch import Launch

@@ -107,7 +107,7 @@ def test_a_new_head_follows_from_the_seed_alone(three_labels):
 @pytest.mark.parametrize(("room", "whole"), [(900, True), (700, False)])
 def test_random_weights_are_drawn_whole_where_the_container_has_room(monkeypatch, room, whole):
     strategy = strategy_of(3)
-    monkeypatch.setattr("train.run.memory_report.host_room", lambda: (room, 2**40))
+    monkeypatch.setattr("train.strategy.host_memory.host_memory", lambda: (room, 2**40))
     monkeypatch.setattr(Strategy, "_whole", lambda self: "whole")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert (strategy.building_from_scratch(100) == "whole") == whole

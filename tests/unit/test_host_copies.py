@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.run import host_copies
-from train.run.host_copies import SMALLEST, HostCopies, lay_out
+from train.checkpoint import host_copies
+from train.checkpoint.host_copies import SMALLEST, HostCopies, lay_out
 from train.strategy.state import KINDS
 
 

@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from helpers import refusal
 
-from train.data.instructions import Form, find_form
-from train.data.prepare_text import prepare_text
+from train.data.chat.instructions import Form, find_form
 from train.data.records import BadRecord
+from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, parse_recipe
 

@@ -5,7 +5,7 @@ import pytest
 from datasets import ClassLabel, Value
 from transformers import BertConfig
 
-from train.data.labels import MISSING, Labels, find_labels, in_the_models_order, renamed_head, settle_labels
+from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, renamed_head, settle_labels
 from train.recipe import UserError
 
 NAN = float("nan")

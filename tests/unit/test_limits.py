@@ -16,21 +16,21 @@ import torch
 from helpers import ROOT, refusal
 
 from train.data.collate import CausalCollator, ExampleCollator, PairCollator
-from train.limits.caps import cap_device
-from train.limits.contenders import check_overrides, make_recipe, read_contenders
-from train.limits.journal import Journal, key_of
-from train.limits.launching import TrialLaunch
-from train.limits.machine import Limits, Machine, settle_limits
-from train.limits.orders import Answers, Orders, add_line
-from train.limits.report import Report, markdown_table
-from train.limits.results import Row, common_size, conclusion, fact_of
-from train.limits.search import Fact, Known, next_size, next_step, predict
-from train.limits.worst import WorstCase
-from train.recipe.joined import read_with_recipe
 from train.recipe.parse import parse_recipe
-from train.recipe.tools import CompareOptions, parse_bytes
-from train.run.job import Job
-from train.run.launches import MARK
+from train.tools.compare.candidates import check_overrides, make_recipe, read_contenders
+from train.tools.compare.journal import Journal, key_of
+from train.tools.compare.machine import Limits, Machine, settle_limits
+from train.tools.compare.memory_limits import cap_device
+from train.tools.compare.report import Report, markdown_table
+from train.tools.compare.results import Row, common_size, conclusion, fact_of
+from train.tools.compare.search import Fact, Known, next_size, next_step, predict
+from train.tools.compare.trial_launch import TrialLaunch
+from train.tools.compare.trial_request import Answers, Orders, add_line
+from train.tools.compare.worst_case_batch import WorstCase
+from train.tools.launches import MARK
+from train.tools.options import CompareOptions, parse_bytes
+from train.tools.tool_recipe import read_with_recipe
+from train.training.task import Job
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 GIB, MIB = 2**30, 2**20
@@ -155,7 +155,8 @@ def test_a_rank_ends_with_the_process_that_gave_its_orders():
     """Also when that was killed, and could tell nobody."""
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(parent.pid).create_time()
-    code = f"from train.limits.trial import end_with; end_with({parent.pid}, {started}); import time; time.sleep(60)"
+    code = f"from train.tools.compare.trial import end_with; end_with({parent.pid}, {started}); import time; "
+    code += "time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     assert child.poll() is None
     parent.kill()

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from train.data.collate import Batch
+from train.health.anomaly_detector import Sentinel
 from train.recipe import ClmRecipe
-from train.run.best import Best
-from train.run.job import Job
-from train.run.loop import Hooks, fit, make_plan
-from train.run.progress import Progress
-from train.run.sentinel import Sentinel
+from train.record.terminal import Progress
 from train.strategy.batches import Batches
+from train.training.best_metric import Best
+from train.training.loop import Hooks, fit, make_plan
+from train.training.task import Job
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
 

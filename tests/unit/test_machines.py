@@ -11,13 +11,12 @@ import torch.distributed as dist
 from helpers import refusal
 from test_saving import Alone, fill
 
-from train.data import cache
-from train.data.blend import put_in_place
-from train.recipe import ClmRecipe
+from train.checkpoint import writer as saving
+from train.checkpoint.directory import ASKED, Checkpoints
+from train.checkpoint.writer import Saver
+from train.data.megatron.blend import put_in_place
+from train.recipe import ClmRecipe, cache
 from train.recipe.files import appears, is_shared, is_there
-from train.run import saving
-from train.run.checkpoints import ASKED, Checkpoints
-from train.run.saving import Saver
 from train.strategy import machines
 from train.strategy.machines import check_same
 from train.strategy.strategy import COLLECTIVE_TIMEOUT
@@ -189,6 +188,6 @@ def test_collectives_wait_longer_than_the_watchdog_is_patient():
     """While rank 0 writes, reads or exports, the others wait for it in a collective."""
     from datetime import timedelta
 
-    from train.run.session import LONG
+    from train.training.trainer import LONG
 
     assert timedelta(minutes=ClmRecipe().watchdog_minutes) * LONG < COLLECTIVE_TIMEOUT

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from train.cli import main as zerofit
-from train.from_megatron.command import call_of, calls_in
-from train.from_megatron.convert import parameters_of
-from train.from_megatron.pair import pair_of
-from train.from_megatron.pretrain import Options, convert_pretraining
-from train.from_megatron.shape import Shape
-from train.from_megatron.shell import Shell, shown
 from train.recipe import ClmRecipe, UserError, parse_recipe
-from train.run.schedule import make_schedule
+from train.recipe.schedule import make_schedule
+from train.tools.convert.megatron_args.command import call_of, calls_in
+from train.tools.convert.megatron_args.convert import parameters_of
+from train.tools.convert.megatron_args.pair import pair_of
+from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from train.tools.convert.megatron_args.shape import Shape
+from train.tools.convert.megatron_args.shell import Shell, shown
 
 LLAMA = """#!/bin/bash
 set -ex

@@ -11,12 +11,12 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
+from train.health.out_of_memory import explain, figures_of, host_advice, is_out_of_memory, report, sizes_of, take_stock
+from train.health.remedies import Held, Situation, remedies, smaller_batch
 from train.model.loss import install_loss
 from train.recipe import ClmRecipe, Seq2SeqRecipe
-from train.run.memory_report import explain, figures_of, host_advice, is_out_of_memory, report, sizes_of, take_stock
-from train.run.meters import MemoryMeter
-from train.run.progress import size
-from train.run.remedies import Held, Situation, remedies, smaller_batch
+from train.record.meters import MemoryMeter
+from train.record.terminal import size
 from train.strategy.batches import Batches
 from train.strategy.engine import TorchEngine
 
@@ -56,8 +56,8 @@ REAL = """
 import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
-from train.run.progress import size
-from train.run.memory_report import figures_of, is_out_of_memory
+from train.record.terminal import size
+from train.health.out_of_memory import figures_of, is_out_of_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
     try:
@@ -389,7 +389,7 @@ def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora,
 
 def test_what_is_loaded_so_far_is_measured(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
-    monkeypatch.setattr("train.run.memory_report.resident_bytes", lambda: 5 * GIB)
+    monkeypatch.setattr("train.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
     found = take_stock(MemoryError(), "load", None, recipe, strategy, parameters=GIB, program_bytes=2 * GIB)
     assert (found.held.weights, found.held.rest, found.weights, found.whole) == (3 * GIB, 2 * GIB, 4 * GIB, 16 * GIB)
     advice = host_advice(recipe, strategy, parameters=GIB)

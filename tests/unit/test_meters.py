@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.run.meters import MemoryMeter, ThroughputMeter, peak_flops, peak_of
+from train.record.meters import MemoryMeter, ThroughputMeter, peak_flops, peak_of
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from rouge_score import rouge_scorer
 from scipy import stats
 from sklearn import metrics as sk
 
-from train.data.examples import HeldOut
-from train.data.labels import Labels
+from train.data.labelled.examples import HeldOut
+from train.data.labelled.labels import Labels
 from train.recipe import ClsRecipe, UserError
-from train.run.best import Best, make_best
-from train.run.examples import best_constant, figures_of
-from train.run.generation import FIGURES
-from train.run.metrics import FOLDER, compute
+from train.training.best_metric import Best, make_best
+from train.training.classification import best_constant, figures_of
+from train.training.generation import FIGURES
+from train.training.metrics import FOLDER, compute
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")

@@ -19,8 +19,8 @@ from train.model.configuration import ARCHITECTURES, load_configuration
 from train.model.finite import check_finite, not_finite
 from train.model.load import build_model
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from train.model.pretrained_io import read_model
 from train.model.settle import recompute_activations
-from train.model.stored import read_model
 from train.model.tokenizer import check_vocabulary, load_tokenizer
 from train.recipe import ClmRecipe, UserError
 from train.strategy.strategy import Strategy
@@ -255,8 +255,7 @@ def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         found.append(not_finite(model))
     assert found == [{"weight": (1, True)}, {"weight": (1, True)}]
-    monkeypatch.setattr("train.model.finite.everyones", lambda own: found)
-    assert "weight (2 of 3 values)" in refusal(check_finite, model, "model_name_or_path = 'x'")
+    assert "weight (2 of 3 values)" in refusal(check_finite, model, "model_name_or_path = 'x'", lambda own: found)
     model.weight.ds_tensor, found[:] = torch.tensor([0.0, torch.nan]), [{}]
     assert not_finite(model) == {}, "the filler"
     check_finite(model, "model_name_or_path = 'x'")

@@ -6,10 +6,10 @@ import sys
 import pytest
 from helpers import ROOT, environment, refusal
 
-from train.limits import compare
 from train.recipe import ClmRecipe
 from train.recipe.paths import cannot_be_written, check_paths
-from train.verify import verify
+from train.tools.compare import command as compare
+from train.tools.verify import command as verify
 
 GOOD = {"config_name": "gpt2", "tokenizer_name": "gpt2"}
 

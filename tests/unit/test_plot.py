@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from train.run.plot import plot_run
+from train.record.plot import plot_run
 
 
 @pytest.fixture

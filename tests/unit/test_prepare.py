@@ -19,18 +19,18 @@ from helpers import ROOT
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from train.cli import main
-from train.corpora import encode
-from train.corpora.cutting import cut_text
-from train.corpora.documents import TEXT, find_input
-from train.corpora.encode import Memo, Mismatch, open_native
-from train.corpora.memo_rules import allows_memo, nasty_texts
-from train.corpora.named_tokenizer import named_tokenizer
-from train.corpora.writer import compact_builder
-from train.data import corpus as corpus_files
-from train.data.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
+from train.data.megatron import corpus as corpus_files
+from train.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
 from train.data.sources import FORMATS
 from train.model.tokenizer import END_OF_TEXT, load_tokenizer
 from train.recipe.errors import UserError
+from train.tools.prepare import encode
+from train.tools.prepare.cutting import cut_text
+from train.tools.prepare.documents import TEXT, find_input
+from train.tools.prepare.encode import Memo, Mismatch, open_native
+from train.tools.prepare.memo_rules import allows_memo, nasty_texts
+from train.tools.prepare.named_tokenizer import named_tokenizer
+from train.tools.prepare.writer import compact_builder
 
 pytest.importorskip("megatron.core")
 FOLDERS = {"gpt2": "tokenizers/gpt2", "llama": "tokenizers/llama", "small": "models/llama/hf"}
@@ -197,8 +197,8 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-    from train.corpora.prepare import setup_of
-    from train.recipe.corpora import PrepareOptions
+    from train.tools.prepare.command import setup_of
+    from train.tools.prepare.options import PrepareOptions
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()
@@ -308,7 +308,7 @@ def bpe(**changes) -> dict:
 
 
 def test_which_tokenizers_have_a_memo():
-    from train.corpora.memo_rules import SPLITS
+    from train.tools.prepare.memo_rules import SPLITS
 
     token = {"content": "<x>", "lstrip": False, "rstrip": False, "single_word": False}
     split = {"type": "Split", "pattern": {"Regex": SPLITS[0]}, "behavior": "Isolated", "invert": False}
@@ -334,7 +334,7 @@ def test_the_memo_of_other_regular_expressions(texts, number):
     """Llama 3's, GPT-4's, Qwen 2's, with NFC, on a vocabulary that was trained with them."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    from train.corpora.memo_rules import SPLITS
+    from train.tools.prepare.memo_rules import SPLITS
 
     native = Tokenizer(models.BPE(ignore_merges=number == 0))
     native.normalizer = normalizers.NFC() if number == 1 else None
@@ -498,7 +498,7 @@ def test_plain_text(small, tmp_path):
 @pytest.mark.parametrize("unit", ["line", "paragraph", "mark"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_parts_do_not_change_how_a_text_is_cut(tmp_path, monkeypatch, unit, ending):
-    from train.corpora import documents
+    from train.tools.prepare import documents
 
     draw = random.Random(unit)
     text = "".join(draw.choice(["a", "b c", "\n", "\n", "\n\n", "<end>"]) for _ in range(2000)).replace("\n", ending)
@@ -526,7 +526,7 @@ def test_types_of_ids_are_megatrons():
 def test_info_is_read_without_megatrons_core_and_transformers(small, tmp_path):
     """Importing them takes seconds."""
     made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one", "two"]), small)
-    code = "import sys; from train.corpora.prepare import main; main(sys.argv[1:])"
+    code = "import sys; from train.tools.prepare.command import main; main(sys.argv[1:])"
     code += "; print({'megatron', 'torch'} & {*sys.modules})"
     words = ("info", "--input", made)
     said = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)

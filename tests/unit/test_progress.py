@@ -8,12 +8,12 @@ import termios
 
 import pytest
 
-from train.run.progress import READABLE, Bar, fitted, rounded, screen_width, shortened, table
+from train.record.terminal import READABLE, Bar, fitted, rounded, screen_width, shortened, table
 
 LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
 RUN = f"""
-from train.run.progress import Bar
+from train.record.terminal import Bar
 bar = Bar(150000, 50000, True, done=147000)
 for update in range(147001, 147502):
     bar.update({{"update": update, **{FIGURES}}})

@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, refusal
 
 from train.recipe import ClmRecipe
-from train.run.schedule import make_schedule
+from train.recipe.schedule import make_schedule
 from train.strategy import launch as launch_module
 from train.strategy.deepspeed_json import resolve_scheduler
 from train.strategy.engine import check_deepspeed_schedule

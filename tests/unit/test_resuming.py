@@ -7,11 +7,11 @@ import pytest
 import yaml
 from helpers import refusal
 
+from train.checkpoint.directory import ASKED, Checkpoints
+from train.checkpoint.resume import Origin, check_data, differences_from, fingerprint
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import NothingToDo
-from train.run.checkpoints import ASKED, Checkpoints
-from train.run.folder import RunFolder, identity
-from train.run.resuming import Origin, check_data, differences_from, fingerprint
+from train.record.run_folder import RunFolder, identity
 from train.strategy.batches import resolve_batches
 
 

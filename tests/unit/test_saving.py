@@ -12,9 +12,9 @@ import pytest
 import torch
 from helpers import refusal
 
-from train.run import saving
-from train.run.checkpoints import ASKED, STATE, Checkpoints, seal
-from train.run.saving import Saver
+from train.checkpoint import writer as saving
+from train.checkpoint.directory import ASKED, STATE, Checkpoints, seal
+from train.checkpoint.writer import Saver
 from train.strategy.state import KINDS, WholeState
 
 
@@ -125,7 +125,7 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
 def test_copies_are_made_where_the_container_has_room_and_kept_only_where_they_are_wanted(tmp_path, monkeypatch):
     needed = 3 * 4 * sum(parameter.numel() for parameter in Alone().module.parameters()) * 4 // 3  # and model/
     for room, copied in ((needed / 0.8 + 10, True), (needed / 0.8 - 10, False)):
-        monkeypatch.setattr(saving, "host_room", lambda room=room: (room, 2**40))
+        monkeypatch.setattr(saving, "host_memory", lambda room=room: (room, 2**40))
         saver = saver_of(Alone(), tmp_path / str(copied))
         save(saver, saver.engine, 1)
         assert not saver.settle()

@@ -8,7 +8,7 @@ from helpers import ROOT
 from transformers import get_scheduler
 
 from train.recipe import ClmRecipe, UserError, parse_recipe
-from train.run.schedule import Schedule, make_schedule
+from train.recipe.schedule import Schedule, make_schedule
 from train.strategy.deepspeed_json import adopt_scheduler, resolve_scheduler
 from train.strategy.engine import check_deepspeed_schedule
 

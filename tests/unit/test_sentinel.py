@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from train.run.sentinel import OVERFLOWS, Sentinel
+from train.health.anomaly_detector import OVERFLOWS, Sentinel
 
 
 def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[Sentinel, list]:

@@ -7,9 +7,9 @@ import pytest
 from datasets import Dataset
 
 from train.data.encodings import likely, proposal
-from train.data.prepare_text import prepare_text
 from train.data.sources import hold_out, not_utf8, read_source
-from train.data.texts import load_texts, split_off
+from train.data.text.documents import load_texts, split_off
+from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
 from train.recipe.paths import find_files

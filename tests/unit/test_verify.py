@@ -13,17 +13,17 @@ import yaml
 from helpers import BIN, ROOT, refusal
 
 from train.recipe import ClmRecipe, parse_recipe
-from train.recipe.joined import read_with_recipe
-from train.recipe.tools import VerifyOptions
-from train.run.folder import check_folder_of
-from train.run.launches import Launch, Trial, failure, launched, mistake
+from train.record.run_folder import check_folder_of
 from train.strategy.builds import abandoned_locks, announce_builds, drop_abandoned_locks
 from train.strategy.pairs import find_strategies
-from train.verify.compare import compare_metrics, compare_samples, relative_difference
-from train.verify.killing import Killed, alternating, spread_moments, within_the_rest
-from train.verify.proof import Outcome
-from train.verify.shorten import shorten
-from train.verify.verify import main
+from train.tools.launches import Launch, Trial, failure, launched, mistake
+from train.tools.options import VerifyOptions
+from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.command import main
+from train.tools.verify.killing import Killed, alternating, spread_moments, within_the_rest
+from train.tools.verify.proof import Outcome
+from train.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
+from train.tools.verify.shorten import shorten
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]

@@ -9,14 +9,25 @@ import time
 import pytest
 from helpers import ROOT, environment
 
-from train.run import watch
-from train.run.watch import GIB, Heard, Sample, cause, cgroups, lock_files, obituary, room, stale_locks, take_sample
-from train.run.witness import Witness, died_elsewhere
+from train.health import watchdog_process as watch
+from train.health.watchdog import Witness, died_elsewhere
+from train.health.watchdog_process import (
+    GIB,
+    Heard,
+    Sample,
+    cause,
+    cgroups,
+    lock_files,
+    obituary,
+    room,
+    stale_locks,
+    take_sample,
+)
 
 PRELUDE = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from train.run.witness import Witness
+from train.health.watchdog import Witness
 witness = Witness(3, {limit}, locks_after_seconds={locks})
 witness.start()
 print(os.getpid(), witness._child.pid, flush=True)
@@ -213,12 +224,13 @@ def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, m
 
 
 def test_the_witness_is_small():
-    program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); import watch; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program.format(str(ROOT / "train" / "run"))],
+    program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); "
+    program += "import train.health.watchdog_process; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program.format(str(ROOT))],
                           capture_output=True, text=True, timeout=30)  # fmt: skip
     loaded = set(done.stdout.split())
-    assert "watch" in loaded, done.stderr
-    assert not loaded & {"torch", "numpy", "psutil", "subprocess", "inspect", "dataclasses", "train"}
+    assert "train.health.watchdog_process" in loaded, done.stderr
+    assert not loaded & {"torch", "numpy", "psutil", "subprocess", "inspect", "dataclasses"}
 
 
 # -------------------------------------------------------------------------------------------------------------- causes
@@ -339,7 +351,7 @@ PAIR = """
 import os, signal, sys, tempfile
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as d
-from train.run.witness import died_elsewhere
+from train.health.watchdog import died_elsewhere
 rank = int(sys.argv[1])
 d.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 d.barrier()

@@ -1,6 +1,6 @@
 """From documents to samples: full blocks with or without document boundaries, or one padded row each.
 
-Conversations are packed whole (train/data/chat.py has them tokenised and their labels made).
+Conversations are packed whole (train/data/chat/prepare.py has them tokenised and their labels made).
 """
 
 from bisect import bisect_left, insort
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from datasets import Dataset
 
-from train.data.tokenise import Documents
+from train.data.text.tokenize import Documents
 from train.model.loss import IGNORE
 
 # input_ids, labels, and position_ids where packed; each (length,) int64. Also num_tokens where some are mere filling.

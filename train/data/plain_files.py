@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from train.data.cache import cache_root
 from train.data.encodings import as_utf8, open_bytes
+from train.recipe.cache import cache_root
 from train.recipe.errors import UserError
 from train.recipe.options import SourceOptions
 

@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from train.data.conversations import find_sources, read_conversation_files
-from train.data.instructions import find_form
+from train.data.chat.instructions import find_form
 from train.data.lengths import choose_length
 from train.data.pack import Contents, Sample, TextData
-from train.data.pairs import PairData, PairEncoder, SourceFormat
+from train.data.pairs.conversations import find_sources, read_conversation_files
+from train.data.pairs.prepare import PairData, PairEncoder, SourceFormat
 from train.data.records import BadRecord, check_records, records_of
+from train.data.rendering import Prompt, Renderer
 from train.data.sources import PREDICT, Source, read_source
-from train.data.texts import text_column
+from train.data.text.documents import text_column
 from train.model.chat import install_template
 from train.model.configuration import usable_positions
-from train.model.prompts import Prompt, Renderer
 from train.model.tokenizer import get_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe, Seq2SeqRecipe

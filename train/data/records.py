@@ -5,10 +5,10 @@ from typing import Any
 
 from datasets import Features, Value
 
-from train.data.cache import cache_root, prepare_anew
 from train.data.lengths import report_loss
 from train.data.sources import Source, bad_record
-from train.data.tokenise import encode_table
+from train.data.text.tokenize import encode_table
+from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.errors import UserError
 
 COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column")

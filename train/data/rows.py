@@ -4,7 +4,7 @@ import numpy as np
 from datasets import Dataset
 
 from train.data.pack import Contents, Sample
-from train.data.tokenise import Documents
+from train.data.text.tokenize import Documents
 
 
 class Rows:

@@ -15,9 +15,9 @@ import pandas as pd
 from datasets import Dataset, DatasetDict, Features, List, Value, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from train.data.cache import cache_root
 from train.data.encodings import open_bytes, proposal
 from train.data.plain_files import plain_files
+from train.recipe.cache import cache_root
 from train.recipe.errors import UserError, first_line
 from train.recipe.options import SourceOptions
 from train.recipe.paths import FILE_OPTIONS, find_files

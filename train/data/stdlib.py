@@ -21,9 +21,9 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from train.data.cache import cache_root, prepare_anew
 from train.data.sources import name_for_the_cache
-from train.data.tokenise import encode_table
+from train.data.text.tokenize import encode_table
+from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.options import SourceOptions
 
 NUM_PACKAGES = 12

@@ -4,7 +4,7 @@ import torch
 
 from train.model.adapters import WEIGHTS, AdapterFolder, adapter_settings, check_base_weights, some
 from train.model.parameters import true_shape
-from train.model.stored import ADAPTER_PREFIX
+from train.model.pretrained_io import ADAPTER_PREFIX
 from train.recipe.errors import UserError, first_line
 
 

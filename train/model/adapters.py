@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from train.model.stored import (
+from train.model.pretrained_io import (
     ADAPTER_PREFIX,
     has_tokenizer,
     is_adapter,

@@ -17,7 +17,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 MARKS_TURNS = ("llama-2-chat",)  # templates of ours that write the beginning-of-text token themselves
 PLACE = "\ue0f1{}\ue0f2"  # stands for an answer: private-use characters, which no template looks for or trims away
 
-Message = dict[str, Any]  # role and content; some carry more, see train/data/instructions.py
+Message = dict[str, Any]  # role and content; some carry more, see train/data/chat/instructions.py
 Span = tuple[int, int]  # a range of characters
 
 

@@ -1,27 +1,30 @@
 """Weights that are no numbers: NaN or infinite, as a run that diverged or a damaged copy leaves them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from train.model.parameters import true_numel
 from train.recipe.errors import UserError
-from train.strategy.machines import everyones
 
 NAMED = 3
 LOST = "Nothing comes of these: take an earlier checkpoint, or get the files anew"
 OVERFLOW = "What is above 65,504 is infinite in fp16: use --precision bf16, if the files are good"
 
 
-def check_finite(model: torch.nn.Module, said: str) -> None:
+def check_finite(model: torch.nn.Module, said: str, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> None:
     """See that all weights are numbers. All ranks call it together: under ZeRO-3 each looks at its share.
 
     Args:
         said: how the weights were named, e.g. "model_name_or_path = 'x'".
+        gather: (what this rank has) -> what each rank has; where ranks hold shards.
 
     Raises:
         UserError: on all ranks, with the names of the weights and how many of their values are none.
     """
     found: dict[str, int] = {}
-    for rank in everyones(not_finite(model)):
+    for rank in gather(not_finite(model)):
         for name, (count, is_share) in rank.items():
             found[name] = found.get(name, 0) + count if is_share else count
     if not found:

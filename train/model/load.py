@@ -48,7 +48,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
             if {entry[0] for entry in info["mismatched_keys"]} - set(left_out):
                 raise RuntimeError("ignore_mismatched_sizes is meant for left_out alone")
             model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
-            check_finite(model, f"model_name_or_path = {name!r}")
+            check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return model
         with strategy.building_from_scratch(num_parameters):
             return auto_class.from_config(config, **common)

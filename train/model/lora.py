@@ -17,7 +17,7 @@ import torch
 from train.model.adapters import TASK_TYPES
 from train.model.base_weights import FILE, sample_weights
 from train.model.export import make_consistent, write_card
-from train.model.stored import ADAPTER_PREFIX
+from train.model.pretrained_io import ADAPTER_PREFIX
 from train.recipe.errors import UserError, nearest
 from train.recipe.options import LoraOptions, TrainingRecipe
 

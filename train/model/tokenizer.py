@@ -29,7 +29,7 @@ def get_tokenizer(
         fingerprint: of those texts.
         pairs: the task reads marked texts and pairs of them (`[CLS] A [SEP] B [SEP]`), not running text.
     """
-    from train.data.cache import cache_root
+    from train.recipe.cache import cache_root
 
     if not recipe.train_tokenizer_vocab_size:
         return load_tokenizer(recipe, config)
@@ -72,7 +72,7 @@ def load_tokenizer(recipe: ModelOptions, config):
 
 def other_names(folder: Path) -> str:
     """What to say of a folder whose vocabulary files have other names than those that are looked for; or nothing."""
-    from train.model.stored import has_tokenizer
+    from train.model.pretrained_io import has_tokenizer
 
     names = [] if has_tokenizer(folder) else sorted(path.name for path in folder.iterdir())
     vocabularies = [name for name in names if name.endswith(("vocab.json", "encoder.json"))]

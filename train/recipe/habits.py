@@ -1,7 +1,7 @@
 """Names of options that users bring along from other programs: the Trainer and the examples of transformers,
 LLaMA-Factory, axolotl; and Megatron's (megatron.py). They are answered with what is said here."""
 
-from train.recipe import megatron
+from train.recipe import megatron_flags as megatron
 from train.recipe.options import TrainingRecipe
 
 # Of our options those that the task has: what they are called elsewhere.

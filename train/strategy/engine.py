@@ -16,7 +16,7 @@ from train.strategy.state import FlatState, OptimizerState, SharedState, WholeSt
 from train.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from train.run.schedule import Schedule
+    from train.recipe.schedule import Schedule
 
 # Freeing a DDP model frees its process group, and torch's destructor of a gloo group waits, with the interpreter's
 # lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some

@@ -16,6 +16,7 @@ from train.strategy.builds import announce_builds, drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
+from train.strategy.machines import everyones
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
 # that is read or written, an export. A rank that hangs is found by its watchdog.
@@ -36,6 +37,8 @@ class Strategy:
     shares_devices: bool = False  # more processes than devices are welcome
     device: Any = None  # this rank's torch.device, once the processes have started
     stated: list["Stated"] = field(default_factory=list)  # every place that states the precision
+
+    gather = staticmethod(everyones)
 
     @property
     def shards_parameters(self) -> bool:
@@ -234,10 +237,10 @@ class Strategy:
         """
         if not self.shards_parameters:
             return contextlib.nullcontext()
-        from train.run.memory_report import host_room
+        from train.strategy.host_memory import host_memory
 
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, available = 4 * num_parameters * local, host_room()[0]
+        needed, available = 4 * num_parameters * local, host_memory()[0]
         if needed < available / 2:
             return self._whole()
         self.notes.append(

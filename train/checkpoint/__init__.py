@@ -1,0 +1,1 @@
+"""Checkpoints: the manager, the asynchronous writer, shards, choosing and resuming."""

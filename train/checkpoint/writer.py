@@ -1,0 +1,350 @@
+"""Saving and resuming, on all ranks together.
+
+A save has two halves. While training stands still, each rank copies what it owns to the host's memory. Then a thread
+of each rank writes its copy while training goes on; the main process's thread waits for the files of the others, makes
+model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model alone
+is. Ranks meet in `settle` only: before the next save, where one has failed, and at the end.
+"""
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.checkpoint.directory import MANIFEST, STATE, Checkpoints, flaw
+from train.checkpoint.host_copies import HostCopies
+from train.checkpoint.shards import (
+    StateFiles,
+    entries_of_shares,
+    missing_shares,
+    read_progress,
+    write_progress,
+    write_share,
+)
+from train.model.parameters import true_numel
+from train.recipe.errors import UserError, first_line
+from train.recipe.files import SECONDS_TO_APPEAR, appears, is_there
+from train.strategy.host_memory import host_memory
+from train.strategy.machines import SHARED_REMEDY, check_same, everyones
+from train.strategy.state import KINDS
+
+Fill = Callable[[Path, dict[str, torch.Tensor] | None], None]
+
+
+class Saver:
+    """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together.
+
+    Args:
+        whole: model/ holds the whole model, and not only what is trained.
+        asynchronous: write while training goes on; None: where the host's memory has room for the copies.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, engine, whole: bool = True, asynchronous: bool | None = None):
+        self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
+        parameters, trained = list(engine.module.parameters()), list(engine.state.parameters.values())
+        self._exported, self._whole = parameters if whole else trained, whole
+        self._state_has_all = len(self._exported) == len(trained)
+        self._asynchronous: bool | None = None
+        self.bytes_of_copies = 0  # of this host's memory, held from the first save on
+        self._save: _Save | None = None
+        self._copies = {part: HostCopies() for part in ("state", "model")}
+        self.news: list[str] = []  # what has become of saves, on the main process
+        self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training stood still, seconds in all
+        self.last_failed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's share of the save under way has failed. Ranks tell each other, and then `settle`."""
+        return self._save is not None and self._save.failure is not None
+
+    def save(
+        self,
+        update: int,
+        why: str,
+        fill: Fill,
+        weights: Callable[[], dict[str, torch.Tensor] | None],
+        progress: dict[str, Any] | None,
+        is_best: bool,
+    ) -> None:
+        """Begin to write the checkpoint of this update; what came of it is in `news` later.
+
+        Args:
+            why: ASKED, CLOCK, ... of train/checkpoint/directory.py.
+            fill: writes what is for others (model/, predictions) into a folder, given the copy of the weights; called
+                on the main process, in a thread.
+            weights: gathers what is exported, on the main process; called on all ranks, and only where the state does
+                not hold it.
+            progress: what the run goes on from, beside the optimizer's state; None: only the model is kept.
+        """
+        began = time.perf_counter()
+        self.settle()
+        engine, copied = self.engine, self.copies()
+        if progress is not None:
+            engine.state.start()
+        pieces = engine.state.own() if progress is not None else []
+        tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
+        tensors = self._on_the_host("state", {name: tensor.float() for name, tensor in tensors.items()}, copied)
+        from_state = progress is not None and self._state_has_all
+        exported = self._buffers_of_the_model() if from_state else weights()
+        if exported is not None and copied:
+            held = [*engine.module.parameters(), *engine.module.buffers()]
+            live = {tensor.untyped_storage().data_ptr() for tensor in held}
+            moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
+            exported = {**exported, **self._on_the_host("model", moving, copied)}
+        if progress is not None:
+            steps, scale = engine.state.steps, engine.loss_scale()
+            progress = {**progress, "steps": steps, "loss_scale": scale}
+        rank, world_size = engine.accelerator.process_index, engine.world_size
+        self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
+        dtypes = {name: parameter.dtype for name, parameter in engine.state.parameters.items()} if from_state else {}
+        self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
+        if copied:
+            self._save.stood_still = time.perf_counter() - began
+        else:
+            self.settle()
+
+    def _buffers_of_the_model(self) -> dict[str, torch.Tensor]:
+        """What belongs to the exported model and is no parameter."""
+        buffers = dict(self.engine.module.named_buffers()) if self._whole else {}
+        kept = self.engine.module.state_dict().keys() if buffers else ()
+        return {name: buffer for name, buffer in buffers.items() if name in kept}
+
+    def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
+        """Tensors on the CPU; where training goes on meanwhile, copies in memory that the next save uses again."""
+        if copied:
+            return self._copies[part].of(tensors)
+        return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+
+    def copies(self) -> bool:
+        """Whether saves are copied first; all ranks decide alike, at the first one."""
+        if self._asynchronous is None and self._wanted is not None:
+            self._asynchronous = self._wanted
+        if self._asynchronous is None:
+            room = 0.8 * host_memory()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
+            self._asynchronous = all(rank[0] for rank in fits)
+        if self._asynchronous:
+            self.bytes_of_copies = self._bytes_to_copy()
+        return self._asynchronous
+
+    def _bytes_to_copy(self) -> int:
+        """The most that a rank copies: its share of the state, and the main process puts the model together."""
+        trained = sum(piece.stop - piece.start for piece in self.engine.state.own())
+        return 4 * len(KINDS) * trained + (self._bytes_of_weights() if self.engine.is_main else 0)
+
+    def _bytes_of_weights(self) -> int:
+        return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
+
+    def bytes_of_a_checkpoint(self, with_state: bool) -> int:
+        """About what one checkpoint takes on the disk."""
+        state = 4 * len(KINDS) * sum(true_numel(parameter) for parameter in self.engine.state.parameters.values())
+        return self._bytes_of_weights() + (state if with_state else 0)
+
+    def settle(self) -> bool:
+        """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
+        save, engine = self._save, self.engine
+        if save is None:
+            return False
+        save.share_is_written.wait()
+        failures = engine.gather_objects(save.failure)
+        failure = engine.from_main(next(filter(None, failures or ()), None))
+        if engine.is_main:
+            failure = save.conclude(failure)
+            self._tell(save, failure)
+        failed = engine.from_main(failure) is not None
+        self._save, self.last_failed = None, failed
+        return failed
+
+    def look(self) -> None:
+        """Take notice of a save that is complete by now."""
+        if self._save is not None and self._save.is_concluded and self._save.failure is None and self.engine.is_main:
+            self._tell(self._save, None)
+
+    def _tell(self, save: "_Save", failure: str | None) -> None:
+        if save.told:
+            return
+        save.told = True
+        if failure is None:
+            self.records.append(save.record())
+        else:
+            earlier = "earlier ones are as they were" if any(self.checkpoints.resumable()) else "there is no other"
+            said = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
+            self.news.append(said)
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def choose(self, wanted: str) -> tuple[Path | None, list[str]]:
+        """The checkpoint to resume from (the newest whole one, or the one that is named), and warnings about others.
+
+        Raises:
+            UserError: the one that is named is no whole checkpoint.
+        """
+        candidates = []
+        if self.engine.is_main:
+            is_named = wanted != "auto"
+            candidates = [Path(wanted).expanduser().resolve()] if is_named else list(self.checkpoints.resumable())
+        warnings = []
+        for folder in self.engine.from_main(candidates):
+            problem = self._flaw(folder)
+            if problem is None:
+                return folder, warnings
+            if wanted != "auto":
+                raise UserError(f"resume = {wanted!r}: {problem}. Name another")
+            warnings.append(f"warning   {folder} is not used: {problem}")
+        return None, warnings
+
+    def _flaw(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint. Each rank reads a part of its files, and must see what rank 0 sees."""
+        engine, manifest = self.engine, folder / MANIFEST
+        problem = named_checkpoint_problem(folder) or (None if is_there(manifest) else f"{MANIFEST} is missing")
+        if problem := engine.from_main(problem):
+            return problem
+        seen = appears(lambda: is_there(manifest))
+        check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_REMEDY)
+        problems = everyones(flaw(folder, engine.accelerator.process_index, engine.world_size))
+        return next(filter(None, problems), None)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Put a checkpoint's state into the engine. Returns the progress of its run.
+
+        Raises:
+            UserError: it is of another model, or no checkpoint at all.
+        """
+        from safetensors import SafetensorError
+
+        state = self.engine.state
+        try:
+            progress, files = read_progress(folder / STATE), StateFiles(folder / STATE)
+            problems = files.problems(state.parameters)
+            if not problems:
+                state.load(files.read, progress["steps"])
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise UserError(f"the checkpoint {folder} cannot be read: {first_line(error)}") from None
+        if problems:
+            raise UserError(
+                f"the checkpoint {folder} is of another model: {problems[0]} ({len(problems)} such weights). Choose "
+                "another --output_dir, or start over with --resume never"
+            )
+        self.engine.continue_from(progress["loss_scale"])
+        return progress
+
+
+def named_checkpoint_problem(folder: Path) -> str | None:
+    """What is wrong with a folder that somebody names to resume from, as far as a look at it tells."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / STATE).is_dir():
+        inside = sorted(str(path.relative_to(folder)) for path in folder.rglob("update_????????"))
+        remedy = f"; its checkpoints are {', '.join(inside)}" if inside else ""
+        return f"it is no checkpoint to resume from, it has no {STATE}/ folder{remedy}"
+    return None
+
+
+class _Save:
+    """One save under way on one rank."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        update: int,
+        why: str,
+        rank: int,
+        world_size: int,
+        is_best: bool,
+        began: float,
+    ):
+        self.checkpoints, self.update, self.why, self.is_best = checkpoints, update, why, is_best
+        self.rank, self.world_size = rank, world_size
+        self.share_is_written = threading.Event()
+        self.failure: str | None = None
+        self.stood_still: float | None = None  # seconds; None: until the save is concluded
+        self.told = False
+        self._began = began
+        self._seconds = 0.0
+        self._bytes = 0
+        self._until = float("inf")  # when the main process no longer waits for the files of others
+        self._thread: threading.Thread | None = None
+
+    def start(self, *work) -> None:
+        self._thread = threading.Thread(target=self._work, args=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_concluded(self) -> bool:
+        return not self._thread.is_alive()
+
+    def conclude(self, failure: str | None) -> str | None:
+        """On the main process, once every rank's share is written or has failed. Returns what failed, if anything."""
+        self._until = 0.0 if failure else time.perf_counter() + SECONDS_TO_APPEAR
+        self._thread.join()
+        failure = failure or self.failure
+        if failure:
+            self.checkpoints.abandon(self.update)
+        return failure
+
+    def record(self) -> dict[str, Any]:
+        stood_still = time.perf_counter() - self._began if self.stood_still is None else self.stood_still
+        return {"update": self.update, "bytes": self._bytes, "stood_still": stood_still, "seconds": self._seconds}
+
+    def _work(self, pieces, tensors, progress: dict | None, fill: Fill | None, exported, dtypes) -> None:
+        """Write this rank's share; on the main process (where there is a `fill`) the rest, too.
+
+        Args:
+            exported: what of the exported model is not in the state.
+            dtypes: of the exported parameters that are.
+        """
+        try:
+            partial = self.checkpoints.partial(self.update)
+            if progress is not None:
+                (partial / STATE).mkdir(parents=True, exist_ok=True)
+                write_share(partial / STATE, self.rank, pieces, tensors)
+            self.share_is_written.set()
+            if fill is None or (progress is not None and not self._all_are_there()):
+                return
+            partial.mkdir(parents=True, exist_ok=True)
+            if dtypes:
+                files = StateFiles(partial / STATE)
+                exported = {**exported, **{name: files.weight(name).to(dtype) for name, dtype in dtypes.items()}}
+            fill(partial, exported)
+            checked = {}
+            if progress is not None:
+                write_progress(partial / STATE, progress)
+                checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shares(partial / STATE).items()}
+            self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+            self.checkpoints.finish(self.update, self.why, self.is_best, checked)
+        except Exception as error:  # whatever it is, it must not end the training
+            self.failure = first_line(error)
+            if not is_of_the_disk(error):
+                traceback.print_exc()
+        finally:
+            self._seconds = time.perf_counter() - self._began
+            self.share_is_written.set()
+
+    def _all_are_there(self) -> bool:
+        """Wait for the files of the other ranks. Returns False if one of them has failed."""
+        folder = self.checkpoints.partial(self.update) / STATE
+        while missing := missing_shares(folder, self.world_size):
+            if time.perf_counter() > self._until:
+                if self._until:
+                    ranks = ", ".join(map(str, missing))
+                    self.failure = (
+                        f"the files of rank {ranks} do not appear in {folder}: output_dir must be on a file system "
+                        "that all hosts share"
+                    )
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Whether a save failed for want of room or permission, and not through a mistake in the program."""
+    from safetensors import SafetensorError
+
+    said = str(error).lower()
+    words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
+    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and any(word in said for word in words))

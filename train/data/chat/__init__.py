@@ -1,0 +1,1 @@
+"""Instructions and chats for the causal task."""

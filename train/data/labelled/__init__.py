@@ -1,0 +1,1 @@
+"""Sentences, pairs and multiple choice with labels."""

@@ -1,0 +1,293 @@
+"""Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import ClassLabel, Dataset, Features, Value
+
+from train.data.labelled import glue
+from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
+from train.data.lengths import choose_length, report_loss
+from train.data.pack import SampleSet
+from train.data.rows import Rows
+from train.data.sources import (
+    HELD_OUT,
+    PREDICT,
+    Source,
+    bad_record,
+    columns_present,
+    first,
+    hold_out,
+    read_source,
+    text_columns,
+)
+from train.data.text.tokenize import IDS, encode_table, fingerprint
+from train.model.tokenizer import fillers, get_tokenizer
+from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
+from train.recipe.errors import UserError
+from train.recipe.tasks import ClsRecipe
+
+TEXTS = (  # columns that hold the text, or the texts of a pair, where nobody names them
+    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
+    ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
+)  # fmt: skip
+LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
+
+
+@dataclass
+class HeldOut:
+    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
+
+    Args:
+        numbers: of records that have no label: the file's own number of each, as it is submitted.
+    """
+
+    samples: SampleSet
+    texts: Dataset
+    suffix: str  # "" or "_mismatched"
+    numbers: list | None = None
+
+
+@dataclass
+class ExampleData:
+    """Samples of all parts (Rows; ChoiceRows of multiple choice; no `train` where nothing is trained), the labels, and
+    the tokenizer that made them."""
+
+    train: SampleSet | None
+    held_out: list[HeldOut]
+    labels: Labels
+    tokenizer: object
+    max_length: int
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Part:
+    """A part of the data on its way: its texts, in order, and its labels."""
+
+    texts: Dataset
+    labels: np.ndarray
+
+    def select(self, keep: np.ndarray) -> "_Part":
+        return _Part(self.texts.select(keep), self.labels[keep])
+
+
+def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
+    """Read, check and tokenise; the first process of the machine works, the others find it done.
+
+    Raises:
+        UserError: columns are not found, a text is empty, a label is missing or outside the label set.
+    """
+    task = glue.TASKS.get(recipe.task_name or "")
+    if recipe.predict_file:
+        return _prepare_unlabelled(recipe, config, task)
+    with one_process_at_a_time(recipe.cache_dir):
+        source, held_out = _read(recipe)
+        if task is None:
+            from train.data.labelled.choices import find_choices, prepare_choices
+
+            if choices := find_choices(recipe, source.first):
+                return prepare_choices(recipe, config, source, held_out, choices)
+        texts, label = _columns(recipe, source.first, task)
+        labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
+        notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
+        if "validation" not in parts and recipe.validation_split_percentage > 0:
+            parts = {**parts, **_split(parts["train"], recipe.validation_split_percentage / 100)}
+        if not recipe.trains:
+            parts.pop("train", None)
+        parts = {
+            name: _first(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
+            for name, part in parts.items()
+        }
+        train = next(iter(parts.values())).texts
+        tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
+        length = choose_length(recipe, "max_length", config)
+        rows = {name: encode_texts(part.texts, tokenizer, length, recipe, part.labels) for name, part in parts.items()}
+    for name, part in rows.items():
+        what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
+        cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
+        notes += report_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
+    sets = [
+        HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
+    ]
+    return ExampleData(rows.get("train"), sets, labels, tokenizer, length, notes)
+
+
+def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -> ExampleData:
+    """The records of predict_file, every one of them, with labels of which nothing is asked; the classes are those of
+    the model."""
+    if any("MultipleChoice" in name for name in config.architectures or ()):
+        raise UserError(
+            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, whose files are not answered "
+            "without labels. Use --evaluate_only"
+        )
+    with one_process_at_a_time(recipe.cache_dir):
+        table = read_source(recipe, sample_by=lambda files: "line").parts[PREDICT]
+        if task and len(recipe.predict_file) > 1:
+            raise UserError(
+                f"predict_file = {' '.join(recipe.predict_file)}: a GLUE task's files are answered one by one"
+            )
+        texts, _ = _columns(recipe, table, task, labelled=False)
+        labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
+        labels = in_the_models_order(labels, config)
+        kind = np.float32 if labels.names is None else np.int64
+        part = _Part(_only(table, texts), np.zeros(len(table), dtype=kind))
+        tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+        length = choose_length(recipe, "max_length", config)
+        rows = encode_texts(part.texts, tokenizer, length, recipe, part.labels)
+    notes = [f"data      texts {' and '.join(texts)}"]
+    if empty := len(_bad_records(part, texts, "")):
+        notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
+    held_out = HeldOut(rows, part.texts, "", glue.numbers(table))
+    return ExampleData(None, [held_out], labels, tokenizer, length, notes)
+
+
+def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
+    """The tables, and the names of the held-out parts that there may be."""
+    held_out = {"validation": HELD_OUT}
+    if recipe.task_name == "mnli":
+        held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
+    source = read_source(recipe, held_out)
+    header = glue.TASKS[recipe.task_name].header if recipe.task_name and source.files else ()
+    if header and not set(header) & set(source.first.column_names):
+        source = read_source(recipe, held_out, header=header)
+    return source, tuple(held_out)
+
+
+def _columns(
+    recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None, labelled: bool = True
+) -> tuple[tuple[str, ...], str | None]:
+    """(the text columns, the label column, if there is to be one)."""
+    present, problems = set(table.column_names), []
+    texts = tuple(recipe.text_columns or ())
+    if texts:
+        problems += [f"text_columns: there is no column {name!r}" for name in texts if name not in present]
+    else:
+        known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
+        known += [] if task else [(name,) for name in text_columns(table) if (name,) in TEXTS]
+        known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits, read as numbers
+        texts = next((names for names in known if names and set(names) <= present - {recipe.label_column}), ())
+        words = [name for name in text_columns(table) if name not in (*LABELS, recipe.label_column)]
+        if not texts and not task and len(words) == 1:
+            texts = (words[0],)
+        if not texts:
+            wanted = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
+                "the text is in no column of a known name, and it is"
+            )  # fmt: skip
+            problems.append(f"{wanted} not found. Name the columns with --text_columns")
+    label = recipe.label_column
+    if not labelled:
+        label = None
+    elif label and label not in present:
+        problems.append(f"label_column: there is no column {label!r}")
+    elif not label:
+        known = ("label", task.label_column) if task else LABELS
+        label = next((name for name in known if name in present), None)
+        if label is None:
+            problems.append("no column of labels is found. Name it with --label_column")
+    if label in texts:
+        problems.append(f"label_column = {label!r} is a text column too: name another one")
+    for option, names in (("text_columns", texts), ("label_column", (label,) if label else ())):
+        bad = [name for name in names if name in present and not isinstance(table.features[name], (Value, ClassLabel))]
+        problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
+    if problems:
+        raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
+    return texts, label
+
+
+def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config):
+    """(labels, parts with bad records left out, what there is to say)."""
+    train = source.first
+    feature = train.features[label]
+    where = {name: source.where(name) for name in source.parts}
+    class_names = task.labels if task else tuple(getattr(feature, "names", ()) or ()) or None
+    if not recipe.trains:
+        is_number = bool(task) and task.labels is None
+        labels, class_names = trained_labels(config, class_names, train[label][:], is_number)
+    elif task is not None:
+        labels = Labels(task.labels)
+    else:
+        labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
+    labels = replace(in_the_models_order(labels, config), number=label)
+    parts, notes = {}, []
+    for name, table in source.parts.items():
+        if missing := [column for column in (*texts, label) if column not in table.column_names]:
+            raise UserError(f"{where[name]} has no column {', '.join(missing)}; {columns_present(table)}")
+        encoded = labels.encode(table[label][:], where[name], class_names)
+        part = _Part(_only(table, texts), encoded)
+        bad = _bad_records(part, texts, label)
+        if bad and not recipe.skip_bad_records:
+            index, what = min(bad.items())
+            raise bad_record(where[name], index, what, bad.values())
+        if len(bad) == len(table):
+            raise UserError(f"{where[name]} has no record that can be used")
+        if bad:
+            part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
+            kinds = "; ".join(f"{count:,}: {what}" for what, count in Counter(bad.values()).items())
+            what = f"records of {where[name]} are left out: {kinds}"
+            notes += report_loss(recipe, len(bad), len(table), what)
+        parts[name] = part
+    return labels, parts, notes
+
+
+def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:
+    """The text columns alone, as text (a .csv column of digits is read as numbers)."""
+    table = table.select_columns(list(texts))
+    if len(text_columns(table)) == len(texts):
+        return table
+    return table.cast(Features({name: Value("string") for name in texts}))
+
+
+def _bad_records(part: _Part, texts: tuple[str, ...], label: str) -> dict[int, str]:
+    """{record: what is wrong with it}: its texts are empty, or its label is missing."""
+    empty = np.ones(len(part.texts), dtype=bool)
+    for name in texts:
+        column = part.texts.data.column(name)
+        blank = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(column, "")), "")
+        empty &= blank.to_numpy()
+    missing = np.isnan(part.labels) if part.labels.dtype == np.float32 else part.labels == MISSING
+    bad = {int(index): f"it has no label ({label})" for index in np.flatnonzero(missing)}
+    return {**bad, **{int(index): f"the text ({', '.join(texts)}) is empty" for index in np.flatnonzero(empty)}}
+
+
+def _split(part: _Part, share: float) -> dict[str, _Part]:
+    numbered = Dataset.from_dict({"row": list(range(len(part.texts)))})
+    train, held_out = (np.array(side["row"][:]) for side in hold_out(numbered, share))
+    return {"train": part.select(train), "validation": part.select(held_out)}
+
+
+def _first(part: _Part, limit: int | None) -> _Part:
+    return _Part(first(part.texts, limit), part.labels[:limit])
+
+
+def _all_texts(table: Dataset):
+    for batch in table.iter(1000):
+        for column in batch.values():
+            yield from (text for text in column if text)
+
+
+def encode_texts(texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None) -> Rows:
+    """Token ids of the text or the pair, the longer text cut first where both do not fit."""
+    columns = tuple(fillers(tokenizer))
+
+    def encode(batch: dict) -> dict:
+        given = [[text or "" for text in column] for column in batch.values()]
+        encoded = tokenizer(*given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
+                            verbose=False)  # fmt: skip
+        rows = {name: list(encoded[name]) for name in columns}
+        truncated = [0] * len(given[0])
+        for index, ids in enumerate(rows["input_ids"]):
+            if len(ids) > length:
+                cut = tokenizer(*(column[index] for column in given), truncation=True, max_length=length)
+                truncated[index] = len(ids) - len(cut["input_ids"])
+                for name in columns:
+                    rows[name][index] = cut[name]
+        return {**rows, "truncated": truncated}
+
+    features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
+    anew = prepare_anew(recipe)
+    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns),
+                         cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
+    return Rows(table, columns, labels)

@@ -1,0 +1,1 @@
+"""Sources and targets for encoder-decoder models."""

@@ -1,0 +1,1 @@
+"""Plain text for the causal task."""

@@ -1,0 +1,133 @@
+"""From text to token ids: once, in parallel, cached, and memory-mapped from then on."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+
+from train.data.text.documents import NO_TEXT
+from train.recipe.cache import made_by_this_launch
+from train.recipe.errors import UserError
+
+IDS = List(Value("int32"))  # a column of token ids
+
+
+def tokenise(
+    dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
+) -> Dataset:
+    """Token ids of each document (column `input_ids`, int32), empty documents left out.
+
+    Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
+    """
+
+    def encode(batch: dict) -> dict:
+        texts = [text for text in batch["text"] if text and not text.isspace()]
+        if not texts:
+            return {"input_ids": []}
+        ids = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        if append_eos:
+            end = tokenizer.eos_token_id
+            ids = [row if row and row[-1] == end else [*row, end] for row in ids]
+        return {"input_ids": [row for row in ids if row]}
+
+    columns = Features({"input_ids": IDS})
+    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache, workers, overwrite)
+
+
+def encode_table(
+    dataset: Dataset,
+    encode: Callable[[dict], dict],
+    features: Features,
+    key: tuple,
+    cache: Path,
+    workers: int | None = None,
+    overwrite: bool = False,
+    with_indices: bool = False,
+) -> Dataset:
+    """A new table, made by `encode` from batches of the old one's rows.
+
+    It is kept in a file under `cache`, named after all that it follows from, and mapped into memory from there.
+
+    Args:
+        key: what the result depends on beside the table: options, the tokenizer's fingerprint.
+        with_indices: `encode` takes the numbers of the rows as a second argument.
+    """
+    text = " ".join(map(str, (dataset._fingerprint, features, code_of_this_room(), *key)))
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return dataset.map(
+        encode,
+        with_indices=with_indices,
+        batched=True,
+        batch_size=200,
+        num_proc=workers,
+        remove_columns=dataset.column_names,
+        features=features,
+        load_from_cache_file=not overwrite or made_by_this_launch(cache.glob(f"tokens-{name}*.arrow")),
+        cache_file_name=str(cache / f"tokens-{name}.arrow"),
+        new_fingerprint=name,
+        desc="Tokenising",
+    )
+
+
+@functools.cache
+def code_of_this_room() -> str:
+    """A hash of the code that makes tables: what another version of it made is not taken for this one's."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def fingerprint(tokenizer) -> str:
+    """A hash of all that decides which ids a text becomes; stable from process to process."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{type(tokenizer).__name__} {rules}".encode()).hexdigest()
+
+
+class Documents:
+    """The token ids of all documents as one long row, read from the memory-mapped Arrow file where it lies.
+
+    `offsets` (int64, documents + 1) says where each document begins. `column` is the column of ids to read.
+    """
+
+    def __init__(self, dataset: Dataset, column: str = "input_ids"):
+        assert dataset._indices is None, "tokenised data is read in its stored order"
+        self._chunks: list[np.ndarray] = []
+        lengths = []
+        for chunk in dataset.data.column(column).chunks:
+            offsets = chunk.offsets.to_numpy()
+            self._chunks.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
+            lengths.append(np.diff(offsets))
+        lengths = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self._starts = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks])]).astype(np.int64)
+        if self.num_tokens == 0:
+            raise UserError(NO_TEXT)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def row(self, index: int) -> np.ndarray:
+        """The ids of one document, a copy (int64)."""
+        return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Ids [start, stop) of the long row, a copy (int64)."""
+        out = np.empty(stop - start, dtype=np.int64)
+        chunk = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            begin = self._starts[chunk]
+            end = min(stop, self._starts[chunk + 1])
+            out[len(out) - (stop - start) :][: end - start] = self._chunks[chunk][start - begin : end - begin]
+            start, chunk = end, chunk + 1
+        return out

@@ -1,0 +1,1 @@
+"""Watchdog, anomaly detection, the out-of-memory report, signals."""

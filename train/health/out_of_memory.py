@@ -1,0 +1,303 @@
+"""Memory that ran out, explained: how much was asked for, what held the rest, and what would save how much.
+
+The run ends with exit code 87 (EXIT_OUT_OF_MEMORY), so that whoever starts runs can tell it from other failures.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import traceback
+
+from train.health.out_of_memory_message import about_the_model, report
+from train.health.remedies import Held, Situation, remedies
+from train.model.parameters import true_numel
+from train.recipe.errors import first_line
+from train.strategy.host_memory import GIB, field, host_memory, read
+
+EXIT_OUT_OF_MEMORY = 87
+# What says that memory ran out. A pinned block that is refused is host memory, in the words of a device's. NCCL's
+# words are those of its checks.h and alloc.h.
+PINNED = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
+OF_HOST = re.compile("|".join((
+    PINNED, "Failed to CUDA host alloc", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
+    "not enough memory: you tried to allocate", r"std::bad_alloc", "bad allocation", "unable to mmap",
+    "unable to allocate shared memory")), re.DOTALL)  # fmt: skip
+NO_HANDLE = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
+OF_DEVICE = re.compile("|".join((
+    "(?:CUDA|HIP|XPU) out of memory", "(?:CUDA|HIP) error: out of memory", "MPS backend out of memory",
+    "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", NO_HANDLE, r"Cuda failure (?:\d+ )?'out of memory'",
+    r"Failed to CUDA [cm]alloc")))  # fmt: skip
+LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
+SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
+    "asked": (rf"[Tt]ried to allocate {SIZE}", rf"Unable to allocate {SIZE}"),
+    "total": (rf"total capacity of {SIZE}",),
+    "free": (rf"of which {SIZE} is free",),
+    "in_use": (rf"this process has {SIZE} memory in use",),
+    "unused": (rf"{SIZE} is reserved by PyTorch but unallocated",),
+}
+
+
+def is_out_of_memory(error: BaseException) -> str | None:
+    """`device` or `host` if an error, or what it came from, says that memory ran out there; else None."""
+    for one in _chain(error):
+        if type(one).__name__ == "OutOfMemoryError":
+            return "device"
+        if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
+            return "host"
+        if isinstance(one, RuntimeError) and (where := memory_in(_with_its_line(one))):
+            return where
+    return None
+
+
+def memory_in(text: str) -> str | None:
+    """`device` or `host`, if a text says that memory ran out there; else None."""
+    if OF_HOST.search(text):
+        return "host"
+    return "device" if OF_DEVICE.search(text) else None
+
+
+def _with_its_line(error: BaseException) -> str:
+    """The error's text, after the line of the program that it came from: that line knows of pinned memory."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line if frames else ''}\n{error}"
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    found = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def figures_of(error: BaseException) -> dict[str, int]:
+    """What the message of the error says, in bytes: asked, total, free, in_use, unused; only what is there."""
+    text = "\n".join(str(one) for one in _chain(error))
+    found = {}
+    for name, patterns in PATTERNS.items():
+        match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
+        if match:
+            found[name] = round(float(match[1]) * UNITS[match[2]])
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def explain(
+    error: BaseException, *, phase: str, update: int | None, recipe, strategy, engine=None,
+    row_tokens: int | None = None, **more,
+) -> str:  # fmt: skip
+    """What is said instead of a traceback. See `take_stock` for the arguments."""
+    try:
+        return report(take_stock(error, phase, update, recipe, strategy, engine, row_tokens, **more))
+    except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
+        at = f"{phase} of update {update}" if update else phase
+        return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
+
+
+def host_advice(recipe, strategy, engine=None, row_tokens: int | None = None, **more) -> list[str]:
+    """What a rank's witness is to propose should the rank die for want of host memory (Witness.advise)."""
+    phase = "backward" if engine is not None else "load"
+    situation = take_stock(MemoryError(), phase, None, recipe, strategy, engine, row_tokens, **more)
+    model = [f"model    {line}" for line in about_the_model(situation)]
+    return [*model, *(f"{remedy.option}: {remedy.what}" for remedy in remedies(situation)[:5])]
+
+
+def take_stock(
+    error, phase, update, recipe, strategy, engine=None, row_tokens=None, program_bytes=0, parameters=0, copied=0
+) -> Situation:
+    """Everything that the report and its remedies are made of.
+
+    Args:
+        phase: load, prepare, forward, loss, backward, update, evaluate or save; of any other, only what holds for the
+            host.
+        engine: where it exists by now; without it weights and optimizer are known by the number of parameters.
+        row_tokens: tokens of a training row; by default what the recipe's options of length say.
+        program_bytes: resident memory of the host before the model was loaded, which is no activation.
+        parameters: of the whole model, where it is known by now.
+        copied: bytes of the copies that checkpoints are written from, where there are any.
+    """
+    said, where = figures_of(error), is_out_of_memory(error) or "host"
+    on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
+    lengths = {name: getattr(recipe, name) for name in LENGTHS if hasattr(recipe, name)}
+    lengths = {name: value or row_tokens for name, value in lengths.items() if value or row_tokens}
+    row_tokens = row_tokens or sum(lengths.values()) or None
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    offloads = {part: (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
+                for part in ("optimizer", "param")}  # fmt: skip
+    batches, launch = strategy.batches, strategy.launch
+    here = _what_is_here(where, on_cpu, offloads)
+    if engine is not None:
+        held, due = _held(engine, here, program_bytes)
+    else:
+        held, due = _on_the_way(sizes_of(strategy, recipe, parameters), here, where, strategy, program_bytes)
+    free, total = _room(where, said)
+    return Situation(
+        where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
+        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=said.get("asked"), free=free, total=total,
+        host_free=host_memory()[0],
+        others=_others(said), unused=said.get("unused"), process_limit=_process_limit() if where == "host" else None,
+        held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
+        offload_parameters=offloads["param"], strategy=launch.name, precision=strategy.precision,
+        micro_batch=batches.micro_batch, accumulation=batches.accumulation,
+        global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
+        beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
+        row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
+        lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
+        dataloader_workers=recipe.dataloader_num_workers,
+        copies=_copies(recipe, copied), parameters=parameters,
+        element=_element(strategy, recipe), is_sure=NO_HANDLE not in str(error),
+        **_of_model(engine, strategy, recipe, row_tokens or 0),
+    )  # fmt: skip
+
+
+def _has_device() -> bool:
+    torch = sys.modules.get("torch")  # not imported yet: memory ran out before
+    return torch is not None and torch.accelerator.is_available()
+
+
+def _what_is_here(where: str, on_cpu: bool, offloads: dict[str, bool]) -> Held:
+    """1 for each part that lies on the memory that ran out, else 0; `rest`: for what is computed there."""
+    of_model = on_cpu or where == "device"
+    weights = on_cpu or (where == "host") == offloads["param"]
+    optimizer = on_cpu or (where == "host") == offloads["optimizer"]
+    return Held(int(weights), int(of_model), int(optimizer), int(of_model))
+
+
+def _held(engine, here: Held, program_bytes: int) -> tuple[Held, Held]:
+    """(what this rank holds on the memory that ran out, what gradients and optimizer come to after an update)."""
+    from train.record.meters import MemoryMeter
+
+    sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
+    gradients = here.gradients * _gradients(engine)
+    weights, optimizer = here.weights * sizes["parameters"], here.optimizer * sizes["optimizer"]
+    peak = MemoryMeter(engine.device).peak_bytes() if here.rest else resident_bytes()
+    if engine.device.type == "cpu":  # a device's allocator has never heard of the program
+        peak -= program_bytes
+    held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
+    return held, Held(gradients=here.gradients * gradients_due, optimizer=here.optimizer * optimizer_due)
+
+
+def _on_the_way(sizes: Held, here: Held, where: str, strategy, program_bytes: int) -> tuple[Held, Held]:
+    """The same while the model is loaded and prepared: what is there by now is known in all only."""
+    taken, before = resident_bytes(), program_bytes
+    if where == "device":
+        import torch
+
+        taken, before = torch.accelerator.memory_allocated(strategy.device), 0
+    weights = min(max(0, taken - before), here.weights * sizes.weights)
+    due = Held(here.weights * sizes.weights, here.gradients * sizes.gradients, here.optimizer * sizes.optimizer)
+    return Held(weights, rest=taken - weights) if sizes.weights else Held(), due
+
+
+def _element(strategy, recipe) -> int:
+    """Bytes of a weight as it is loaded."""
+    half = strategy.precision != "fp32" and (strategy.deepspeed is not None or recipe.lora)
+    return 2 if half else 4
+
+
+def sizes_of(strategy, recipe, parameters: int) -> Held:
+    """Weights, gradients and optimizer state of a rank, in bytes, by the number of the model's parameters. An adapter,
+    which is small, is not counted."""
+    quantised = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}.get(recipe.quantised)
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    stage, ranks = zero.get("stage", 0), strategy.launch.world_size
+    trained = 0 if recipe.lora else parameters
+    element = _element(strategy, recipe)
+    weights = int(parameters * (quantised or element)) // (ranks if stage == 3 else 1)
+    gradients = trained * element // (ranks if stage > 1 else 1)
+    if strategy.deepspeed is None:
+        return Held(weights, gradients, 2 * trained * element)
+    return Held(weights, gradients, 3 * 4 * trained // (ranks if stage else 1))
+
+
+def _gradients(engine) -> int:
+    """Bytes of this rank's gradients. Under DDP they are views of its buckets, which are there from the beginning."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if isinstance(engine.model, DistributedDataParallel):
+        return sum(parameter.nbytes for parameter in trained)
+    return sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+
+
+def _due(engine) -> tuple[int, int]:
+    """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
+    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, shared out as its stage says."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    count, element = sum(map(true_numel, trained)), max((parameter.element_size() for parameter in trained), default=0)
+    config = engine.strategy.deepspeed
+    if config is None:
+        return count * element, 2 * count * element
+    stage = config["zero_optimization"].get("stage", 0)
+    gradients = count * element // (engine.world_size if stage > 1 else 1)
+    return gradients, 3 * 4 * count // (engine.world_size if stage else 1)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    return (field(read("/proc/self/status"), "VmRSS:", 1024)) or 0
+
+
+def _room(where: str, said: dict[str, int]) -> tuple[int | None, int | None]:
+    """(free, total) of the memory that ran out: the error's own words, else what the machine says now."""
+    if "free" in said:
+        return said["free"], said.get("total")
+    if where == "device":
+        with contextlib.suppress(Exception):  # after some errors the device answers no more
+            import torch
+
+            return torch.accelerator.get_memory_info()
+        return None, None
+    return host_memory()
+
+
+def _others(said: dict[str, int]) -> int | None:
+    if not {"total", "free", "in_use"} <= said.keys():
+        return None
+    return max(0, said["total"] - said["free"] - said["in_use"])
+
+
+def _process_limit() -> int | None:
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
+    return None
+
+
+def _copies(recipe, copied: int) -> dict[str, int]:
+    import psutil
+
+    found = {"save_async": copied}
+    if recipe.dataloader_num_workers:
+        with contextlib.suppress(psutil.Error):
+            found["dataloader_num_workers"] = sum(child.memory_info().rss for child in psutil.Process().children())
+    return {name: size for name, size in found.items() if size}
+
+
+def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool]:
+    """Sizes that follow from the model's configuration."""
+    if engine is None:
+        return {}
+    from train.model.loss import has_separate_body
+
+    config = engine.module.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", 0)
+    layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
+    element = 4 if strategy.precision == "fp32" else 2
+    rows = strategy.batches.micro_batch
+    full = getattr(engine.module, "loss_kind", None) == "full"
+    targets = getattr(recipe, "max_target_length", None) or row_tokens
+    return {
+        "layers": layers,
+        "layer_inputs": rows * row_tokens * config.hidden_size * element * layers,
+        "logits": rows * targets * config.vocab_size * (4 + element) if full else 0,
+        "can_chunk": full and has_separate_body(engine.module),
+    }

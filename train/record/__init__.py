@@ -1,0 +1,1 @@
+"""The run folder, its files, meters, plots, trackers and the terminal."""

@@ -1,0 +1,66 @@
+"""wandb and tensorboard, through accelerate's trackers. Only the main process speaks to them."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from train.recipe.errors import UserError
+from train.recipe.options import TrackingOptions
+from train.record.terminal import Progress
+
+MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
+
+
+def wanted_trackers(recipe: TrackingOptions) -> list[str]:
+    """The trackers that the run will use. Raises UserError if a named one is not installed."""
+    if not recipe.with_tracking or recipe.report_to == "none":
+        return []
+    installed = [name for name, module in MODULES.items() if importlib.util.find_spec(module)]
+    if recipe.report_to == "all":
+        return installed
+    if recipe.report_to not in installed:
+        raise UserError(
+            f"report_to = {recipe.report_to!r}: it is not installed. `pip install {MODULES[recipe.report_to]}`"
+        )
+    return [recipe.report_to]
+
+
+def start_trackers(
+    accelerator, trackers: list[str], recipe: TrackingOptions, folder: Path, task: str, done: Progress
+) -> str | None:
+    """Open the trackers, and go on with the runs there. Returns a sentence for the log, where wandb goes offline for
+    want of a login."""
+    if not trackers:
+        return None
+    note = None
+    if "wandb" in trackers and not os.environ.get("WANDB_MODE") and not _wandb_login():
+        os.environ["WANDB_MODE"] = "offline"
+        note = f"wandb: no login found, so the run is kept in {folder / 'wandb'}; `wandb sync` sends it later"
+    config = {name: _plain(value) for name, value in recipe.to_publish().items()}
+    wandb = {"name": recipe.run_name or folder.name, "dir": str(folder)}
+    if "wandb" in done.trackers:
+        wandb |= {"id": done.trackers["wandb"], "resume": "allow"}
+    kwargs = {"wandb": wandb, "tensorboard": {"purge_step": done.updates + 1} if done.updates else {}}
+    accelerator.init_trackers(
+        recipe.report_name or f"zerofit-{task}", config=config, init_kwargs={name: kwargs[name] for name in trackers}
+    )
+    if "wandb" in trackers and accelerator.is_main_process:
+        done.trackers["wandb"] = accelerator.get_tracker("wandb", unwrap=True).id
+    return note
+
+
+def _wandb_login() -> bool:
+    import netrc
+
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Trackers take texts, numbers and truth values."""
+    return value if isinstance(value, (str, int, float, bool)) else str(value)

@@ -1,1 +1,0 @@
-"""The loop, the schedule, evaluation, meters and the record of a run."""

@@ -1,0 +1,120 @@
+"""What is compared: strategies, each with what it changes in the recipe, and the recipe that their trials have."""
+
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.recipe.errors import UserError
+from train.recipe.options import TrainingRecipe
+from train.recipe.parse import parse_recipe
+from train.strategy.pairs import find_strategies
+from train.tools.tool_recipe import NOT_KEPT, QUIET, settled_values
+
+LEFT_OUT = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size"}
+INSTEAD = QUIET | {
+    "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "max_eval_batches": 1,
+    "record_samples": False, "watchdog_minutes": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of the comparison.
+
+    Args:
+        name: as the user wrote it, e.g. zero2 or zero2:lora=true.
+        config: the strategy's accelerate YAML.
+        overrides: options of the recipe that this line sets, as texts.
+    """
+
+    name: str
+    config: Path
+    overrides: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> list[str]:
+        return [word for name, text in self.overrides.items() for word in (f"--{name}", text)]
+
+    @property
+    def folder_name(self) -> str:
+        return re.sub(r"[^\w.=-]+", "-", Path(self.name).name)
+
+
+def read_contenders(names: list[str]) -> list[Contender]:
+    """`S` or `S:option=value:option=value`, S being a strategy.
+
+    Raises:
+        UserError: an unknown strategy (those there are, are named), or an override that is none.
+    """
+    parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
+    wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
+    if wrong:
+        raise UserError([f"strategy {name!r}: {text!r} sets nothing. Write STRATEGY:option=value, e.g. zero2:lora=true"
+                         for name, text in wrong])  # fmt: skip
+    configs = find_strategies([strategy for strategy, *_ in parts.values()])
+    return [
+        Contender(name, configs[strategy], dict(_pair(text) for text in pairs))
+        for name, (strategy, *pairs) in parts.items()
+    ]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name.replace("-", "_"), value
+
+
+@dataclass(frozen=True)
+class TrialRecipe:
+    """The recipe of all trials: its options, and what of the user's recipe is not as it was."""
+
+    values: dict[str, Any]
+    notes: list[str]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+
+
+def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
+    """The user's recipe without what a trial has no use for, from options that hold both.
+
+    Raises:
+        UserError: a flag sets what has no effect here.
+    """
+    useless = [name for name in sorted(LEFT_OUT - {"global_batch_size"}) if options.source(name) == f"--{name}"]
+    if useless:
+        remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
+        raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
+                         for name in useless])  # fmt: skip
+    values, notes = settled_values(options, cls, LEFT_OUT, INSTEAD), []
+    if "max_eval_batches" not in values:  # of examples and pairs a number of batches is a number of samples
+        most = options.per_device_eval_batch_size * options.num_processes
+        values["max_eval_samples"] = min(options.max_eval_samples or most, most)
+    if options.global_batch_size and not options.gradient_accumulation_steps:
+        values["gradient_accumulation_steps"] = 2
+        notes.append(
+            f"global_batch_size = {options.global_batch_size} is left out, since batch sizes are compared; updates "
+            "accumulate 2 micro-batches, so that gradients are held while the second is computed"
+        )
+    return TrialRecipe(values, notes)
+
+
+def check_overrides(contenders: list[Contender], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
+    """Raises UserError, with all problems, if a contender's recipe is none."""
+    problems = []
+    for contender in contenders:
+        try:
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+                file.write(recipe.to_yaml())
+                file.flush()
+                parse_recipe(cls, ["--config", file.name, *contender.flags], tool=True)
+        except UserError as error:
+            problems += [f"{contender.name}: {problem}" if contender.overrides else problem
+                         for problem in error.problems]  # fmt: skip
+        own = sorted(contender.overrides.keys() & (LEFT_OUT | {"per_device_eval_batch_size"} | INSTEAD.keys()))
+        problems += [f"{contender.name}: {name} is settled by the comparison itself" for name in own]
+    if problems:
+        raise UserError(list(dict.fromkeys(problems)))

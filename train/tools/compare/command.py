@@ -1,0 +1,80 @@
+r"""`zerofit compare`: the largest batch that each strategy holds, its memory and its speed, by running it.
+
+    zerofit compare --config recipes/cls/deberta-xl-mrpc.yaml --strategies ddp,zero2 --num_processes 2 \
+        --memory_limit 24GiB
+    zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
+
+Every trial is a real launch of the task with the recipe, on the longest rows that the recipe allows. The journal in
+the output folder keeps what was found: the same command goes on where it was interrupted, and repeats nothing.
+"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from train.recipe.paths import check_paths
+from train.record.run_folder import RunFolder, check_folder_of
+from train.record.terminal import say, size
+from train.tools.compare.candidates import check_overrides, make_recipe, read_contenders
+from train.tools.compare.comparison import Comparison
+from train.tools.compare.machine import Limits, Machine, look, settle_limits
+from train.tools.compare.report import Report
+from train.tools.launches import ending_in_order
+from train.tools.options import CompareOptions, parse_bytes
+from train.tools.tool_recipe import read_with_recipe
+
+RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
+    contenders = read_contenders(options.names)
+    source = options.source("config")
+    output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
+    check_folder_of(output, JOURNAL, "comparison")
+    check_paths(options, output, "output")
+    made = make_recipe(options, cls)
+    check_overrides(contenders, made, cls)
+    machine = look()
+    limits = limits_of(options, machine, output)
+    output.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(output, "output")
+    folder.lock()
+    (output / RECIPE).write_text(made.to_yaml(), encoding="utf-8")
+    if options.memory_limit is None:
+        (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
+    (output / JOURNAL).touch()
+    say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in contenders)}",
+        f"machine   {machine.describe()}", f"folder    {output}",
+        *(f"note      {note}" for note in (*made.notes, *limits.notes)))  # fmt: skip
+    comparison = Comparison(options, contenders, machine, limits, output / RECIPE, output)
+    with ending_in_order():
+        try:
+            comparison.run()
+        except KeyboardInterrupt:
+            say("", f"interrupted. What was found is in {output / JOURNAL}: the same command goes on from there")
+            raise
+    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", made.notes)
+    report.write(output)
+    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, report.md, results.csv")
+    return 1 if comparison.problems else 0
+
+
+def limits_of(options, machine: Machine, output: Path) -> Limits:
+    """The limits that were named. A CPU's share of what is free is chosen once: what is free changes, and a comparison
+    that goes on must find the limit that it began with.
+
+    Raises:
+        UserError: the machine does not have as much.
+    """
+    device, host = (text and parse_bytes(text) for text in (options.memory_limit, options.host_memory_limit))
+    chosen = None
+    if device is None and not machine.devices and (output / LIMIT).is_file():
+        num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
+        chosen = limit if num_processes == options.num_processes else None
+    limits = settle_limits(machine, options.num_processes, device or chosen, host)
+    if chosen:
+        limits.notes.append(f"memory_limit {size(chosen)}, as it was when this comparison began")
+    return limits

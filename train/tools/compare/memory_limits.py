@@ -1,0 +1,151 @@
+"""The memory that a rank may have, and what it has: a device's allocator, or on a CPU the process' data segment.
+
+On a CPU the limit is RLIMIT_DATA, which counts the writable private memory that a process has asked the system for:
+what the allocator holds, as a GPU's limit counts what its allocator has reserved. By the time the model comes,
+libraries have asked for a GiB or so that they never touch (Arrow's allocator does); so the count begins at what is
+resident by then. Linux says how large the data segment is at any moment and not how large it has been, so a thread
+looks every few milliseconds.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from train.health.out_of_memory import resident_bytes
+from train.record.meters import MemoryMeter
+
+EVERY_S = 0.002
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class DataSegment:
+    """The data segment of this process, in bytes beyond what was asked for and not touched when this was made."""
+
+    def __init__(self):
+        self.untouched = max(0, _data_bytes() - resident_bytes())
+        self._peak = 0
+
+    def now(self) -> int:
+        return _data_bytes() - self.untouched
+
+    def limit(self, limit: int) -> None:
+        """Let it grow to so many bytes and no further; memory that is asked for beyond that is not given."""
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *known]), hard))
+
+    def watch(self) -> None:
+        """Look again and again from now on how large it is."""
+        threading.Thread(target=self._look, daemon=True, name="data segment").start()
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
+            while True:
+                now = int(file.read(128).split()[5]) * PAGE
+                self._peak = max(self._peak, now)  # the peak is read last: a reset meanwhile is not undone
+                file.seek(0)
+                time.sleep(EVERY_S)
+
+    def reset(self) -> None:
+        self._peak = _data_bytes()
+
+    def peak_bytes(self) -> int:
+        """The largest that was seen since the last reset."""
+        self._peak = max(self._peak, _data_bytes())
+        return self._peak - self.untouched
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts; 0 where the system does not say (not Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[5]) * PAGE
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class TrialMemory:
+    """The peaks of one trial; it stands in for the loop's MemoryMeter, whose peaks begin anew at every update."""
+
+    def __init__(self, device: torch.device, segment: DataSegment):
+        self.host = MemoryMeter(torch.device("cpu"))
+        self.meter = MemoryMeter(device) if device.type != "cpu" else self.host
+        self.data = segment if device.type == "cpu" else None
+        self.peaks: dict[str, int] = {}
+        if self.data is not None:
+            self.data.watch()
+        self.begin()
+
+    def begin(self) -> None:
+        """A trial begins: nothing is known of peaks."""
+        self.peaks = {}
+        self._reset_all()
+
+    def peak_bytes(self) -> int:
+        """The peak of allocated memory since the last reset, as the loop asks for it."""
+        self.note()
+        return self.peaks["allocated"]
+
+    def reset(self) -> None:
+        """As the loop does it; what was reached stays noted."""
+        self.note()
+        self._reset_all()
+
+    def note(self) -> dict[str, int]:
+        """The peaks of the trial so far, in bytes: allocated (by torch; on a CPU resident), reserved (what the limit
+        counts), total (of the whole device, other processes included; on a CPU of the process) and host (resident)."""
+        host = self.host.peak_bytes()
+        if self.data is not None:
+            now = {"allocated": host, "reserved": self.data.peak_bytes(), "total": host, "host": host}
+        else:
+            free, total = torch.accelerator.get_memory_info()
+            now = {
+                "allocated": self.meter.peak_bytes(),
+                "reserved": torch.accelerator.max_memory_reserved(),
+                "total": total - free,
+                "host": host,
+            }
+        self.peaks = {name: max(size, self.peaks.get(name, 0)) for name, size in now.items()}
+        return self.peaks
+
+    def _reset_all(self) -> None:
+        self.host.reset()
+        if self.data is not None:
+            self.data.reset()
+        else:
+            self.meter.reset()
+
+
+def cap_device(device: torch.device, limit: int | None, ranks: int = 1) -> int | None:
+    """Let this rank have `limit` bytes of its device and no more. Returns what it may have.
+
+    The limit is the allocator's. What the driver takes for each process, its context, and what other programs have is
+    measured here: the device would run out before the limits are reached.
+
+    Args:
+        ranks: processes on this device, each with this limit. All of them have touched it by now.
+
+    Raises:
+        ValueError: the device has less, or its allocator cannot be limited; the message says which.
+    """
+    free, total = torch.accelerator.get_memory_info()
+    if limit is None:
+        return total
+    taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())
+    if ranks * limit + taken > total:
+        shared = f"{ranks} processes share it, " if ranks > 1 else ""
+        raise ValueError(
+            f"the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are taken before there is a "
+            "model (by the driver's contexts, or others). At most "
+            f"{(total - taken) // ranks / 2**30:.2f} GiB are left for each"
+        )
+    restrict = getattr(getattr(torch, device.type, None), "set_per_process_memory_fraction", None)
+    if restrict is None:
+        raise ValueError(f"torch cannot limit the memory of a {device.type} device")
+    restrict(limit / total)
+    return limit

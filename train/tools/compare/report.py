@@ -1,0 +1,196 @@
+"""The report of a comparison: report.md, report.html, results.csv, and the table in the terminal."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from train.record.terminal import duration, rounded, screen_width, size, table
+from train.tools.compare.html_report import page
+from train.tools.compare.journal import peak_of
+from train.tools.compare.plots import memory_plot, throughput_plot
+from train.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+COLUMNS = (
+    "strategy", "batch_size", "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
+    "total_bytes", "host_bytes", "peak_with_evaluation_bytes", "samples_per_s", "tokens_per_s", "loss", "launch",
+)  # fmt: skip
+
+
+class Report:
+    """What is said of a comparison that has been made.
+
+    Args:
+        comparison: train.tools.compare.comparison.Comparison.
+        command: the command line that made it.
+        notes: what of the recipe is not as it was.
+    """
+
+    def __init__(self, comparison, command: str, notes: list[str]):
+        self.rows: list[Row] = comparison.rows()
+        self.options, self.machine, self.limits = comparison.options, comparison.machine, comparison.limits
+        self.command, self.notes = command, notes
+        self.common = common_size(self.rows)
+        self.title = Path(self.options.source("config") or self.options.task).stem
+
+    def write(self, output: Path) -> None:
+        """All files, into the folder."""
+        pictures = {"Memory": memory_plot(self.rows, self.limits.device), "Throughput": throughput_plot(self.rows)}
+        for name, picture in pictures.items():
+            (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
+        blocks = self._blocks()
+        html = page(f"Batch sizes: {self.title}", self.conclusion, blocks, pictures, self._foot())
+        (output / "report.html").write_text(html, encoding="utf-8")
+        (output / "report.md").write_text(self._markdown(blocks), encoding="utf-8")
+        with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(_values(row, line) for row in self.rows for line in row.trials)
+
+    @property
+    def conclusion(self) -> str:
+        return conclusion(self.rows)
+
+    def for_terminal(self) -> str:
+        """The table and the sentence."""
+        problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        return "\n".join([table(self.main_table(), screen_width()), "", *problems, self.conclusion])
+
+    # ---------------------------------------------------------------------------------------------------------- tables
+
+    def main_table(self) -> list[tuple[str, ...]]:
+        """A row for each contender; the first is what the others are compared with."""
+        first = self.rows[0]
+        common = f"peak at {self.common}" if self.common else "peak"
+        head = ("strategy", "largest batch", "factor", "its peak", common, "samples/s", "tokens/s", "best batch",
+                "samples/s there", "an epoch", "speed-up")  # fmt: skip
+        return [head, *(self._row(row, first) for row in self.rows)]
+
+    def _row(self, row: Row, first: Row) -> tuple[str, ...]:
+        at, common, best = row.at(row.largest), row.at(self.common), row.best
+        if not (at and best):
+            return (row.name, row.limit_text, *["-"] * 9)
+        times, faster = factor(row, first), speed_up(row, first)
+        return (
+            row.name, row.limit_text, f"{times:.2f}" if times else "-", size(peak_of(at)),
+            size(peak_of(common)) if common else "-", rounded(at["samples_per_s"]), rounded(at["tokens_per_s"]),
+            str(best["size"]), rounded(best["samples_per_s"]), duration(row.epoch_s) if row.epoch_s else "-",
+            f"{faster:.2f}" if faster else "-",
+        )  # fmt: skip
+
+    def held_table(self) -> list[tuple[str, ...]]:
+        """What a process keeps from update to update, and what a sample costs."""
+        head = ("strategy", "weights", "optimizer state", "each sample", "limit confirmed")
+        rows = []
+        for row in self.rows:
+            held, each = row.held, row.bytes_per_sample
+            sizes = [size(held.get(name, 0)) if held else "-" for name in ("parameters", "optimizer")]
+            sure = "yes" if row.is_confirmed else "no"
+            if row.largest and row.fails and row.is_confirmed:
+                sure = f"yes: {row.largest} runs, {row.fails['size']} {outcome_text(row.fails)}"
+            rows.append((row.name, *sizes, size(each) if each else "-", sure))
+        return [head, *rows]
+
+    def trials_table(self) -> list[tuple[str, ...]]:
+        """Every size that was tried, those that do not fit included."""
+        head = ("strategy", "batch", "outcome", "allocated", "reserved", "total", "samples/s", "tokens/s", "loss",
+                "fresh process")  # fmt: skip
+        rows = []
+        for row in self.rows:
+            for line in sorted(row.trials, key=lambda line: (line["size"], line["fresh"])):
+                fresh = "yes" if line["fresh"] else "no"
+                if line["outcome"] != "fits":
+                    rows.append((row.name, str(line["size"]), outcome_text(line), *["-"] * 6, fresh))
+                    continue
+                peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
+                rates = [rounded(line[name]) for name in ("samples_per_s", "tokens_per_s")]
+                rows.append((row.name, str(line["size"]), "fits", *peaks, *rates, f"{line['loss']:.4f}", fresh))
+        return [head, *rows]
+
+    def _blocks(self) -> list[tuple[str, str, list[tuple[str, ...]]]]:
+        """(heading, text, table) of each part."""
+        problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        return [
+            ("Largest batches", " ".join([self._about_batches(), *problems]), self.main_table()),
+            ("What a process holds", _ABOUT_HELD, self.held_table()),
+            ("All trials", _ABOUT_TRIALS, self.trials_table()),
+        ]
+
+    def _about_batches(self) -> str:
+        about = next((row.about for row in self.rows if row.about), {})
+        if not about:
+            return ""
+        lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
+        limit = f"{size(self.limits.device)} a process" if self.limits.device else "what there is"
+        shorter = ""
+        if about["mean_sample"] < sum(about["longest"].values()):
+            shorter = f" (the data's own have {about['mean_sample']:,} on average: real epochs may be shorter)"
+        of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
+        return (
+            f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
+            f"{about['precision']}; all rows at their maximum of {lengths} tokens{shorter}; accumulation "
+            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates are of all processes "
+            "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best."
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ foot
+
+    def _foot(self) -> list[str]:
+        environment = self.machine.environment
+        packages = environment["packages"]
+        versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
+        changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
+        launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
+        host = f", {size(self.limits.host)} of the host for each" if self.limits.host else ""
+        limit = f"{size(self.limits.device)} for each process" if self.limits.device else "none"
+        settings = " ".join(f"{name}={value}" for name, value in self.machine.settings.items())
+        return [
+            f"Command: `{self.command}`",
+            f"Hardware: {self.machine.describe()}",
+            f"Limit: {limit}{host} ({_LIMITS.get(self.machine.kind, _LIMITS['gpu'])})",
+            *([f"Trials run with {settings}"] if settings else []),
+            f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
+            f"{environment['python']}, {versions}",
+            f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
+            *(f"Note: {note}" for note in (*self.notes, *self.limits.notes)),
+        ]
+
+    def _markdown(self, blocks) -> str:
+        parts = [f"# Batch sizes: {self.title}", self.conclusion]
+        for heading, text, rows in blocks:
+            parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
+        parts += ["![memory against batch size](memory.svg)", "![throughput against batch size](throughput.svg)"]
+        parts += ["\n".join(f"* {line}" for line in self._foot())]
+        return "\n\n".join(parts) + "\n"
+
+
+_ABOUT_HELD = (
+    "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample. What "
+    "is shared out among processes is there as one share."
+)
+_ABOUT_TRIALS = (
+    "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "
+    "what the limit counts; total: of the whole device (on a CPU, of the process)."
+)
+_LIMITS = {
+    "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB a process, comes on top",
+    "gpu": "of what torch's allocator reserves; what the driver takes for each process comes on top",
+    "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",
+}
+
+
+def markdown_table(rows: list[tuple[str, ...]]) -> str:
+    """A pipe table; all columns but the first to the right."""
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    marks = [":--", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest))
+
+
+def _values(row: Row, line: dict[str, Any]) -> list[Any]:
+    """A line of results.csv."""
+    fits = line["outcome"] == "fits"
+    peaks = [peak_of(line, name, with_evaluation=False) if fits else "" for name in
+             ("allocated", "reserved", "total", "host")]  # fmt: skip
+    rates = [line.get(name, "") for name in ("samples_per_s", "tokens_per_s", "loss")]
+    return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
+            *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip

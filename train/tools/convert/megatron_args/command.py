@@ -1,0 +1,116 @@
+"""The Megatron programs that a script starts: which, with which arguments, on how many processes."""
+
+import re
+from dataclasses import dataclass, field
+
+from train.recipe.errors import UserError
+from train.tools.convert.megatron_args.shell import HOLE, Shell, holes_in
+
+PROGRAMS = ("pretrain_gpt.py", "finetune_llama.py", "preprocess_data.py", "merge_datasets.py")
+PRINTS = ("echo", "printf", "ls", "cat", "cp", "rm", "sed", "grep", "tee")
+PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus-per-node", "ntasks-per-node")
+MACHINES = ("nnodes", "num_nodes", "nodes")
+
+
+@dataclass
+class Call:
+    """A program that is started.
+
+    Args:
+        launcher: the words before the program's name.
+        files: what the script writes to files, by name.
+        reasons: {variable: why it has no value}.
+    """
+
+    program: str
+    arguments: list[str]
+    launcher: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def of_launcher(self, names: tuple[str, ...]) -> str | None:
+        """The value of the launcher's option of one of these names."""
+        for word, following in zip(self.launcher, [*self.launcher[1:], ""]):
+            name, equals, value = word.lstrip("-").partition("=")
+            if word.startswith("-") and name in names:
+                return value if equals else following
+        return None
+
+    @property
+    def processes(self) -> int | None:
+        """Processes on one machine; None where the script does not tell."""
+        told = self.of_launcher(PROCESSES)
+        alone = self.launcher and not self.launcher[0].endswith("deepspeed") and not holes_in(" ".join(self.launcher))
+        return 1 if told is None and alone else _number(told)
+
+    @property
+    def machines(self) -> int:
+        return _number(self.of_launcher(MACHINES)) or 1
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() and int(text) > 0 else None
+
+
+def calls_in(text: str, given: dict[str, str]) -> list[Call]:
+    """The Megatron programs that a script starts, in order.
+
+    Args:
+        given: {variable: value} from the command line.
+
+    Raises:
+        UserError: it starts none of them, or one through a variable that is not known.
+    """
+    shell = Shell(given)
+    shell.read(text)
+    calls, unknown = [], []
+    for command in shell.commands:
+        found = _calls_of(command.words, shell)
+        calls += found
+        if not found and "--num-layers" in " ".join(command.words):
+            unknown += [name for name in holes_in(" ".join(command.words)) if name]
+    if not calls:
+        remedy = ""
+        if unknown:
+            remedy = f" as far as can be told: {missing(unknown[0], shell.reasons)}"
+        raise UserError(f"the script starts none of {', '.join(PROGRAMS)}{remedy}")
+    return calls
+
+
+def call_of(words: list[str]) -> Call:
+    """A command line that was typed: a launcher and a program, or arguments of pretrain_gpt.py alone."""
+    at = next((index for index, word in enumerate(words) if _program(word)), None)
+    if at is None:
+        return Call(PROGRAMS[0], list(words))
+    return Call(_program(words[at]), words[at + 1 :], words[:at])
+
+
+def _program(word: str) -> str | None:
+    return next((name for name in PROGRAMS if not re.search(r"\s", word) and word.endswith(name)), None)
+
+
+def _calls_of(words: list[str], shell: Shell) -> list[Call]:
+    if words[0] in PRINTS:
+        return []
+    if words[0] == "eval":
+        return _nested(" ".join(words[1:]), shell)
+    for index, word in enumerate(words):
+        if _program(word):
+            arguments = words[index + 1 :]
+            return [Call(_program(word), arguments, words[:index], shell.files, shell.reasons)]
+        if any(re.search(rf"{re.escape(name)}\s", word) for name in PROGRAMS):  # bash -c "torchrun ..."
+            return _nested(word, shell)
+    return []
+
+
+def _nested(text: str, shell: Shell) -> list[Call]:
+    inner = Shell(shell.given)
+    inner.variables, inner.files, inner.reasons = shell.variables, shell.files, shell.reasons
+    inner.read(HOLE.sub(lambda found: f"${{{found[1]}}}" if found[1] else "\\?", text))
+    return [call for command in inner.commands for call in _calls_of(command.words, shell)]
+
+
+def missing(name: str, reasons: dict[str, str]) -> str:
+    """A variable that has no value: its name, why, and what to type."""
+    why = f" ({reasons[name]})" if name in reasons else ""
+    return f"${name}{why} is not known. Say {name}=value after the script's name"

@@ -1,0 +1,134 @@
+"""`zerofit convert megatron-args`: a Megatron launch script as a recipe, a strategy pair and the line that starts it.
+
+    zerofit convert megatron-args pretrain_llama2_distributed.sh
+    zerofit convert megatron-args pretrain_gpt.sh DATA_PATH=data/mine_text_document --output outputs/mine
+    zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
+
+The script is read and not run (shell.py). A table says what became of each flag (ledger.py); what contradicts the
+model, or cannot be said here, is an error, and then nothing is written.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from train.recipe.errors import UserError
+from train.recipe.parse import parse_recipe
+from train.recipe.tasks import ClmRecipe
+from train.tools.convert.megatron_args.command import Call, call_of, calls_in
+from train.tools.convert.megatron_args.corpora import convert_preparation
+from train.tools.convert.megatron_args.ledger import summary, table
+from train.tools.convert.megatron_args.pair import pair_of
+from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from train.tools.convert.megatron_args.schedule import Converted
+from train.tools.options import MegatronArgsOptions
+
+VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
+TRAINING = ("pretrain_gpt.py", "finetune_llama.py")
+
+
+def main(argv: list[str]) -> int:
+    argv, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    positional = []
+    while argv and not argv[0].startswith("-"):
+        positional.append(argv.pop(0))
+    options = parse_recipe(MegatronArgsOptions, argv, prog="zerofit convert megatron-args [SCRIPT [NAME=value ...]]",
+                           tool=True)  # fmt: skip
+    name, calls = _calls(positional, words)
+    folder = Path(options.output or f"outputs/{name}-converted")
+    for call in calls:
+        if call.program in TRAINING:
+            continue
+        line, flags = convert_preparation(call, options.tokenizer_name)
+        _show(call, flags)
+        print(f"\n{line}\n", flush=True)
+    training = [call for call in calls if call.program in TRAINING]
+    if training:
+        _convert(training[0], folder, name, options)
+    if len(training) > 1:
+        print(f"note: the script starts {len(training)} trainings; this is the first. Others: give their arguments "
+              "after --", flush=True)  # fmt: skip
+    return 0
+
+
+def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Call]]:
+    if (words is None) == (not positional):
+        raise UserError("name a script, or give Megatron's arguments after --: zerofit convert megatron-args SCRIPT")
+    if words is not None:
+        return "megatron", [call_of(words)]
+    script, *variables = positional
+    found = [VARIABLE.fullmatch(text) for text in variables]
+    wrong = [text for text, match in zip(variables, found) if not match]
+    if wrong:
+        raise UserError(f"{wrong[0]!r}: after the script come values of its variables, NAME=value, or 1=value for $1")
+    try:
+        text = Path(script).expanduser().read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{script!r} cannot be read: {error.strerror}. Name Megatron's launch script") from None
+    return Path(script).stem, calls_in(text, {match[1]: match[2] for match in found})
+
+
+def _show(call: Call, flags) -> None:
+    rows = flags.finish()
+    print(f"{call.program}: {summary(rows)}\n\n{table(rows)}", flush=True)
+    if flags.problems:
+        raise UserError(list(dict.fromkeys(flags.problems)))
+
+
+def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions) -> None:
+    asked = Options(options.tokenizer_name, options.model_name_or_path, options.num_processes)
+    done = convert_pretraining(call, asked)
+    done.recipe.setdefault("output_dir", f"outputs/{name}")
+    _show(call, done.flags)
+    if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
+        raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or say --overwrite")
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = folder / "recipe.yaml"
+    launch = (
+        f"accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))} train/clm.py --config "
+        f"{shlex.quote(str(recipe))}"
+    )
+    recipe.write_text(written(done, name, launch), encoding="utf-8")
+    for file, text in pair_of(done.layout, folder).items():
+        (folder / file).write_text(text, encoding="utf-8")
+    parse_recipe(ClmRecipe, ["--config", str(recipe)])  # it is one
+    print("\n".join(["", *closing(done, recipe), "", launch]), flush=True)
+
+
+def written(done: Converted, name: str, launch: str) -> str:
+    """The recipe as text."""
+    lines = [f"# {name}, converted from Megatron's flags by `zerofit convert megatron-args`.", f"#   {launch}", ""]
+    for option, value in done.recipe.items():
+        lines.append(f"{option}: {json.dumps(value) if not isinstance(value, float) else repr(value)}")
+    return "\n".join([*lines, ""])
+
+
+def closing(done: Converted, recipe: Path) -> list[str]:
+    """What was written, in numbers."""
+    values = done.recipe
+    lines = [f"note: {note}" for note in done.notes]
+    if done.shape and done.vocabulary and "config_name" in values:
+        multiple = values["make_vocab_size_divisible_by"]
+        vocabulary = -(-done.vocabulary // multiple) * multiple
+        lines.append(f"model        {parameters_of(values, vocabulary):,} parameters in transformers, "
+                     f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
+                     f"{vocabulary:,} rows")  # fmt: skip
+    lines.append(f"run          {values['max_train_steps']:,} updates of {values['global_batch_size']:,} samples, "
+                 f"{done.layout.strategy} on {done.layout.world} process{'es' * (done.layout.world > 1)}")  # fmt: skip
+    return [*lines, f"written      {recipe} and the pair beside it"]
+
+
+def parameters_of(values: dict, vocabulary: int) -> int:
+    """Weights of the recipe's model, which is made without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from train.model.configuration import load_configuration
+
+    config = load_configuration(ClmRecipe(config_name=values["config_name"],
+                                          config_overrides=values["config_overrides"]))  # fmt: skip
+    config.vocab_size = vocabulary
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())

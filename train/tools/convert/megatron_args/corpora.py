@@ -1,0 +1,81 @@
+"""preprocess_data.py and merge_datasets.py as lines of `zerofit prepare`."""
+
+import shlex
+from pathlib import Path
+
+from train.recipe.megatron_flags import PREPARE_HINTS
+from train.tools.convert.megatron_args.command import Call
+from train.tools.convert.megatron_args.ledger import Ledger
+
+TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
+
+
+def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, Ledger]:
+    """(a line of zerofit prepare, what became of each flag)."""
+    flags = Ledger.of(call)
+    line = _merge(flags) if call.program == "merge_datasets.py" else _preprocess(flags, tokenizer)
+    for name in flags.flags:
+        if name not in flags.rows and name in PREPARE_HINTS:
+            flags.none(name, PREPARE_HINTS[name].removeprefix("leave it out: "))
+    return shlex.join(line), flags
+
+
+def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
+    line = ["zerofit", "prepare"]
+    for name in ("input", "output_prefix"):
+        line += _option(flags, name, needed=True)
+    files = _option(flags, "vocab_file") + _option(flags, "merge_file") if not tokenizer else []
+    said = files if len(files) == 4 else ["--tokenizer", tokenizer or _tokenizer(flags)]
+    line += said
+    for name in TOKENIZER:
+        if flags.has(name) and name not in flags.rows:
+            flags.carried(name, " ".join(said))
+    if flags.has("split_sentences"):
+        flags.wrong("split_sentences", "sentences are BERT's: documents are kept whole here. Leave it out for GPT")
+    for name in ("json_keys", "json_key", "workers"):  # json_key: an older spelling
+        option = _option(flags, name)
+        line += ["--json_keys", *option[1:]] if option and name == "json_key" else option
+    for name in ("append_eod", "trust_remote_code"):
+        if flags.has(name):
+            flags.carried(name, f"--{name}")
+            line.append(f"--{name}")
+    if flags.text("dataset_impl", "mmap") != "mmap":
+        flags.none("dataset_impl", "corpora are written as .bin and .idx of mmap")
+    return line
+
+
+def _tokenizer(flags: Ledger) -> str:
+    kind = (flags.text("tokenizer_type") or "").lower()
+    if kind.startswith("bert"):
+        flags.wrong("tokenizer_type", "BERT's corpora are not made here")
+        return "-"
+    named = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
+    if named:
+        return named
+    if not flags.problems:
+        flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: say --tokenizer_name FOLDER")
+    return "-"
+
+
+def _merge(flags: Ledger) -> list[str]:
+    """Megatron joins all corpora of a folder, in the order of their names."""
+    line = ["zerofit", "prepare", "merge"]
+    folder = flags.text("input")
+    prefixes = sorted(str(file.with_suffix("")) for file in Path(folder).glob("*.bin")) if folder else []
+    if prefixes:
+        flags.carried("input", f"--input, its {len(prefixes)} corpora by name")
+        line += ["--input", *prefixes]
+    elif not flags.problems:
+        said = "it holds no .bin: run this where the corpora are" if folder else "there is no --input"
+        flags.wrong("input" if folder else "", said)
+    return line + _option(flags, "output_prefix", needed=True)
+
+
+def _option(flags: Ledger, name: str, needed: bool = False) -> list[str]:
+    words = flags.words(name)
+    if words:
+        flags.carried(name, f"--{name} {' '.join(words)}")
+        return [f"--{name}", *words]
+    if needed and not (flags.has(name) and flags.problems):
+        flags.wrong("", f"there is no --{name.replace('_', '-')}")
+    return []

@@ -1,0 +1,171 @@
+"""The strategy of a Megatron command line: how many processes, which ZeRO stage, and the pair that says so."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.recipe.megatron_flags import DEGREE
+from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
+from train.tools.convert.megatron_args.command import Call, missing
+from train.tools.convert.megatron_args.ledger import Ledger, Row
+from train.tools.convert.megatron_args.shell import holes_in
+
+ROOT = Path(__file__).resolve().parents[4]  # of the tree, which holds ds_configs/
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+           "ds_sequence_parallel_size", "expert_model_parallel_size", "moe_expert_parallel_size")  # fmt: skip
+SPLITTING = DEGREES[:4]
+FALLBACK = 8  # processes, where the script does not tell
+OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass
+class Layout:
+    """Processes and strategy.
+
+    Attributes:
+        split: processes that hold one copy of the model there (tensor * pipeline * sequence).
+        stage: of ZeRO; 0: DDP.
+        block: what the script's DeepSpeed JSON says and this program takes over.
+    """
+
+    world: int
+    machines: int
+    split: int = 1
+    stage: int = 0
+    block: dict[str, Any] = field(default_factory=dict)
+    address: str = "MACHINE_0"
+    port: str = "29500"
+
+    def use_fewer(self, processes: int) -> None:
+        self.machines = self.machines if processes % self.machines == 0 else 1
+        self.world = processes
+
+    @property
+    def strategy(self) -> str:
+        return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
+
+
+def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
+    """Processes and ZeRO stage; degrees that there are not become ZeRO-3."""
+    machines = call.machines
+    world = processes or (call.processes or FALLBACK) * machines
+    if not processes and call.processes is None:
+        words = f"num_processes: {world}, a guess: the script does not tell. Say --num_processes N"
+        flags.rows["=processes"] = Row("(processes)", "carried over", words)
+    layout = Layout(world, machines if world % machines == 0 else 1)
+    layout.address = _plain(call.of_launcher(("master_addr", "master-addr"))) or layout.address
+    layout.port = _plain(call.of_launcher(("master_port", "master-port"))) or layout.port
+    degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
+    for name, degree in degrees.items():
+        if degree == 1:
+            flags.satisfied(name, "1: every process is a data-parallel one")
+        else:
+            flags.none(name, f"not served yet: {DEGREE}")
+            layout.split *= degree if name in SPLITTING else 1
+    _read_block(flags, call, layout)
+    _stage(flags, layout)
+    return layout
+
+
+def _plain(text: str | None) -> str | None:
+    return None if not text or holes_in(text) else text
+
+
+def _stage(flags: Ledger, layout: Layout) -> None:
+    block = layout.block.get("zero_optimization", {}).get("stage")
+    stage = flags.number("zero_stage", default=None) if flags.has("zero_stage") else None
+    if None not in (block, stage) and block != stage:
+        flags.wrong("zero_stage", f"the DeepSpeed JSON says stage {block}: keep one of the two")
+    stage = block if block is not None else stage
+    if stage is None:
+        stage = 1 if flags.has("use_distributed_optimizer") else 0
+    if stage not in (0, 1, 2, 3):
+        flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
+        stage = 0
+    layout.stage = 3 if layout.split > 1 else stage
+    instead = "" if layout.split == 1 else ", in place of tensor, pipeline or sequence parallelism"
+    if "json.zero_optimization" in flags.rows:
+        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is"
+    for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
+        if flags.has(name):
+            flags.carried(name, f"the pair: {layout.strategy}{instead}")
+
+
+def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
+    """The DeepSpeed JSON that the script writes, or that lies where it says."""
+    if not flags.has("deepspeed_config"):
+        return
+    name = flags.text("deepspeed_config")
+    if name is None:
+        return
+    text = call.files.get(name)
+    if text is None and Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8")
+    if text is None:
+        flags.none("deepspeed_config", "there is no such file here: what it says is not taken over")
+        return
+    unknown = [one for one in holes_in(text) if one]
+    if unknown:
+        flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
+        return
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        flags.wrong("deepspeed_config", f"what the script writes there is not valid JSON: {error}")
+        return
+    flags.carried("deepspeed_config", "deepspeed.json, as follows")
+    for key, value in config.items():
+        _take(flags, layout, key, value)
+
+
+def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
+    def row(fate: str, words: str) -> None:
+        flags.rows[f"json.{key}"] = Row(f'  "{key}": {json.dumps(value)}', fate, words)
+
+    if key in REFUSED_KEYS or key not in KNOWN_KEYS:
+        row("no counterpart", REFUSED_KEYS.get(key, "no key of DeepSpeed 0.19"))
+    elif key in ("bf16", "bfloat16", "fp16"):
+        name = "bf16" if key.startswith("bf") else "fp16"
+        on = isinstance(value, dict) and value.get("enabled")
+        if on is True and not flags.has(name):
+            flags.wrong("", f"the DeepSpeed JSON has {key} on, and --{name} is not there: make them agree")
+        layout.block[name] = {**value, "enabled": "auto"}
+        row("carried over", '"enabled": "auto", filled in from the recipe' + "; the rest as it is" * (len(value) > 1))
+    elif key in OWNED:
+        flag = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}.get(key)
+        said = flags.number(flag) if flag and flags.has(flag) else None
+        if said is not None and value != "auto" and value != said:
+            flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
+        row("carried over", '"auto", filled in from the recipe')
+    elif key == "gradient_clipping":
+        said = flags.number("clip_grad", float, 1.0)
+        if value != "auto" and value != said:
+            flags.wrong("clip_grad", f"the DeepSpeed JSON says gradient_clipping = {value}: make them agree")
+        row("carried over", '"auto", filled in from the recipe (max_grad_norm)')
+    else:
+        layout.block[key] = value
+        row("carried over", "as it is")
+
+
+def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
+    """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
+    config = None
+    if layout.stage:
+        config = json.loads((ROOT / "ds_configs" / f"zero{layout.stage}.json").read_text())
+        zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
+        config = {**config, **layout.block, "zero_optimization": zero}
+    lines = ["compute_environment: LOCAL_MACHINE"]
+    if config:
+        lines += [
+            "distributed_type: DEEPSPEED", "deepspeed_config:",
+            f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
+            f"  zero3_init_flag: {str(layout.stage == 3).lower()}", "  deepspeed_multinode_launcher: standard",
+        ]  # fmt: skip
+    else:
+        lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else 'NO'}")
+    lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]
+    if layout.machines > 1:
+        lines += [f"main_process_ip: {layout.address}", f"main_process_port: {layout.port}"]
+    files = {"accelerate.yaml": "\n".join([*lines, "main_training_function: main", ""])}
+    return {**files, "deepspeed.json": json.dumps(config, indent=2) + "\n"} if config else files

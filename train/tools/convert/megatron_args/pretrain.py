@@ -1,0 +1,283 @@
+"""pretrain_gpt.py's flags as a recipe: model, data, length, evaluation, checkpoints. The rest: schedule.py, pair.py.
+
+Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megatron-DeepSpeed, also for the defaults.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.recipe.megatron_flags import FULL, SATISFIED
+from train.tools.convert.megatron_args.command import Call
+from train.tools.convert.megatron_args.ledger import Ledger
+from train.tools.convert.megatron_args.pair import read_layout
+from train.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from train.tools.convert.megatron_args.shape import of_weights, read_shape
+
+GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
+SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+HUB = ("HFTokenizer", "HuggingFaceTokenizer", "PretrainedFromHF")
+ELSEWHERE = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "data_args_path",
+             "train_weighted_split_paths", "valid_weighted_split_paths", "test_weighted_split_paths")  # fmt: skip
+
+
+@dataclass
+class Options:
+    """What the converter itself was told."""
+
+    tokenizer_name: str | None = None
+    model_name_or_path: str | None = None
+    num_processes: int | None = None
+
+
+def convert_pretraining(call: Call, options: Options) -> Converted:
+    """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger says what became of each flag."""
+    flags = Ledger.of(call)
+    layout = read_layout(flags, call, options.num_processes)
+    shape = read_shape(flags)
+    done = Converted({}, flags, layout, shape)
+    _model(done, options)
+    _tokenizer(done, options)
+    _data(done, call.program)
+    _batches(done)
+    _length(done)
+    _evaluation(done)
+    read_optimizer(done)
+    read_precision(done)
+    _memory(done)
+    _checkpoints(done, options)
+    _trackers(done)
+    return done
+
+
+# ------------------------------------------------------------------------------------------------------ model and data
+
+
+def _model(done: Converted, options: Options) -> None:
+    flags, shape = done.flags, done.shape
+    if options.model_name_or_path:
+        done.recipe["model_name_or_path"] = options.model_name_or_path
+        of_weights(flags, shape, options.model_name_or_path)
+    elif shape:
+        done.recipe["config_name"] = shape.family
+        done.recipe["config_overrides"] = shape.overrides()
+        multiple = flags.number("make_vocab_size_divisible_by", default=128)
+        tensor = flags.number("tensor_model_parallel_size", default=1)
+        padded = multiple * tensor
+        why = f" ({multiple} times the {tensor} tensor-parallel processes, as there)" if tensor > 1 else ""
+        carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why)
+        if not flags.has("make_vocab_size_divisible_by"):
+            flags.default("--make-vocab-size-divisible-by 128", f"make_vocab_size_divisible_by: {padded}{why}")
+
+
+def _tokenizer(done: Converted, options: Options) -> None:
+    flags = done.flags
+    names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
+    given = [name for name in names if flags.has(name)]
+    if options.tokenizer_name:
+        for name in given:
+            flags.satisfied(name, f"tokenizer_name: {options.tokenizer_name}, as said")
+        done.recipe["tokenizer_name"] = options.tokenizer_name
+        return
+    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
+    if kind == "GPT2BPETokenizer":
+        done.vocabulary = GPT2_VOCABULARY
+        for name in ("vocab_file", "merge_file"):
+            if flags.has(name):
+                carry(done, name, name, flags.text(name))
+            else:
+                flags.wrong("", f"there is no --{name.replace('_', '-')}, which GPT2BPETokenizer reads")
+        if flags.has("tokenizer_type") and not flags.problems:
+            flags.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+        return
+    if kind in SENTENCEPIECE:
+        done.vocabulary = LLAMA_VOCABULARY
+        file = flags.text("tokenizer_model")
+        folder, note = ((os.path.dirname(file) or ".") if file else None), ", the folder of tokenizer.model"
+        if file and Path(file).name != "tokenizer.model":
+            flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
+    elif kind in HUB:
+        folder, note = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model"), ""
+    else:
+        folder, note = None, ""
+        said = f"a {kind} has no counterpart" if kind else "no tokenizer is named"
+        flags.wrong("tokenizer_type" if kind else "", f"{said}: say --tokenizer_name with a folder or a hub name")
+        return
+    if folder is None:
+        if not flags.problems:
+            flags.wrong("tokenizer_type", "the tokenizer's file is not named: say --tokenizer_name FOLDER")
+        return
+    done.recipe["tokenizer_name"] = folder
+    for name in given:
+        flags.carried(name, f"tokenizer_name: {folder}{note}")
+
+
+def _data(done: Converted, program: str) -> None:
+    flags = done.flags
+    for name in ELSEWHERE:
+        if flags.has(name):
+            flags.wrong(name, "training and evaluation come from one --data-path here, by --split")
+    paths = flags.words("data_path")
+    if program == "finetune_llama.py":
+        carry(done, "data_path", "train_file", paths)
+        done.recipe["data_format"] = "instruction"
+        done.notes.append("finetune_llama.py reads instructions; --chat_template says how they are written here")
+        shares = _shares(flags.text("split", "969,30,1"))
+        held_out = round(100 * shares[1] / sum(shares), 4) if sum(shares) else 0
+        carry(done, "split", "validation_split_percentage", held_out)
+    elif paths:
+        carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
+        carry(done, "split", "split", flags.text("split", "969,30,1").replace(" ", ""))
+    elif not flags.problems:
+        flags.wrong("data_path" if flags.has("data_path") else "", "there is no --data-path")
+    if flags.has("seq_length"):
+        carry(done, "seq_length", "block_size", flags.number("seq_length", default=1024))
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if flags.has(name):
+            carry(done, name, name, True)
+    if flags.has("data_cache_path"):
+        carry(done, "data_cache_path", "data_cache_path", flags.text("data_cache_path"))
+    if flags.has("data_impl") and flags.text("data_impl") not in ("mmap", "infer"):
+        flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus anew with zerofit prepare")
+    if flags.has("num_workers"):
+        carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
+    _seed(done)
+
+
+def _shares(split: str) -> list[float]:
+    return [*map(float, split.replace("/", ",").split(",")), 0.0, 0.0][:3]
+
+
+def _seed(done: Converted) -> None:
+    done.recipe["seed"] = done.flags.number("seed", default=1234)
+    if done.flags.has("seed"):
+        done.flags.carried("seed", f"seed: {done.recipe['seed']}")
+    else:
+        done.flags.default("--seed 1234", "seed: 1234, which the order of the samples follows from")
+
+
+# ------------------------------------------------------------------------------------------------- batches and length
+
+
+def _batches(done: Converted) -> None:
+    flags, layout = done.flags, done.layout
+    micro = flags.number("micro_batch_size", default=0)
+    if not micro:
+        flags.wrong("micro_batch_size" if flags.has("micro_batch_size") else "", "there is no --micro-batch-size")
+        return
+    replicas = max(1, layout.world // layout.split)  # data-parallel processes there
+    total = flags.number("global_batch_size", default=micro * replicas)
+    if not flags.has("global_batch_size"):
+        flags.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
+    processes = max(count for count in range(1, layout.world + 1) if total % count == 0)
+    if processes < layout.world:
+        done.notes.append(f"the global batch of {total} is shared out to {processes} processes and not to "
+                          f"{layout.world}: all of them are data-parallel here")  # fmt: skip
+        layout.use_fewer(processes)
+    ours = max(size for size in range(1, micro + 1) if (total // processes) % size == 0)
+    accumulation = total // processes // ours
+    note = f", accumulation {accumulation}"
+    if total % (replicas * micro):
+        done.notes.append(f"Megatron would refuse this global batch: {total} is no multiple of {micro} * {replicas}")
+    elif layout.split > 1:
+        note += f" (there {total // replicas // micro}, on {replicas} data-parallel processes)"
+    carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
+    carry(done, "global_batch_size", "global_batch_size", total)
+    done.recipe["per_device_eval_batch_size"] = ours
+
+
+def _length(done: Converted) -> None:
+    flags = done.flags
+    updates = in_updates(done, "train", "max_train_steps")
+    if not updates:
+        if not flags.problems:
+            flags.wrong("", "the length of the run is not said: --train-iters, --train-samples or --train-tokens")
+        return
+    done.recipe["max_train_steps"] = updates
+    if flags.has("exit_duration_in_mins"):
+        hours = flags.number("exit_duration_in_mins", default=60) / 60
+        carry(done, "exit_duration_in_mins", "max_hours", round(hours, 4))
+
+
+def _evaluation(done: Converted) -> None:
+    flags, batch = done.flags, done.recipe.get("global_batch_size", 1)
+    every, batches = flags.number("eval_interval", default=1000), flags.number("eval_iters", default=100)
+    if not batches:
+        done.recipe |= {"eval_steps": done.recipe.get("max_train_steps", every), "eval_on_start": False}
+        done.recipe["max_eval_samples"] = batch
+        flags.none("eval_iters", "an evaluation cannot be left out: one is made at the end, of one global batch")
+        if flags.has("eval_interval"):
+            flags.none("eval_interval", "see --eval-iters")
+        return
+    carry(done, "eval_interval", "eval_steps", every)
+    note = f", {batches} global batches of {batch}; the same samples at each evaluation (there other ones)"
+    carry(done, "eval_iters", "max_eval_samples", batches * batch, note)
+    if not flags.has("eval_interval"):
+        flags.default("--eval-interval 1000", "eval_steps: 1000")
+    if not flags.has("eval_iters"):
+        flags.default("--eval-iters 100", f"max_eval_samples: {batches * batch}{note}")
+
+
+def _memory(done: Converted) -> None:
+    flags = done.flags
+    granularity = flags.text("recompute_granularity")
+    full = [
+        name
+        for name in ("checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method")
+        if flags.has(name)
+    ]
+    if granularity == "full":
+        full.append("recompute_granularity")
+    for name in full:
+        carry(done, name, "gradient_checkpointing", True)
+    selective = ", selective recomputation: there is none here. A flash kernel keeps no attention matrices either; "
+    remedy = f"where memory does not suffice, {FULL}"
+    if granularity == "selective":
+        flags.none("recompute_granularity", selective.lstrip(", ") + remedy)
+    if flags.has("recompute_activations"):
+        flags.none("recompute_activations", f"it means --recompute-granularity selective{selective}{remedy}")
+    layers = flags.text("recompute_num_layers", "1")
+    if flags.text("recompute_method") == "block" or layers != "1":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if flags.has(name):
+                flags.none(name, SATISFIED["recompute_num_layers"])
+
+
+# --------------------------------------------------------------------------------------------------- the run's record
+
+
+def _checkpoints(done: Converted, options: Options) -> None:
+    flags = done.flags
+    save, load = flags.text("save"), flags.text("load")
+    if save:
+        carry(done, "save", "output_dir", save)
+    if flags.has("save_interval"):
+        carry(done, "save_interval", "save_steps", flags.number("save_interval", default=1))
+    if flags.has("load") and load:
+        if options.model_name_or_path:
+            flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, as said")
+        elif load == save and not flags.has("finetune"):
+            flags.satisfied("load", "the same command goes on from the newest checkpoint of output_dir (resume: auto)")
+        else:
+            flags.wrong(
+                "load",
+                "Megatron's checkpoints are not read here: export it to a transformers folder, and say "
+                "--model_name_or_path FOLDER (zerofit convert meta-to-hf makes one of Meta's weights)",
+            )
+    elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
+        flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
+    carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))
+
+
+def _trackers(done: Converted) -> None:
+    flags = done.flags
+    project = flags.text("wandb_project") if flags.has("wandb_project") else None
+    wanted = [name for name, there in (("wandb", project), ("tensorboard", flags.has("tensorboard_dir"))) if there]
+    if not wanted:
+        return
+    done.recipe |= {"with_tracking": True, "report_to": wanted[0] if len(wanted) == 1 else "all"}
+    if flags.has("tensorboard_dir"):
+        flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
+    for name, option in (("wandb_project", "report_name"), ("wandb_exp_name", "run_name")):
+        if project and flags.has(name):
+            carry(done, name, option, flags.text(name))

@@ -1,0 +1,1 @@
+"""Meta's Llama checkpoints: their files, their tokenizer, their arithmetic."""

@@ -1,0 +1,93 @@
+"""The tokenizer that a name stands for where no model is named: the one that training loads from the same place."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+from train.model.pretrained_io import model_folder
+from train.model.tokenizer import END_OF_TEXT, LOOKED_FOR, load_tokenizer, other_names
+from train.recipe.errors import UserError
+from train.tools.convert.meta.tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
+
+TOLD = ("tokenizer.json", "tokenizer_config.json")  # files that say which kind of tokenizer a folder has
+LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
+
+
+def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
+    """The tokenizer in a folder, of a hub name, or in a tokenizer.model.
+
+    Bare vocabulary files do not say which kind they are for: a config.json beside them does, as in training; without
+    one, vocab.json and merges.txt are GPT-2's, and a tokenizer.model is a Llama's.
+
+    Args:
+        option: where it was named, for messages.
+
+    Raises:
+        UserError: there is none, or it cannot be loaded.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _in_file(option, path)
+    if not path.is_dir():
+        return _load(option, name, None, trust_remote_code)
+    folder = Path(model_folder(name))
+    if any((folder / file).is_file() for file in TOLD):
+        return _load(option, str(folder), None, trust_remote_code)
+    return _load_bare(option, folder, trust_remote_code)
+
+
+def _load_bare(option: str, folder: Path, trust_remote_code: bool):
+    from transformers import GPT2Config, LlamaConfig
+
+    model = folder / "tokenizer.model"
+    if model.is_file() and tiktoken_ranks(model):
+        return _of_tiktoken(model)
+    if (folder / "config.json").is_file():
+        return _load(option, str(folder), None, trust_remote_code)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        if END_OF_TEXT not in json.loads((folder / "vocab.json").read_text(encoding="utf-8")):
+            raise UserError(
+                f"{option} = {str(folder)!r}: its vocab.json has no {END_OF_TEXT}, so it is not GPT-2's, and nothing "
+                "says whose. Put the model's config.json beside it, or name a folder with a tokenizer.json"
+            )
+        return _load(option, str(folder), GPT2Config(), trust_remote_code)
+    if model.is_file():
+        return _load(option, str(folder), LlamaConfig(), trust_remote_code)
+    hint = other_names(folder) or "Name the folder that has it"
+    raise UserError(f"{option} = {str(folder)!r} has no tokenizer: no {LOOKED_FOR}. {hint}")
+
+
+def _in_file(option: str, file: Path):
+    if file.name in (*TOLD, "vocab.json", "merges.txt"):
+        raise UserError(f"{option} = {str(file)!r} is one file of a tokenizer. Name its folder: {file.parent}")
+    if tiktoken_ranks(file):
+        return _of_tiktoken(file)
+    if file.suffix != ".model":
+        raise UserError(f"{option} = {str(file)!r} is no tokenizer. Name a folder, a hub name or a tokenizer.model")
+    with tempfile.TemporaryDirectory() as alone:  # beside other files it would not be what is read
+        from transformers import LlamaConfig
+
+        shutil.copyfile(file, Path(alone) / "tokenizer.model")
+        try:
+            return _load(option, alone, LlamaConfig(), False)
+        except UserError as error:
+            raise UserError(str(error).replace(alone, str(file))) from None
+
+
+def _of_tiktoken(file: Path):
+    """Llama 3's. Which special tokens it has, params.json beside it tells; without one they are those of 3.1."""
+    params = file.parent / "params.json"
+    found = json.loads(params.read_text(encoding="utf-8")) if params.is_file() else {"use_scaled_rope": True}
+    ranks = len(tiktoken_ranks(file))
+    vocab = max(ranks + LLAMA_3_SPECIAL, found.get("vocab_size") or 0) if ranks > 1000 else ranks + len(LLAMA_3)
+    return convert_tokenizer(file, vocab, "3.1" if found.get("use_scaled_rope") else "3").tokenizer
+
+
+def _load(option: str, name: str, config, trust_remote_code: bool):
+    asked = SimpleNamespace(tokenizer_name=name, model_name_or_path=None, trust_remote_code=trust_remote_code)
+    try:
+        return load_tokenizer(asked, config)
+    except UserError as error:
+        raise UserError(str(error).replace("tokenizer_name = ", f"{option} = ", 1)) from None

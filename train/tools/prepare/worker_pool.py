@@ -1,0 +1,156 @@
+"""The worker processes of `zerofit prepare`: tasks go out, answers come back in the order of the tasks."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import train
+from train.recipe.errors import UserError
+from train.tools.prepare.encode import Mismatch, Setup
+
+AT_A_WORKER = 2  # tasks: one in work, and the next, so that no worker waits
+AHEAD = 3  # tasks a worker that are out, or back and waiting for an earlier one: this bounds the memory
+START = "import sys; sys.path[:] = {path!r}; from train.tools.prepare.encode import serve; serve({descriptor})"
+
+
+class Worker:
+    """A Python process of its own that serves one end of a socket. It ends when the other end is closed, however
+    that comes about."""
+
+    def __init__(self, setup: Setup):
+        self.tasks: deque[int] = deque()  # their numbers, in the order in which they were sent
+        self.line, end = Pipe()
+        code = START.format(path=[str(Path(train.__file__).parents[1]), *sys.path], descriptor=end.fileno())
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[end.fileno()],
+            env={**os.environ, **quiet},
+            stdin=subprocess.DEVNULL,
+        )
+        end.close()
+        self.setup = setup
+
+    def greet(self) -> None:
+        self._send(self.setup)
+
+    def give(self, number: int, task: Any) -> None:
+        self.tasks.append(number)
+        self._send(task)
+
+    def take(self) -> tuple[int, Any]:
+        """(number of the task, answer) of the task that it got first."""
+        answer = self.receive()
+        return self.tasks.popleft(), answer
+
+    def receive(self) -> Any:
+        try:
+            return self.line.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def _send(self, what: Any) -> None:
+        try:
+            self.line.send(what)
+        except OSError:
+            raise self._died() from None
+
+    def _died(self) -> UserError:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
+        code = self.process.returncode
+        how = "broke off" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        remedy = " The system does that where memory runs out: try fewer --workers" if code == -signal.SIGKILL else ""
+        return UserError(f"a worker (process {self.process.pid}) {how}, and no corpus was written.{remedy}")
+
+
+class Crew:
+    """So many workers, as a context; they are gone at its end."""
+
+    def __init__(self, workers: int, setup: Setup):
+        before = signal.getsignal(signal.SIGINT)
+        in_main = _in_main_thread()
+        if in_main:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; what follows is the parent's
+        try:
+            self.workers = [Worker(setup) for _ in range(workers)]
+        finally:
+            if in_main:
+                signal.signal(signal.SIGINT, before)
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.line.close()
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+
+    def greet(self) -> None:
+        """Tell all what they are to do, and wait until they are ready."""
+        for worker in self.workers:
+            worker.greet()
+        for worker in self.workers:
+            answer = worker.receive()
+            if isinstance(answer, Exception):
+                raise answer
+
+    def work(self, tasks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
+        """(task, what came with it, answer) in the order of the tasks, whoever did them.
+
+        Args:
+            tasks: (task, what comes with it, which stays here).
+
+        Raises:
+            UserError: a worker has died, or has found that the word memo errs.
+            RuntimeError: an error in a worker, with its traceback.
+        """
+        source, out, back = enumerate(tasks), deque(), {}
+        more = True
+        while more or out:
+            while more and len(out) < AHEAD * len(self.workers):
+                worker = min(self.workers, key=lambda one: len(one.tasks))
+                if len(worker.tasks) >= AT_A_WORKER:
+                    break
+                number, (task, note) = next(source, (None, (None, None)))
+                more = number is not None
+                if more:
+                    worker.give(number, task)
+                    out.append((number, task, note))
+            while out and out[0][0] in back:
+                number, task, note = out.popleft()
+                yield task, note, _checked(back.pop(number), task)
+            if out and out[0][0] not in back:
+                busy = {worker.line: worker for worker in self.workers if worker.tasks}
+                for line in wait(list(busy)):
+                    number, answer = busy[line].take()
+                    back[number] = answer
+
+
+def _checked(answer: Any, task: Any) -> Any:
+    if isinstance(answer, Mismatch):
+        raise UserError(
+            f"{task.file}: the word memo and the tokenizer have different ids for a document that begins with "
+            f"{str(answer)[:60]!r}. Nothing was written. Say --word_memo false, and please report the tokenizer"
+        )
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,48 @@
+r"""`zerofit verify`: on a recipe of yours, shortened, the strategies agree and a killed run loses nothing.
+
+    zerofit verify --config recipes/clm/stdlib-gpt2.yaml
+    zerofit verify --config recipes/cls/sst2-small.yaml --strategies zero2,zero3 --num_processes 4 --kills 8
+
+The reference is one process. Each strategy then runs with several, for the same losses, gradient norms, learning rates
+and samples in every update. Then the run of each strategy is killed with SIGKILL, resumed, killed again, also with
+another number of processes, and must end as the one that nobody disturbed. All of these are real launches.
+"""
+
+from pathlib import Path
+
+from train.recipe.paths import check_paths
+from train.record.run_folder import check_folder_of
+from train.record.terminal import say, screen_width
+from train.strategy.pairs import find_strategies
+from train.tools.launches import ending_in_order
+from train.tools.options import VerifyOptions
+from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.proof import Proof
+from train.tools.verify.shorten import precision_of, shorten
+
+RECIPE, REPORT = "recipe.yaml", "report.txt"
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
+    configs = find_strategies([options.reference, *options.names])
+    source = options.source("config")
+    output = Path(options.output or Path("outputs") / f"verify-{Path(source).stem if source else options.task}")
+    check_folder_of(output, RECIPE, "proof")
+    check_paths(options, output, "output")
+    short = shorten(options, cls)
+    precision = precision_of(options)
+    options.tolerance = options.tolerance or TOLERANCES[precision]
+    say(f"recipe    {source or 'of flags'}", *(f"changed   {change}" for change in short.changes),
+        f"compared  to {options.tolerance:g}, in {precision}", f"folder    {output}")  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
+    proof = Proof(options, configs, output, output / RECIPE, short.save_steps)
+    with ending_in_order():
+        proof.run()
+    (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
+    say("", proof.report(screen_width()))
+    if proof.is_well and not options.keep:
+        proof.clear()
+    return 0 if proof.is_well else 1

@@ -1,0 +1,1 @@
+"""The loop, the trainer around it, evaluation and metrics."""
