@@ -24,12 +24,12 @@ from train.model.loss import install_loss, model_loss
 from train.model.parameters import flops_per_token
 from train.model.settle import install_chosen_loss, settle_loss
 from train.recipe import ClmRecipe
-from train.record.jsonl import Lines
+from train.record.jsonl import JsonlFile
 from train.record.meters import make_meter
 from train.record.timeline import Timeline
 from train.strategy.devices import pins_memory
-from train.training.task import Job
-from train.training.trainer import Session
+from train.training.task import Task
+from train.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def train_bare(work: Workload, watch: Stopwatch, loss: str) -> None:
         watch.lap()
 
 
-class TimedLines(Lines):
+class TimedLines(JsonlFile):
     """A run's metrics.jsonl, with a lap taken after each line that is written."""
 
     def __init__(self, path: Path, watch: Stopwatch):
@@ -191,7 +191,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     from transformers import AutoModelForCausalLM
 
     recipe = work.recipe(loss)
-    session = Session("clm", recipe, Timeline())
+    session = Trainer("clm", recipe, Timeline())
     session.folder.metrics = TimedLines(session.folder.metrics.path, watch)
     session.plan(len(work.samples))
     session.start_processes()
@@ -199,7 +199,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     install_chosen_loss(model, recipe)
     engine = session.prepare(model)
     settle_loss(engine, recipe)
-    job = Job(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    job = Task(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
     session.train(job, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
     session.witness.leave()
     assert len(session.folder.metrics.read()) == work.options.num_updates

@@ -30,7 +30,7 @@ from random import Random
 import torch
 import yaml
 
-from train.record.jsonl import Lines
+from train.record.jsonl import JsonlFile
 from train.record.run_folder import describe_environment
 from train.tools.launches import Trial, ending_in_order, failure, launched
 from train.tools.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
@@ -74,7 +74,7 @@ class Result:
         self.runs += 1
 
     def compare(self, run: Path, reference: Path, num_updates: int) -> None:
-        metrics, ledgers = ([Lines(folder / name).read() for folder in (run, reference)]
+        metrics, ledgers = ([JsonlFile(folder / name).read() for folder in (run, reference)]
                             for name in ("metrics.jsonl", "samples.jsonl"))  # fmt: skip
         difference, ledger = compare_metrics(*metrics, num_updates), compare_samples(*ledgers)
         self.loss_difference = max(self.loss_difference, difference.largest["loss"])

@@ -220,7 +220,7 @@ def order_with(lengths: np.ndarray, size: int, window: int, seed: int) -> Sample
 
 
 def by_source(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """What updates are made by, and what an update's rows are sorted by, as train/data/rows.py has them."""
+    """What updates are made by, and what an update's rows are sorted by, as train/data/tokenized.py has them."""
     source, *target = columns
     return source, source * (target[0].max() + 1) + target[0] if target else source
 

@@ -12,7 +12,7 @@ Read `main` from top to bottom: what is loaded, how text becomes batches, what t
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
 from train.record.timeline import Timeline
-from train.training.trainer import open_session
+from train.training.trainer import open_trainer
 
 
 @reports_user_errors
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClmRecipe, argv, prog="train/clm.py")
-    session = open_session("clm", recipe, timeline)
+    session = open_trainer("clm", recipe, timeline)
 
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.record.terminal import screen_width, table
     from train.training.evaluation import eval_batches, held_out_loss
     from train.training.generation import predict_texts, writing_settings
-    from train.training.task import Job
+    from train.training.task import Task
 
     timeline.mark("imports")
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         batches = eval_batches(engine, data.validation, collate, size, most)
         return held_out_loss(engine, batches, model_loss)
 
-    job = Job(
+    job = Task(
         recipe=recipe,
         train_set=data.train,
         collate=collate,

@@ -13,7 +13,7 @@ Read `main` from top to bottom: what is loaded, how records become batches, what
 from train.recipe import ClsRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
 from train.record.timeline import Timeline
-from train.training.trainer import open_session
+from train.training.trainer import open_trainer
 
 
 @reports_user_errors
@@ -23,14 +23,14 @@ def main(argv: list[str] | None = None) -> int:
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
-    session = open_session("cls", recipe, timeline)
+    session = open_trainer("cls", recipe, timeline)
 
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
     from train.data.labelled.examples import prepare_examples
     from train.data.labelled.labels import pretrained_head, renamed_head, settle_labels
-    from train.data.pack import contents_rows
+    from train.data.pack import stats_rows
     from train.model.configuration import check_task
     from train.model.load import weights_of_head
     from train.model.loss import logits_of_examples, loss_of_examples
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.record.terminal import screen_width, table
     from train.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
     from train.training.evaluation import eval_batches
-    from train.training.task import Job
+    from train.training.task import Task
 
     timeline.mark("imports")
 
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
         return predict_examples(engine, batches, data.labels, part, session.folder, recipe)
 
-    job = Job(
+    job = Task(
         recipe=recipe,
         train_set=data.train,
         collate=collate,
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parts = (None, held_out) if recipe.predict_file else (held_out,)
     session.announce(
         f"data      {data.labels.describe}",
-        table(contents_rows(data.train and data.train.contents, *parts), screen_width()),
+        table(stats_rows(data.train and data.train.contents, *parts), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:

@@ -12,7 +12,7 @@ Read `main` from top to bottom: what is loaded, how conversations become batches
 from train.recipe import Seq2SeqRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
 from train.record.timeline import Timeline
-from train.training.trainer import open_session
+from train.training.trainer import open_trainer
 
 
 @reports_user_errors
@@ -22,12 +22,12 @@ def main(argv: list[str] | None = None) -> int:
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(Seq2SeqRecipe, argv, prog="train/seq2seq.py")
-    session = open_session("seq2seq", recipe, timeline)
+    session = open_trainer("seq2seq", recipe, timeline)
 
     from transformers import AutoModelForSeq2SeqLM
 
     from train.data.collate import PairCollator, PromptCollator, multiple_for
-    from train.data.pack import contents_rows
+    from train.data.pack import stats_rows
     from train.data.pairs.prepare import prepare_pairs
     from train.data.prompts import read_sources
     from train.model.loss import model_loss
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         shown,
         trivial_answers,
     )
-    from train.training.task import Job
+    from train.training.task import Task
 
     timeline.mark("imports")
 
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         batches = eval_batches(engine, prompts, sources, recipe.per_device_eval_batch_size)
         return predict_texts(engine, batches, data.tokenizer, prompts, session.folder, settings)
 
-    job = Job(
+    job = Task(
         recipe=recipe,
         train_set=data.train,
         collate=collate,
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
     parts = (data.train, data.validation and data.validation.samples, prompts)
     session.announce(
-        table(contents_rows(*(part and part.contents for part in parts)), screen_width()),
+        table(stats_rows(*(part and part.contents for part in parts)), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from train.checkpoint.directory import ASKED, Checkpoints
-from train.checkpoint.writer import Saver
+from train.checkpoint.directory import ASKED, CheckpointDirectory
+from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.collate import Batch, CausalCollator
 from train.record.run_folder import describe_environment
 from train.strategy.engine import adamw
@@ -18,7 +18,7 @@ from train.training.loop import _micro_batches
 DEVICE = torch.device("simgpu", 0)
 
 
-class Rows:
+class TokenizedDataset:
     """Eight rows of four tokens."""
 
     lengths = sort_key = None
@@ -67,7 +67,9 @@ def is_pinned(batch: Batch) -> bool:
 
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
-    job = SimpleNamespace(recipe=recipe, train_set=Rows(), grouping="none", order=None, collate=CausalCollator(0))
+    job = SimpleNamespace(
+        recipe=recipe, train_set=TokenizedDataset(), grouping="none", order=None, collate=CausalCollator(0)
+    )
     sizes = SimpleNamespace(global_batch=4, micro_batch=2, accumulation=2, world_size=1)
     plan = SimpleNamespace(batches=sizes, num_samples=8, total_samples=8)
     batches = list(_micro_batches(job, Alone(), plan, 0))
@@ -79,7 +81,7 @@ def test_batches_of_training_are_pinned():
 def test_batches_of_evaluation_are_pinned(monkeypatch):
     seen, to = [], Batch.to
     monkeypatch.setattr(Batch, "to", lambda batch, device: seen.append(is_pinned(batch)) or to(batch, device))
-    batches = list(eval_batches(Alone(), Rows(), CausalCollator(0), 2))
+    batches = list(eval_batches(Alone(), TokenizedDataset(), CausalCollator(0), 2))
     assert seen == [True] * len(batches) == [True] * 4
     assert batches[0].inputs["input_ids"].device == DEVICE
 
@@ -89,7 +91,7 @@ def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronou
     """And take little more of the host than what is copied: torch rounds each pinned block up to a power of two."""
     engine, before = Alone(), torch.simgpu.pinned_bytes()
     copied = 3 * sum(parameter.nbytes for parameter in engine.module.parameters())  # weights and two moments
-    saver = Saver(Checkpoints(tmp_path), engine, asynchronous=asynchronous)
+    saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), engine, asynchronous=asynchronous)
     saver.save(1, ASKED, lambda folder, weights: None, dict, {"updates": 1}, False)
     pinned = torch.simgpu.pinned_bytes() - before
     assert not saver.settle()

@@ -27,7 +27,7 @@ from train.recipe.answers import OF_DATA, OF_TRAINING
 from train.record.run_folder import RunFolder
 from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
-from train.training.evaluation_only import AnsweringSession
+from train.training.evaluation_only import EvaluationTrainer
 from train.training.generation import predict_texts, writing_settings
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
@@ -97,7 +97,7 @@ def test_a_tool_that_trains_does_not_take_it():
 
 
 def test_the_folder_of_a_training_run_is_refused(tmp_path):
-    session, folder = AnsweringSession.__new__(AnsweringSession), RunFolder(tmp_path / "run")
+    session, folder = EvaluationTrainer.__new__(EvaluationTrainer), RunFolder(tmp_path / "run")
     session._refuse_a_training_run(folder)
     folder.start_answers({"seed": 1}, {"name": "single"}, {})
     (tmp_path / "run" / "predictions.jsonl").write_text("{}\n")

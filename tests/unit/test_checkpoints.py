@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from train.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, Checkpoints, flaw
+from train.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, flaw
 
 
-def write(checkpoints: Checkpoints, update: int, why: str = ASKED, best: bool = False) -> None:
+def write(checkpoints: CheckpointDirectory, update: int, why: str = ASKED, best: bool = False) -> None:
     partial = checkpoints.partial(update)
     (partial / "model").mkdir(parents=True)
     (partial / "model" / "weights").write_text(f"weights {update}")
@@ -18,7 +18,7 @@ def write(checkpoints: Checkpoints, update: int, why: str = ASKED, best: bool = 
     checkpoints.finish(update, why, best, {})
 
 
-def there(checkpoints: Checkpoints) -> list[int]:
+def there(checkpoints: CheckpointDirectory) -> list[int]:
     return sorted(int(folder.name.removeprefix("update_")) for folder in checkpoints.path.glob("update_????????"))
 
 
@@ -34,7 +34,7 @@ def there(checkpoints: Checkpoints) -> list[int]:
     ],
 )
 def test_the_last_the_best_and_every_nth_are_kept(tmp_path, limit, every, best, kept):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", limit, every)
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints", limit, every)
     for update in range(1, 7):
         write(checkpoints, update, best=update == best)
     assert there(checkpoints) == kept
@@ -43,7 +43,7 @@ def test_the_last_the_best_and_every_nth_are_kept(tmp_path, limit, every, best, 
 
 
 def test_of_those_kept_as_the_best_only_the_last_stays(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     for update in (3, 5, 9):
         write(checkpoints, update, why=BEST, best=True)
     write(checkpoints, 10)
@@ -53,7 +53,7 @@ def test_of_those_kept_as_the_best_only_the_last_stays(tmp_path):
 
 
 def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     for update, why in ((1, ASKED), (2, CLOCK), (3, CLOCK), (4, ASKED), (5, CLOCK), (6, LEAVING)):
         write(checkpoints, update, why=why)
     assert there(checkpoints) == [1, 4, 5, 6]
@@ -61,7 +61,7 @@ def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
 
 def test_those_that_hold_the_model_only_are_kept_as_asked(tmp_path):
     for limit, kept in ((None, [1, 2, 3]), (2, [2, 3])):
-        checkpoints = Checkpoints(tmp_path / f"checkpoints-{limit}", limit)
+        checkpoints = CheckpointDirectory(tmp_path / f"checkpoints-{limit}", limit)
         for update in (1, 2, 3):
             (checkpoints.partial(update) / "model").mkdir(parents=True)
             (checkpoints.partial(update) / "model" / "weights").write_text(f"weights {update}")
@@ -76,7 +76,7 @@ def damages(data: bytes) -> dict[str, bytes | None]:
 
 
 def test_every_damage_to_every_file_is_found_and_named(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     write(checkpoints, 7)
     folder = checkpoints.folder(7)
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -97,7 +97,7 @@ def test_every_damage_to_every_file_is_found_and_named(tmp_path):
 
 
 def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     write(checkpoints, 7)
     manifest = checkpoints.folder(7) / "manifest.json"
     data = manifest.read_bytes()
@@ -110,7 +110,7 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
 
 
 def test_a_manifest_of_other_things_is_no_manifest(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     write(checkpoints, 7)
     for content in ([], {"files": {}}, {"why": ASKED, "files": {"a": 1}}, {"why": ASKED, "files": []}):
         (checkpoints.folder(7) / "manifest.json").write_text(json.dumps(content))
@@ -118,7 +118,7 @@ def test_a_manifest_of_other_things_is_no_manifest(tmp_path):
 
 
 def test_what_a_killed_run_left_half_goes_and_what_comes_again_goes(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     for update in (2, 4, 6):
         write(checkpoints, update, best=update == 6)
     checkpoints.partial(8).mkdir()
@@ -128,7 +128,7 @@ def test_what_a_killed_run_left_half_goes_and_what_comes_again_goes(tmp_path):
 
 
 def test_a_checkpoint_is_written_anew_in_its_place(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     write(checkpoints, 3)
     before = (checkpoints.folder(3) / "manifest.json").stat().st_ino
     write(checkpoints, 3)

@@ -11,7 +11,7 @@ from helpers import ROOT, environment
 from train.record import meters
 from train.record.run_folder import describe_environment
 from train.strategy import devices
-from train.strategy.batches import Batches
+from train.strategy.batches import BatchSizes
 from train.strategy.launch import Launch
 from train.strategy.strategy import Strategy
 
@@ -96,5 +96,5 @@ def test_with_a_gpu_threads_are_given_back_where_the_optimizer_is_offloaded(monk
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     zero = {"stage": 2} | ({"offload_optimizer": {"device": offload}} if offload else {})
     launch = Launch(1, 0, True, None, None, None, threads_are_the_users=of_user)
-    Strategy(launch, Batches(1, 1, 1), "bf16", {"zero_optimization": zero}, "").accelerator()
+    Strategy(launch, BatchSizes(1, 1, 1), "bf16", {"zero_optimization": zero}, "").accelerator()
     assert bool(calls) == given

@@ -25,12 +25,12 @@ from train.tools.compare.report import Report, markdown_table
 from train.tools.compare.results import Row, common_size, conclusion, fact_of
 from train.tools.compare.search import Fact, Known, next_size, next_step, predict
 from train.tools.compare.trial_launch import TrialLaunch
-from train.tools.compare.trial_request import Answers, Orders, add_line
+from train.tools.compare.trial_request import Answers, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCase
 from train.tools.launches import MARK
 from train.tools.options import CompareOptions, parse_bytes
 from train.tools.tool_recipe import read_with_recipe
-from train.training.task import Job
+from train.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 GIB, MIB = 2**30, 2**20
@@ -130,15 +130,15 @@ def test_prediction():
 # ------------------------------------------------------------------------------------------------- orders and journal
 
 
-def orders(**changes) -> Orders:
+def orders(**changes) -> TrialRequest:
     me = psutil.Process()
-    return Orders(**{"sizes": [1, 2], "first": 1, "alone": False, "steps": 2, "pid": me.pid,
+    return TrialRequest(**{"sizes": [1, 2], "first": 1, "alone": False, "steps": 2, "pid": me.pid,
                      "started": me.create_time(), "points": [(1, 5)], **changes})  # fmt: skip
 
 
 def test_orders_and_answers_pass_through_files(tmp_path):
     file = orders().write(tmp_path / "trial")
-    assert Orders.read(file) == orders()
+    assert TrialRequest.read(file) == orders()
     answers = Answers(tmp_path / "answers.jsonl")
     assert answers.news() == []
     add_line(answers.file, {"event": "trying", "size": 3})
@@ -214,7 +214,7 @@ class Samples:
 
 
 def worst(longest, collate, *samples):
-    return WorstCase(Job(None, Samples(*samples), collate, None, None, longest=longest))
+    return WorstCase(Task(None, Samples(*samples), collate, None, None, longest=longest))
 
 
 def test_rows_of_text_are_stretched_and_wholly_trained_on():

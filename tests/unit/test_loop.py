@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from train.data.collate import Batch
-from train.health.anomaly_detector import Sentinel
+from train.health.anomaly_detector import AnomalyDetector
 from train.recipe import ClmRecipe
 from train.record.terminal import Progress
-from train.strategy.batches import Batches
-from train.training.best_metric import Best
-from train.training.loop import Hooks, fit, make_plan
-from train.training.task import Job
+from train.strategy.batches import BatchSizes
+from train.training.best_metric import BestMetricTracker
+from train.training.loop import Hooks, fit, run_length
+from train.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
 
@@ -68,21 +68,21 @@ def collate(pairs) -> Batch:
     return Batch(inputs, tokens - len(pairs), tokens, 3 * len(pairs), [index for _, index in pairs])
 
 
-def job_of(**options) -> Job:
+def job_of(**options) -> Task:
     recipe = ClmRecipe(num_train_epochs=UPDATES * 8 / SAMPLES, logging_steps=100, dataloader_num_workers=0, **options)
-    return Job(recipe, Samples(), collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
+    return Task(recipe, Samples(), collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
 
 
-def run(job: Job, engine: Engine, done: Progress | None = None) -> list[dict]:
+def run(job: Task, engine: Engine, done: Progress | None = None) -> list[dict]:
     lines, done = [], done or Progress()
     nothing = lambda *_: None  # noqa: E731
     saves = SimpleNamespace(has_failed=False, look=lambda: None, news=[])
     hooks = Hooks(lines.append, None, nothing, nothing, nothing, nothing, saves)
     stop = SimpleNamespace(code=lambda: 0, clock=lambda: False)
     meter = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0})
-    plan = make_plan(job.recipe, SAMPLES, Batches(2, 2, 2))
-    sentinel = Sentinel(0.0, False, False)
-    fit(job, engine, plan, meter, Best("loss"), hooks, done, sentinel, stop)
+    plan = run_length(job.recipe, SAMPLES, BatchSizes(2, 2, 2))
+    sentinel = AnomalyDetector(0.0, False, False)
+    fit(job, engine, plan, meter, BestMetricTracker("loss"), hooks, done, sentinel, stop)
     return lines
 
 

@@ -12,8 +12,8 @@ from helpers import refusal
 from test_saving import Alone, fill
 
 from train.checkpoint import writer as saving
-from train.checkpoint.directory import ASKED, Checkpoints
-from train.checkpoint.writer import Saver
+from train.checkpoint.directory import ASKED, CheckpointDirectory
+from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.megatron.blend import put_in_place
 from train.recipe import ClmRecipe, cache
 from train.recipe.files import appears, is_shared, is_there
@@ -83,7 +83,7 @@ class OneOf(Alone):
 
 
 def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(ranks, tmp_path, monkeypatch):
-    alone = Saver(Checkpoints(tmp_path), Alone())
+    alone = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), Alone())
     for update in (5, 9):
         alone.save(update, ASKED, fill, alone.engine.weights, {"updates": update}, False)
         assert not alone.settle()
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(rank
     monkeypatch.setattr(saving, "flaw", flaw)
 
     def choose(rank: int):
-        return Saver(Checkpoints(tmp_path), OneOf(rank)).choose("auto")
+        return AsyncCheckpointWriter(CheckpointDirectory(tmp_path), OneOf(rank)).choose("auto")
 
     newest = tmp_path / "update_00000009"
     assert ranks(choose) == [(newest, [])] * 2
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(rank
 
 
 def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, monkeypatch):
-    saver = Saver(Checkpoints(tmp_path / "0"), Alone())
+    saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path / "0"), Alone())
     saver.save(5, ASKED, fill, saver.engine.weights, {"updates": 5}, False)
     assert not saver.settle()
     this_rank = threading.local()
@@ -126,7 +126,7 @@ def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, mo
 
     def choose(rank: int):
         this_rank.number = rank
-        return refusal(Saver(Checkpoints(tmp_path / "0"), OneOf(rank)).choose, "auto")
+        return refusal(AsyncCheckpointWriter(CheckpointDirectory(tmp_path / "0"), OneOf(rank)).choose, "auto")
 
     first, second = ranks(choose)
     assert first == second

@@ -17,7 +17,7 @@ from train.model.loss import install_loss
 from train.recipe import ClmRecipe, Seq2SeqRecipe
 from train.record.meters import MemoryMeter
 from train.record.terminal import size
-from train.strategy.batches import Batches
+from train.strategy.batches import BatchSizes
 from train.strategy.engine import TorchEngine
 
 GIB = 2**30
@@ -269,7 +269,7 @@ def tiny_run():
     """(recipe, strategy, engine) of a tiny GPT-2 on the CPU."""
     recipe = ClmRecipe(config_name="gpt2", block_size=64, per_device_train_batch_size=4)
     launch = SimpleNamespace(rank=0, world_size=1, name="single")
-    strategy = SimpleNamespace(deepspeed=None, batches=Batches(4, 1, 1), launch=launch, precision="fp32",
+    strategy = SimpleNamespace(deepspeed=None, batches=BatchSizes(4, 1, 1), launch=launch, precision="fp32",
                                shards_parameters=False)  # fmt: skip
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=True)
     accelerator.prepare = lambda model, optimizer: (model, SimpleNamespace(optimizer=optimizer))

@@ -14,7 +14,7 @@ from sklearn import metrics as sk
 from train.data.labelled.examples import HeldOut
 from train.data.labelled.labels import Labels
 from train.recipe import ClsRecipe, UserError
-from train.training.best_metric import Best, make_best
+from train.training.best_metric import BestMetricTracker, make_best_tracker
 from train.training.classification import best_constant, figures_of
 from train.training.generation import FIGURES
 from train.training.metrics import FOLDER, compute
@@ -107,7 +107,7 @@ def test_the_names_that_are_promised_are_those_that_come():
 # ---------------------------------------------------------------------------------------------------------------- best
 
 
-def judged(best: Best, values: list[float]) -> list[bool]:
+def judged(best: BestMetricTracker, values: list[float]) -> list[bool]:
     return [best.is_best(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
 
 
@@ -127,7 +127,7 @@ def judged(best: Best, values: list[float]) -> list[bool]:
     ],
 )
 def test_what_is_better(metric, threshold, values, better):
-    best = Best(metric, threshold=threshold)
+    best = BestMetricTracker(metric, threshold=threshold)
     assert judged(best, values) == better
     last = max((n for n, is_best in enumerate(better, 1) if is_best), default=None)
     assert best.update == (last and 10 * last)
@@ -145,7 +145,7 @@ def test_what_is_better(metric, threshold, values, better):
     ],
 )
 def test_patience(patience, values, exhausted):
-    best, seen = Best("accuracy", patience), []
+    best, seen = BestMetricTracker("accuracy", patience), []
     for value in values:
         judged(best, [value])
         seen.append(best.is_exhausted)
@@ -154,9 +154,9 @@ def test_patience(patience, values, exhausted):
 
 def test_the_recipes_choice():
     figures = ("accuracy", "f1", "loss")
-    assert make_best(ClsRecipe(), figures, True) == Best("accuracy")
+    assert make_best_tracker(ClsRecipe(), figures, True) == BestMetricTracker("accuracy")
     recipe = ClsRecipe(metric_for_best_model="eval_f1", early_stopping_patience=3, early_stopping_threshold=0.1)
-    assert make_best(recipe, figures, True) == Best("f1", 3, 0.1)
+    assert make_best_tracker(recipe, figures, True) == BestMetricTracker("f1", 3, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_recipes_choice():
 )
 def test_a_choice_that_cannot_be(options, is_evaluated, words):
     with pytest.raises(UserError) as caught:
-        make_best(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated)
+        make_best_tracker(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated)
     assert words in caught.value.report()
 
 
@@ -197,7 +197,7 @@ def test_the_best_constant_of_numbers():
     ],
 )
 def test_a_best_that_only_ties_the_start_is_said(metric, start, values, unbeaten):
-    best = Best(metric)
+    best = BestMetricTracker(metric)
     for update, value in enumerate(values, 1):
         best.is_best(update, {f"eval_{metric}": value})
     assert best.unbeaten_start({f"eval_{metric}": start}) == (start if unbeaten else None)

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from helpers import refusal
 
-from train.checkpoint.directory import ASKED, Checkpoints
-from train.checkpoint.resume import Origin, check_data, differences_from, fingerprint
+from train.checkpoint.directory import ASKED, CheckpointDirectory
+from train.checkpoint.resume import ResumePlan, check_data, differences_from, fingerprint
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import NothingToDo
 from train.record.run_folder import RunFolder, identity
@@ -30,7 +30,7 @@ def leave_a_run(folder, options: ClmRecipe, global_batch: int, processes: int) -
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes, accumulation):
     options = recipe("--gradient_accumulation_steps", "3")
-    origin = Origin(options, leave_a_run(tmp_path, options, 24, 2), processes)
+    origin = ResumePlan(options, leave_a_run(tmp_path, options, 24, 2), processes)
     sizes = resolve_batches(options, processes)
     assert (sizes.global_batch, sizes.accumulation) == (24, accumulation)
     said = "".join(origin.settle(sizes.global_batch))
@@ -40,7 +40,7 @@ def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes
 
 def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
     options = recipe("--gradient_accumulation_steps", "3")
-    Origin(options, leave_a_run(tmp_path, options, 24, 2), 4)
+    ResumePlan(options, leave_a_run(tmp_path, options, 24, 2), 4)
     message = refusal(resolve_batches, options, 4)
     assert "global_batch_size = 24 (the run that goes on, of 2 processes)" in message
     assert "per_device_train_batch_size could be 1, 2, 3, 6, or the number of processes could be 1, 2, 3, 6" in message
@@ -48,20 +48,20 @@ def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
 
 def test_what_the_user_says_of_the_global_batch_is_heeded(tmp_path):
     options = recipe("--global_batch_size", "16")
-    origin = Origin(options, leave_a_run(tmp_path, options, 24, 2), 1)
+    origin = ResumePlan(options, leave_a_run(tmp_path, options, 24, 2), 1)
     assert "global_batch_size was 24, now 16" in refusal(origin.settle, 16)
 
 
 def test_a_run_goes_on_with_other_ways_of_watching_it_and_no_other_options(tmp_path):
     before, now = recipe("--save_steps", "3"), recipe("--save_minutes", "5", "--on_fault", "skip", "--max_hours", "2")
     folder = leave_a_run(tmp_path, before, 8, 2)
-    origin = Origin(now, folder, 2)
+    origin = ResumePlan(now, folder, 2)
     assert origin.settle(8) == []
     assert origin.wanted == ["auto"]
     for flags in (["--learning_rate", "1e-3"], ["--learning_rate", "1e-3", "--resume", "never"]):
-        message = refusal(Origin(recipe(*flags), folder, 2).settle, 8)
+        message = refusal(ResumePlan(recipe(*flags), folder, 2).settle, 8)
         assert "holds a different run: learning_rate was 5e-05, now 0.001" in message
-    never = Origin(recipe("--resume", "never"), folder, 2)
+    never = ResumePlan(recipe("--resume", "never"), folder, 2)
     assert never.settle(8) == []
     assert never.wanted == []
 
@@ -69,10 +69,10 @@ def test_a_run_goes_on_with_other_ways_of_watching_it_and_no_other_options(tmp_p
 def test_overwriting_replaces_another_run_and_lets_the_same_one_go_on(tmp_path):
     """It stands in the job scripts of many, who would lose the run at every restart."""
     folder = leave_a_run(tmp_path, recipe(), 8, 2)
-    other = Origin(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder, 1)
+    other = ResumePlan(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder, 1)
     assert other.settle(4) == []
     assert other.wanted == []
-    same = Origin(recipe("--overwrite_output_dir"), folder, 2)
+    same = ResumePlan(recipe("--overwrite_output_dir"), folder, 2)
     same.settle(8)
     assert same.wanted == ["auto"]
 
@@ -81,12 +81,12 @@ def test_a_finished_run_is_left_alone(tmp_path):
     folder = leave_a_run(tmp_path, recipe(), 8, 2)
     (tmp_path / "model").mkdir()
     folder.write_environment({"exit_code": 85})
-    Origin(recipe(), folder, 2).settle(8)
+    ResumePlan(recipe(), folder, 2).settle(8)
     folder.write_environment({"exit_code": 0})
     with pytest.raises(NothingToDo, match="--resume never makes it again"):
-        Origin(recipe(), folder, 2).settle(8)
+        ResumePlan(recipe(), folder, 2).settle(8)
     for flag in ("--overwrite_output_dir", "--resume=never"):
-        again = Origin(recipe(flag), folder, 2)
+        again = ResumePlan(recipe(flag), folder, 2)
         again.settle(8)
         assert again.wanted == []
     folder.write_environment({"exit_code": 85, "x": 1})
@@ -105,7 +105,7 @@ def test_only_one_run_is_at_work_in_a_folder(tmp_path):
 
 
 def named_checkpoint(folder, run: dict):
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = CheckpointDirectory(folder / "checkpoints")
     (checkpoints.partial(3) / "state").mkdir(parents=True)
     (checkpoints.partial(3) / "state" / "progress.json").write_text(json.dumps({"run": run}))
     checkpoints.finish(3, ASKED, False, {})
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
     before = recipe()
     checkpoint = named_checkpoint(tmp_path, {**identity(before, 8), "num_processes": 2})
     now = recipe("--resume", str(checkpoint), "--learning_rate", "1e-3", "--num_train_epochs", "9")
-    origin = Origin(now, RunFolder(tmp_path / "other"), 2)
+    origin = ResumePlan(now, RunFolder(tmp_path / "other"), 2)
     assert sorted(origin.settle(8)) == [
         "goes on otherwise: learning_rate was 5e-05, now 0.001", "goes on otherwise: num_train_epochs was 3.0, now 9.0"
     ]  # fmt: skip
@@ -134,11 +134,13 @@ def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
     checkpoint = named_checkpoint(tmp_path / "there", {**identity(recipe(), 8), "num_processes": 2})
     folder = leave_a_run(tmp_path / "here", recipe(), 8, 2)
     named = ["--resume", str(checkpoint)]
-    assert "holds a different run" in refusal(Origin(recipe(*named, "--learning_rate", "1e-3"), folder, 2).settle, 8)
-    replaced = Origin(recipe(*named, "--learning_rate", "1e-3", "--overwrite_output_dir"), folder, 2)
+    assert "holds a different run" in refusal(
+        ResumePlan(recipe(*named, "--learning_rate", "1e-3"), folder, 2).settle, 8
+    )
+    replaced = ResumePlan(recipe(*named, "--learning_rate", "1e-3", "--overwrite_output_dir"), folder, 2)
     replaced.settle(8)
     assert replaced.wanted == [str(checkpoint)]
-    again = Origin(recipe(*named), folder, 2)
+    again = ResumePlan(recipe(*named), folder, 2)
     again.settle(8)
     assert again.wanted == ["auto", str(checkpoint)]
 
@@ -150,7 +152,7 @@ def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
 )  # fmt: skip
 def test_what_is_no_checkpoint_is_refused_at_once(tmp_path, path, text):
     named_checkpoint(tmp_path, {})
-    assert text in refusal(Origin, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path), 1)
+    assert text in refusal(ResumePlan, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path), 1)
 
 
 class Samples(list):

@@ -13,8 +13,8 @@ import torch
 from helpers import refusal
 
 from train.checkpoint import writer as saving
-from train.checkpoint.directory import ASKED, STATE, Checkpoints, seal
-from train.checkpoint.writer import Saver
+from train.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
+from train.checkpoint.writer import AsyncCheckpointWriter
 from train.strategy.state import KINDS, WholeState
 
 
@@ -65,11 +65,11 @@ def fill(folder: Path, weights) -> None:
     save_file(weights, folder / "model" / "model.safetensors")
 
 
-def saver_of(engine: Alone, folder: Path, **options) -> Saver:
-    return Saver(Checkpoints(folder / "checkpoints"), engine, **options)
+def saver_of(engine: Alone, folder: Path, **options) -> AsyncCheckpointWriter:
+    return AsyncCheckpointWriter(CheckpointDirectory(folder / "checkpoints"), engine, **options)
 
 
-def save(saver: Saver, engine: Alone, update: int, fill=fill) -> None:
+def save(saver: AsyncCheckpointWriter, engine: Alone, update: int, fill=fill) -> None:
     saver.save(update, ASKED, fill, engine.weights, {"updates": update}, False)
 
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from train.health.anomaly_detector import OVERFLOWS, Sentinel
+from train.health.anomaly_detector import OVERFLOWS, AnomalyDetector
 
 
-def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[Sentinel, list]:
-    sentinel = Sentinel(threshold, clipped, scaled=False)
+def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[AnomalyDetector, list]:
+    sentinel = AnomalyDetector(threshold, clipped, scaled=False)
     norms = np.ones(len(losses)) if norms is None else norms
     return sentinel, [sentinel.fault({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
 
@@ -24,7 +24,7 @@ def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, value):
     figures = {"loss": 1.0, "grad_norm": 1.0, name: value}
-    assert name in Sentinel(0.0, True, False).fault(figures)
+    assert name in AnomalyDetector(0.0, True, False).fault(figures)
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.05, 0.2])
@@ -87,11 +87,11 @@ def test_the_threshold_turns_spikes_off_and_not_the_rest():
 
 
 def test_an_overflow_of_the_loss_scaler_is_no_fault_until_it_never_ends():
-    sentinel = Sentinel(10.0, clipped=False, scaled=True)
+    sentinel = AnomalyDetector(10.0, clipped=False, scaled=True)
     for _ in range(OVERFLOWS - 1):
         assert sentinel.fault({"loss": 2.0, "grad_norm": math.inf}) is None
     assert "whatever the loss scale" in sentinel.fault({"loss": 2.0, "grad_norm": math.inf})
-    sentinel = Sentinel(10.0, clipped=False, scaled=True)
+    sentinel = AnomalyDetector(10.0, clipped=False, scaled=True)
     for _ in range(3 * OVERFLOWS):
         assert sentinel.fault({"loss": 2.0, "grad_norm": math.nan}) is None
         assert sentinel.fault({"loss": 2.0, "grad_norm": 1.0}) is None
@@ -102,7 +102,7 @@ def test_a_resumed_sentinel_judges_as_one_that_was_not():
     losses = curve(300, 0.03)
     whole, _ = trained(losses)
     first, _ = trained(losses[:200])
-    second = Sentinel(10.0, False, False, {name: list(past) for name, past in first.history.items()})
+    second = AnomalyDetector(10.0, False, False, {name: list(past) for name, past in first.history.items()})
     for loss in losses[200:]:
         second.fault({"loss": loss, "grad_norm": 1.0})
     assert second.history == whole.history

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT, environment
 
 from train.health import watchdog_process as watch
-from train.health.watchdog import Witness, died_elsewhere
+from train.health.watchdog import Watchdog, died_elsewhere
 from train.health.watchdog_process import (
     GIB,
     Heard,
@@ -175,7 +175,7 @@ def test_a_witness_that_cannot_be_started_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr("faulthandler.enable", lambda **_: None)
     monkeypatch.setattr("faulthandler.register", lambda *_, **__: None)
-    witness = Witness(0, None)
+    witness = Watchdog(0, None)
     witness.start()
     witness.phase("load")
     witness.leave()

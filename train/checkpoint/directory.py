@@ -22,7 +22,7 @@ ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best
 AT_LEAST = 2  # if the newest has come to harm there is one before it
 
 
-class Checkpoints:
+class CheckpointDirectory:
     """checkpoints/update_NNNNNNNN/ of a run's folder. Only one process writes here, but for the files within state/.
 
     Args:

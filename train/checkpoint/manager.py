@@ -8,21 +8,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, Checkpoints, flaw
+from train.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
 from train.checkpoint.resume import check_data, fingerprint
-from train.checkpoint.writer import Saver
+from train.checkpoint.writer import AsyncCheckpointWriter
 from train.health.shutdown import FAULT, REASONS
 from train.recipe.errors import UserError
 from train.record.run_folder import differences, identity
 from train.record.terminal import Progress
 
 if TYPE_CHECKING:
-    from train.training.trainer import Session
+    pass
 
 MOST_REWINDS = 10
 
 
-class Keeper:
+class CheckpointManager:
     """Keeps the progress of a session's run, and brings it back. All ranks call its methods together.
 
     Args:
@@ -35,10 +35,10 @@ class Keeper:
         self.session, self.job, self.tokenizer, self.best = session, job, tokenizer, best
         recipe, engine = session.recipe, session.engine
         self.recipe, self.folder, self.is_main = recipe, session.folder, session.main
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointDirectory(
             session.folder.path / "checkpoints", recipe.save_total_limit, recipe.save_keep_every
         )
-        self.saver = Saver(self.checkpoints, engine, not session.adapter, recipe.save_async)
+        self.saver = AsyncCheckpointWriter(self.checkpoints, engine, not session.adapter, recipe.save_async)
         self.data = fingerprint(job.train_set, job.grouping)
         self.done = Progress()
         self.resumed_at, self.goes_on_from = 0, None  # updates made before, and in which run's folder
@@ -118,7 +118,7 @@ class Keeper:
         )
 
     def _best_is_copied(self) -> bool:
-        other = Checkpoints(self.goes_on_from / "checkpoints")
+        other = CheckpointDirectory(self.goes_on_from / "checkpoints")
         source = other.folder(self.best.update)
         if other.path.resolve() == self.checkpoints.path.resolve() or flaw(source):
             return False

@@ -16,7 +16,7 @@ from train.record.run_folder import RunFolder, differences
 SAMPLES_LOOKED_AT = 64
 
 
-class Origin:
+class ResumePlan:
     """What a run may go on from, as its folder and the option `resume` have it. First `settle` it.
 
     Args:

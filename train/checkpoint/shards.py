@@ -55,7 +55,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
     return json.loads((folder / PROGRESS).read_text())
 
 
-class StateFiles:
+class ShardReader:
     """The pieces in a folder, read where they lie: only what is asked for is held in memory."""
 
     def __init__(self, folder: Path):

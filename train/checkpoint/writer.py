@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from train.checkpoint.directory import MANIFEST, STATE, Checkpoints, flaw
+from train.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
 from train.checkpoint.host_copies import HostCopies
 from train.checkpoint.shards import (
-    StateFiles,
+    ShardReader,
     entries_of_shares,
     missing_shares,
     read_progress,
@@ -30,13 +30,13 @@ from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
 from train.recipe.files import SECONDS_TO_APPEAR, appears, is_there
 from train.strategy.host_memory import host_memory
-from train.strategy.machines import SHARED_REMEDY, check_same, everyones
+from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
 from train.strategy.state import KINDS
 
 Fill = Callable[[Path, dict[str, torch.Tensor] | None], None]
 
 
-class Saver:
+class AsyncCheckpointWriter:
     """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together.
 
     Args:
@@ -44,7 +44,7 @@ class Saver:
         asynchronous: write while training goes on; None: where the host's memory has room for the copies.
     """
 
-    def __init__(self, checkpoints: Checkpoints, engine, whole: bool = True, asynchronous: bool | None = None):
+    def __init__(self, checkpoints: CheckpointDirectory, engine, whole: bool = True, asynchronous: bool | None = None):
         self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
         parameters, trained = list(engine.module.parameters()), list(engine.state.parameters.values())
         self._exported, self._whole = parameters if whole else trained, whole
@@ -205,7 +205,7 @@ class Saver:
         if problem := engine.from_main(problem):
             return problem
         seen = appears(lambda: is_there(manifest))
-        check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_REMEDY)
+        check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_FOLDER_REMEDY)
         problems = everyones(flaw(folder, engine.accelerator.process_index, engine.world_size))
         return next(filter(None, problems), None)
 
@@ -219,7 +219,7 @@ class Saver:
 
         state = self.engine.state
         try:
-            progress, files = read_progress(folder / STATE), StateFiles(folder / STATE)
+            progress, files = read_progress(folder / STATE), ShardReader(folder / STATE)
             problems = files.problems(state.parameters)
             if not problems:
                 state.load(files.read, progress["steps"])
@@ -250,7 +250,7 @@ class _Save:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointDirectory,
         update: int,
         why: str,
         rank: int,
@@ -308,7 +308,7 @@ class _Save:
                 return
             partial.mkdir(parents=True, exist_ok=True)
             if dtypes:
-                files = StateFiles(partial / STATE)
+                files = ShardReader(partial / STATE)
                 exported = {**exported, **{name: files.weight(name).to(dtype) for name, dtype in dtypes.items()}}
             fill(partial, exported)
             checked = {}

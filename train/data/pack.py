@@ -18,7 +18,7 @@ Sample = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Contents:
+class DatasetStats:
     """What became of the records of a split. Counts are tokens unless they say otherwise."""
 
     documents: int
@@ -34,8 +34,8 @@ class Contents:
         return round((self.tokens - self.truncated) / self.samples)
 
 
-def contents_rows(
-    train: Contents | None, validation: Contents | None, asked: Contents | None = None
+def stats_rows(
+    train: DatasetStats | None, validation: DatasetStats | None, asked: DatasetStats | None = None
 ) -> list[tuple[str, ...]]:
     """The table of what was read, shown before it is used: one row a figure, one column a part.
 
@@ -66,7 +66,7 @@ class SampleSet(Protocol):
     micro-batch, where they are grouped by length. Both are None where all samples are equally long.
     """
 
-    contents: Contents
+    contents: DatasetStats
     lengths: np.ndarray | None
     sort_key: np.ndarray | None
 
@@ -93,7 +93,7 @@ class PackedBlocks:
         if boundaries:
             unpredicted = np.union1d(unpredicted, documents.offsets[:-1])
         positions = self.num_blocks * block_size
-        self.contents = Contents(
+        self.contents = DatasetStats(
             documents=len(documents),
             tokens=tokens,
             samples=self.num_blocks,
@@ -130,7 +130,7 @@ class SeparateDocuments:
         self.documents, self.block_size = documents, block_size
         self.lengths = self.sort_key = np.minimum(lengths, block_size)
         kept = int(self.lengths.sum())
-        self.contents = Contents(
+        self.contents = DatasetStats(
             documents=len(documents),
             tokens=documents.num_tokens,
             samples=len(documents),
@@ -164,10 +164,10 @@ class Conversations:
         self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
         self.contents = self.contents_in(len(self), len(self) * int(self.lengths.max()))
 
-    def contents_in(self, samples: int, positions: int) -> Contents:
+    def contents_in(self, samples: int, positions: int) -> DatasetStats:
         """The contents, laid out in so many samples with so many positions in all."""
         kept = self.ids.num_tokens
-        return Contents(
+        return DatasetStats(
             documents=len(self.ids),
             tokens=kept + self.truncated,
             samples=samples,
@@ -272,4 +272,4 @@ class TextData:
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
         if not self.report:
             parts = (self.train, self.validation, self.prompts)
-            self.report = contents_rows(*(part and part.contents for part in parts))
+            self.report = stats_rows(*(part and part.contents for part in parts))

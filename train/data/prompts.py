@@ -7,7 +7,7 @@ import numpy as np
 
 from train.data.chat.instructions import find_form
 from train.data.lengths import choose_length
-from train.data.pack import Contents, Sample, TextData
+from train.data.pack import DatasetStats, Sample, TextData
 from train.data.pairs.conversations import find_sources, read_conversation_files
 from train.data.pairs.prepare import PairData, PairEncoder, SourceFormat
 from train.data.records import BadRecord, check_records, records_of
@@ -41,7 +41,7 @@ class Prompts:
     def __post_init__(self):
         self.lengths = self.sort_key = np.array([len(ids) for ids in self.ids])
         tokens = int(self.lengths.sum()) + self.truncated
-        self.contents = Contents(len(self.ids), tokens, len(self.ids), self.truncated)
+        self.contents = DatasetStats(len(self.ids), tokens, len(self.ids), self.truncated)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -10,7 +10,7 @@ HEAD = 160  # characters of a sample that are shown
 
 
 @dataclass
-class Fault:
+class Anomaly:
     """An update that must not reach the weights, as one rank sees it."""
 
     update: int

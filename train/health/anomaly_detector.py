@@ -25,7 +25,7 @@ OVERFLOWS = 50
 
 
 @dataclass
-class Sentinel:
+class AnomalyDetector:
     """Judges the figures of one update after another; the same on every rank, since the figures are.
 
     Args:

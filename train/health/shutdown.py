@@ -28,7 +28,7 @@ def exit_code(stopped: int) -> int:
     return EXIT_NEEDS_A_PERSON if stopped in (FAULT, SAVE_FAILED) else EXIT_TO_BE_RESUMED
 
 
-class Stop:
+class ShutdownHandler:
     """What this rank has heard, and what the clock says.
 
     Args:

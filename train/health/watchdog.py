@@ -1,7 +1,7 @@
 """A witness of each rank: a small process beside it, which tells how the rank ended when the rank itself cannot.
 
 A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a rank that is no more waits
-for good. The witness (train/health/watchdog_process.py) learns of the first by the end of a pipe, and of the second by
+for good. The witness (train/health/watchdog_process.py) learns of the first by the end of a pipe, of the second by
 silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started or dies,
 training goes on without.
 """
@@ -47,7 +47,7 @@ OF_TORCH = (
 )
 
 
-class Witness:
+class Watchdog:
     """The rank's side: says where the rank is. Nothing here raises or blocks.
 
     Args:

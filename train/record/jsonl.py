@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Lines:
+class JsonlFile:
     """A .jsonl file; each line is of one update and is on its way to the disk before the next is written."""
 
     def __init__(self, path: Path):

@@ -16,7 +16,7 @@ import yaml
 
 from train.recipe.errors import UserError
 from train.recipe.options import Recipe
-from train.record.jsonl import Lines
+from train.record.jsonl import JsonlFile
 
 PACKAGES = (
     "torch",
@@ -51,9 +51,9 @@ class RunFolder:
 
     def __init__(self, path: str | Path, option: str = "output_dir"):
         self.path, self.option = Path(path), option  # what messages call it
-        self.metrics = Lines(self.path / "metrics.jsonl")
-        self.samples = Lines(self.path / "samples.jsonl")
-        self.faults = Lines(self.path / "faults.jsonl")
+        self.metrics = JsonlFile(self.path / "metrics.jsonl")
+        self.samples = JsonlFile(self.path / "samples.jsonl")
+        self.faults = JsonlFile(self.path / "faults.jsonl")
         self._lock = None
 
     @property

@@ -7,7 +7,7 @@ from train.recipe.options import BatchOptions
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSizes:
     """Sizes in samples. global_batch = micro_batch * accumulation * world_size."""
 
     micro_batch: int
@@ -19,7 +19,7 @@ class Batches:
         return self.micro_batch * self.accumulation * self.world_size
 
 
-def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
+def resolve_batches(recipe: BatchOptions, world_size: int) -> BatchSizes:
     """The sizes that the recipe states, checked against each other.
 
     Raises:
@@ -31,7 +31,7 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
     )  # fmt: skip
     one_pass = micro * world_size
     if wanted is None:
-        return Batches(micro, accumulation or 1, world_size)
+        return BatchSizes(micro, accumulation or 1, world_size)
     if wanted % one_pass:
         sizes = [size for size in range(1, wanted + 1) if wanted % (size * world_size) == 0]
         counts = [count for count in range(1, wanted + 1) if wanted % (micro * count) == 0]
@@ -50,7 +50,7 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> Batches:
             f"per_device_train_batch_size = {micro} and {world_size} processes the accumulation is "
             f"{wanted // one_pass}. Set one of the two"
         )
-    return Batches(micro, wanted // one_pass, world_size)
+    return BatchSizes(micro, wanted // one_pass, world_size)
 
 
 def _listed(numbers: list[int]) -> str:

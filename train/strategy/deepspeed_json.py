@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError, nearest
-from train.strategy.batches import Batches, resolve_batches
+from train.strategy.batches import BatchSizes, resolve_batches
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 from train.strategy.monitors import look_at_monitors
 from train.strategy.quoted import read_quoted, still_quoted
@@ -168,7 +168,7 @@ def _unknown_keys(config: dict) -> list[str]:
 # ------------------------------------------------------------------------------------------------ filling and checking
 
 
-def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[dict, Batches]:
+def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[dict, BatchSizes]:
     """Fill every "auto" that the recipe owns, in a copy.
 
     The number of updates and so the scheduler's own "auto" are not known yet: see `resolve_scheduler`.

@@ -12,7 +12,7 @@ from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.devices import has_fused_adamw
-from train.strategy.state import FlatState, OptimizerState, SharedState, WholeState
+from train.strategy.state import FlatState, OptimizerState, ShardedState, WholeState
 from train.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOpti
     """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if not recipe.trains:
-        from train.strategy.answering import AnsweringEngine
+        from train.strategy.inference import InferenceEngine
 
-        kind = AnsweringEngine
+        kind = InferenceEngine
     engine = kind(strategy, accelerator, model, recipe, schedule)
     if torch.distributed.is_initialized():
         NEVER_FREED.append(engine)
@@ -381,7 +381,7 @@ class DeepSpeedEngine(Engine):
         return self.engine.optimizer.optimizer
 
     def _state(self):
-        return SharedState(self) if self.strategy.shards_parameters else FlatState(self)
+        return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)
 
     def loss_scale(self):
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)

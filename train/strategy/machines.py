@@ -5,7 +5,7 @@ from typing import Any
 
 from train.recipe.errors import UserError
 
-SHARED_REMEDY = "output_dir must be on a file system that all machines share"
+SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines share"
 
 
 def everyones(value: Any) -> list[Any]:

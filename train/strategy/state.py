@@ -156,7 +156,7 @@ class FlatState(OptimizerState):
             parameter.copy_(read("weight", name, 0, parameter.numel()).view(parameter.shape))
 
 
-class SharedState(OptimizerState):
+class ShardedState(OptimizerState):
     """ZeRO-3: each rank holds an equal share of each parameter, the last one's filled up."""
 
     def held(self):

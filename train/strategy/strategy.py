@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from train.recipe.errors import UserError
 from train.recipe.options import Recipe
-from train.strategy.batches import Batches, resolve_batches
+from train.strategy.batches import BatchSizes, resolve_batches
 from train.strategy.builds import announce_builds, drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.gpus import check_devices
@@ -28,7 +28,7 @@ class Strategy:
     """How the run is laid out. `deepspeed` is the resolved DeepSpeed configuration, or None under DDP and alone."""
 
     launch: Launch
-    batches: Batches
+    batches: BatchSizes
     precision: str
     deepspeed: dict[str, Any] | None
     source: str  # who stated the DeepSpeed configuration

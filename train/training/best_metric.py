@@ -10,7 +10,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "mse")
 
 
 @dataclass
-class Best:
+class BestMetricTracker:
     """Keeps the best held-out figure.
 
     Args:
@@ -51,7 +51,7 @@ class Best:
         return self.patience is not None and self.worse_in_a_row >= self.patience
 
 
-def make_best(recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated: bool) -> Best:
+def make_best_tracker(recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated: bool) -> BestMetricTracker:
     """The judge that the recipe asks for.
 
     Args:
@@ -74,4 +74,4 @@ def make_best(recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated:
                 f"{option} = {getattr(recipe, option)}: nothing is held out, so there is nothing to judge by. "
                 "Name a validation_file, or set validation_split_percentage"
             )
-    return Best(metric, recipe.early_stopping_patience, recipe.early_stopping_threshold)
+    return BestMetricTracker(metric, recipe.early_stopping_patience, recipe.early_stopping_threshold)

@@ -12,12 +12,12 @@ from train.recipe.errors import UserError
 from train.record.run_folder import RunFolder, describe_environment, differences
 from train.record.terminal import duration
 from train.strategy.gpus import describe_device
-from train.training.trainer import LONG, Session
+from train.training.trainer import LONG, Trainer
 
 NAMED_WITH = "adapter_config.json"
 
 
-class AnsweringSession(Session):
+class EvaluationTrainer(Trainer):
     """Evaluates a stored model or an adapter, or lets it answer the records of a file, and leaves no model behind."""
 
     def __init__(self, task, recipe, timeline):

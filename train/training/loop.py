@@ -10,28 +10,28 @@ import numpy as np
 import torch
 
 from train.checkpoint.directory import ASKED, CLOCK, LEAVING
-from train.checkpoint.writer import Saver
+from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.collate import Batch
 from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader, samples_of_run
-from train.health.anomaly import Fault
-from train.health.anomaly_detector import IN_A_ROW, Sentinel
-from train.health.shutdown import FAULT, SAVE_FAILED, Stop
+from train.health.anomaly import Anomaly
+from train.health.anomaly_detector import IN_A_ROW, AnomalyDetector
+from train.health.shutdown import FAULT, SAVE_FAILED, ShutdownHandler
 from train.record.meters import MemoryMeter, ThroughputMeter
 from train.record.terminal import Bar, Progress, rounded
-from train.strategy.batches import Batches
+from train.strategy.batches import BatchSizes
 from train.strategy.devices import pins_memory
-from train.training.best_metric import Best
-from train.training.task import Job
+from train.training.best_metric import BestMetricTracker
+from train.training.task import Task
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunLength:
     """How long the run is. Counts are samples and updates."""
 
     num_samples: int  # in the training set
     total_samples: int  # seen over the whole run
     num_updates: int
-    batches: Batches
+    batches: BatchSizes
 
     def consumed(self, updates: int) -> int:
         """Samples seen after this many updates."""
@@ -42,10 +42,10 @@ class Plan:
         return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
 
 
-def make_plan(recipe, num_samples: int, batches: Batches) -> Plan:
+def run_length(recipe, num_samples: int, batches: BatchSizes) -> RunLength:
     """The length of the run in samples and updates."""
     total = samples_of_run(recipe, num_samples, batches.global_batch)
-    return Plan(num_samples, total, math.ceil(total / batches.global_batch), batches)
+    return RunLength(num_samples, total, math.ceil(total / batches.global_batch), batches)
 
 
 @dataclass
@@ -67,21 +67,21 @@ class Hooks:
     record: Callable[[int, list[list[int]] | None], None] | None
     started: Callable[[], None]
     keep: Callable[[str | None, bool, dict], None]
-    fault: Callable[[Fault], None]
+    fault: Callable[[Anomaly], None]
     phase: Callable[[str, int], None]
-    saves: Saver
+    saves: AsyncCheckpointWriter
 
 
 def fit(
-    job: Job,
+    job: Task,
     engine,
-    plan: Plan,
+    plan: RunLength,
     meter: ThroughputMeter,
-    best: Best,
+    best: BestMetricTracker,
     hooks: Hooks,
     done: Progress,
-    sentinel: Sentinel,
-    stop: Stop,
+    sentinel: AnomalyDetector,
+    stop: ShutdownHandler,
 ) -> dict[str, Any]:
     """Train from the first update that is not done to the last, or until there is a reason to leave earlier.
 
@@ -208,20 +208,20 @@ class Outcome:
     figures: dict[str, float]
     positions: float  # tokens and padding
     following: Share | None = None  # of the next update, its totals known
-    fault: Fault | None = None
+    fault: Anomaly | None = None
     heard: int = 0  # the number of the reason to stop that some rank has heard
     clock: bool = False  # it is time for a checkpoint
     save_failed: bool = False  # some rank could not write its share
 
 
 def one_update(
-    job: Job,
+    job: Task,
     engine,
     share: Share,
     update: int,
     memory: MemoryMeter,
-    sentinel: Sentinel,
-    stop: Stop,
+    sentinel: AnomalyDetector,
+    stop: ShutdownHandler,
     hooks: Hooks,
     shares: Iterator[Share],
 ) -> Outcome:
@@ -262,7 +262,7 @@ def one_update(
         figures = {"loss": sum(losses) / max(targets, 1.0), "grad_norm": norms[0]}
         reason = sentinel.fault(figures)
         if reason:
-            outcome.fault = Fault(update, reason, figures, share.batches, [float(part) for part in parts])
+            outcome.fault = Anomaly(update, reason, figures, share.batches, [float(part) for part in parts])
         outcome.heard, outcome.clock, outcome.save_failed = int(max(codes)), bool(max(clocks)), bool(max(failures))
         outcome.figures = {**figures, "peak_memory_bytes": int(max(peaks))}
         return reason is None
@@ -278,7 +278,7 @@ def one_update(
     return outcome
 
 
-def _why_saved(recipe, plan: Plan, update: int, outcome: Outcome, is_last: bool) -> str | None:
+def _why_saved(recipe, plan: RunLength, update: int, outcome: Outcome, is_last: bool) -> str | None:
     """Why a checkpoint is due after this update; None if it is not."""
     if _is_due(recipe.save_strategy, recipe.save_steps, plan, update):
         return ASKED
@@ -292,14 +292,14 @@ def _seed_of(seed: int, update: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, update, rank]).generate_state(1)[0])
 
 
-def _shares(job: Job, engine, plan: Plan, done: int) -> Iterator[Share]:
+def _shares(job: Task, engine, plan: RunLength, done: int) -> Iterator[Share]:
     """This rank's share of each update after the first `done` ones."""
     batches = _micro_batches(job, engine, plan, plan.consumed(done))
     for _ in range(done, plan.num_updates):
         yield Share([next(batches) for _ in range(plan.batches.accumulation)])
 
 
-def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batch]:
+def _micro_batches(job: Task, engine, plan: RunLength, consumed: int) -> Iterator[Batch]:
     recipe, b = job.recipe, plan.batches
     samples, grouping = job.train_set, job.grouping
     groups = LengthGroups(samples.lengths, b.global_batch) if grouping == "window" else None
@@ -312,13 +312,13 @@ def _micro_batches(job: Job, engine, plan: Plan, consumed: int) -> Iterator[Batc
     return iter(loader(samples, sampler, job.collate, recipe.dataloader_num_workers, pins_memory(engine.device)))
 
 
-def _evaluation_is_due(recipe, plan: Plan, update: int) -> bool:
+def _evaluation_is_due(recipe, plan: RunLength, update: int) -> bool:
     if update == plan.num_updates:
         return True
     return _is_due("steps" if recipe.eval_steps else "epoch", recipe.eval_steps, plan, update)
 
 
-def _is_due(strategy: str | None, steps: int | None, plan: Plan, update: int) -> bool:
+def _is_due(strategy: str | None, steps: int | None, plan: RunLength, update: int) -> bool:
     """Whether something that happens at the end of each epoch, or every so many updates, happens after this one."""
     if strategy == "epoch":
         return plan.ends_an_epoch(update)

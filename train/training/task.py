@@ -13,7 +13,7 @@ from train.recipe.options import TrainingRecipe
 
 
 @dataclass
-class Job:
+class Task:
     """A task, ready to be trained.
 
     Args:

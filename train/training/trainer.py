@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train.health.shutdown import FAULT, SIGNALS, Stop, exit_code
-from train.health.watchdog import Witness, died_elsewhere
+from train.health.shutdown import FAULT, SIGNALS, ShutdownHandler, exit_code
+from train.health.watchdog import Watchdog, died_elsewhere
 from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
 from train.recipe.files import appears, is_there
 from train.recipe.options import TrainingRecipe
@@ -25,14 +25,14 @@ from train.record.run_folder import RunFolder, describe_environment
 from train.record.terminal import duration, rounded, say
 from train.record.timeline import Timeline
 from train.strategy.gpus import describe_device
-from train.strategy.machines import SHARED_REMEDY, check_same
+from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same
 from train.strategy.strategy import COLLECTIVE_TIMEOUT, Strategy, read_strategy
 
 EXIT_OTHER_DIED = 1  # whoever died first has the cause
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 
 
-def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Session":
+def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Session":
     """The session of a run, or of a trial or a launch without training where the recipe says that it is one.
 
     Raises:
@@ -41,14 +41,14 @@ def open_session(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Sess
     """
     check_paths(recipe, output_folder(task, recipe))
     if recipe.trial:
-        from train.tools.compare.trial import TrialSession
+        from train.tools.compare.trial import TrialTrainer
 
-        return TrialSession(task, recipe, timeline)
+        return TrialTrainer(task, recipe, timeline)
     if not recipe.trains:
-        from train.training.evaluation_only import AnsweringSession
+        from train.training.evaluation_only import EvaluationTrainer
 
-        return AnsweringSession(task, recipe, timeline)
-    return Session(task, recipe, timeline)
+        return EvaluationTrainer(task, recipe, timeline)
+    return Trainer(task, recipe, timeline)
 
 
 def output_folder(task: str, recipe: TrainingRecipe) -> Path:
@@ -57,7 +57,7 @@ def output_folder(task: str, recipe: TrainingRecipe) -> Path:
     return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
 
 
-class Session:
+class Trainer:
     """One run of one task. Its methods are called in the order in which they stand here."""
 
     def __init__(self, task: str, recipe: TrainingRecipe, timeline: Timeline):
@@ -67,13 +67,13 @@ class Session:
             UserError: anything that can be found wrong before data is read.
         """
         self.task, self.recipe, self.timeline = task, recipe, timeline
-        self.witness = Witness(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
+        self.witness = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
         self.witness.start()
         before_leaving(self.witness.leave)
-        from train.checkpoint.resume import Origin
+        from train.checkpoint.resume import ResumePlan
 
         self.folder = RunFolder(output_folder(task, recipe))
-        self.origin = Origin(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
+        self.origin = ResumePlan(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
         self.strategy: Strategy = read_strategy(recipe)
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
             self.strategy.check_precision()
@@ -84,7 +84,7 @@ class Session:
             self.folder.forget_the_end()
         self.adapter, self.keeper = None, None
         minutes = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else recipe.save_minutes
-        self.stop = Stop(recipe.max_hours, minutes, timeline.started, self.witness.told)
+        self.stop = ShutdownHandler(recipe.max_hours, minutes, timeline.started, self.witness.told)
         if recipe.quantised:
             from train.model.lora import check_quantisation
 
@@ -114,7 +114,7 @@ class Session:
             UserError: there are fewer samples than one global batch takes; DeepSpeed's schedule is not the recipe's.
         """
         from train.strategy.deepspeed_json import resolve_scheduler
-        from train.training.loop import make_plan
+        from train.training.loop import run_length
 
         size = self.strategy.batches.global_batch
         if num_samples < size:
@@ -124,7 +124,7 @@ class Session:
                 f"{self.strategy.batches.world_size} (per_device_train_batch_size x accumulation x processes). "
                 "Make the batch smaller, or train on more data (or, of text, on a shorter block_size)"
             )
-        self.length = make_plan(self.recipe, num_samples, self.strategy.batches)
+        self.length = run_length(self.recipe, num_samples, self.strategy.batches)
         deepspeed, source = self.strategy.deepspeed, self.strategy.source
         if deepspeed is not None:
             from train.recipe.schedule import warmup_updates
@@ -182,7 +182,7 @@ class Session:
         check_same({f"{name} (files and their bytes)": files for name, files in files_and_sizes(recipe).items()},
                    "Copy the data to all machines, or put it where all of them see it")  # fmt: skip
         check_same({f"run to resume in output_dir = {str(self.folder.path)!r}": self.origin.wanted},
-                   SHARED_REMEDY)  # fmt: skip
+                   SHARED_FOLDER_REMEDY)  # fmt: skip
 
     def _check_output_folder(self) -> None:
         """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
@@ -192,7 +192,7 @@ class Session:
         text = self.engine.from_main(written.read_text() if self.main else None)
         seen = appears(lambda: is_there(written) and written.read_text() == text)
         view = f"view of output_dir = {str(self.folder.path)!r}"
-        check_same({view: "the run" if seen else "no such run"}, f"{SHARED_REMEDY}, or --save_strategy no")
+        check_same({view: "the run" if seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
 
     def load(self, auto_class, config, left_out: Sequence[str] = ()):
         """The model, see build_model for the arguments. Its size is known before: loading may take all memory."""
@@ -284,10 +284,10 @@ class Session:
         Raises:
             UserError: there is no such figure as metric_for_best_model.
         """
-        from train.checkpoint.manager import Keeper
-        from train.health.anomaly_detector import Sentinel
+        from train.checkpoint.manager import CheckpointManager
+        from train.health.anomaly_detector import AnomalyDetector
         from train.record.trackers import start_trackers
-        from train.training.best_metric import make_best
+        from train.training.best_metric import make_best_tracker
         from train.training.loop import Hooks, fit
 
         self.job, self.meter, self.tokenizer = job, meter, tokenizer
@@ -295,8 +295,8 @@ class Session:
         lengths = job.train_set.lengths
         self.row_tokens = len(job.train_set[0]["input_ids"]) if lengths is None else int(lengths.max())
         self.advise()
-        self.best = make_best(recipe, job.figures, job.evaluate is not None)
-        self.keeper = keeper = Keeper(self, job, tokenizer, self.best)
+        self.best = make_best_tracker(recipe, job.figures, job.evaluate is not None)
+        self.keeper = keeper = CheckpointManager(self, job, tokenizer, self.best)
         check_same({"training data": keeper.data}, "Give all machines the same data and the same packages")
         keeper.resume()
         if self.main:
@@ -317,7 +317,7 @@ class Session:
         frozen, began = engine.frozen_checksum(), time.perf_counter()
         while True:
             done, scaled = keeper.done, self.strategy.precision == "fp16"
-            sentinel = Sentinel(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled, done.history)
+            sentinel = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled, done.history)
             results = fit(job, engine, self.length, meter, self.best, hooks, done, sentinel, self.stop)
             if results["stopped"] != FAULT or not keeper.rewind():
                 break

@@ -18,7 +18,7 @@ from train.data.lengths import choose_length, report_loss
 from train.data.pack import Sample
 from train.data.pairs.conversations import blank, holds_lists
 from train.data.records import BadRecord, check_records, records_of
-from train.data.rows import Rows
+from train.data.tokenized import TokenizedDataset
 from train.data.sources import Source, columns_present, first, hold_out, text_columns
 from train.model.tokenizer import get_tokenizer
 from train.recipe.errors import UserError
@@ -149,7 +149,7 @@ class ChoiceRows:
         labels: (records,) which choice is right.
     """
 
-    def __init__(self, rows: Rows, sizes: np.ndarray, labels: np.ndarray):
+    def __init__(self, rows: TokenizedDataset, sizes: np.ndarray, labels: np.ndarray):
         self.rows, self.labels = rows, labels
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
         self.lengths = self.sort_key = np.maximum.reduceat(rows.lengths, self.starts[:-1]) * sizes  # as padded

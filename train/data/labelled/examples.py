@@ -11,7 +11,7 @@ from train.data.labelled import glue
 from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
 from train.data.lengths import choose_length, report_loss
 from train.data.pack import SampleSet
-from train.data.rows import Rows
+from train.data.tokenized import TokenizedDataset
 from train.data.sources import (
     HELD_OUT,
     PREDICT,
@@ -268,7 +268,9 @@ def _all_texts(table: Dataset):
             yield from (text for text in column if text)
 
 
-def encode_texts(texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None) -> Rows:
+def encode_texts(
+    texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None
+) -> TokenizedDataset:
     """Token ids of the text or the pair, the longer text cut first where both do not fit."""
     columns = tuple(fillers(tokenizer))
 
@@ -290,4 +292,4 @@ def encode_texts(texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labe
     anew = prepare_anew(recipe)
     table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns),
                          cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
-    return Rows(table, columns, labels)
+    return TokenizedDataset(table, columns, labels)

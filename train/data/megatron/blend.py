@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from train.data.megatron.corpus import INDICES, Corpus, megatron
-from train.data.pack import Contents, Sample
+from train.data.pack import DatasetStats, Sample
 from train.model.loss import IGNORE
 from train.recipe.cache import one_process_at_a_time
 from train.recipe.errors import UserError
@@ -127,7 +127,7 @@ class CorpusSamples:
         self.dataset, self.count, self.rows, self.eod, self.block_size = dataset, count, rows, eod, block_size
         self.reset_positions, self.reset_attention = resets
         tokens = count * block_size
-        self.contents = Contents(documents=count, tokens=tokens, samples=count, truncated=0)
+        self.contents = DatasetStats(documents=count, tokens=tokens, samples=count, truncated=0)
 
     def __len__(self) -> int:
         return self.count

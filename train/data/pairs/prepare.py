@@ -8,7 +8,7 @@ from datasets import Dataset, Features, Value
 from train.data.lengths import choose_length, report_loss
 from train.data.pairs.conversations import Columns, Pair, find_columns, read_conversation_files
 from train.data.records import BadRecord, check_records, records_of
-from train.data.rows import Rows
+from train.data.tokenized import TokenizedDataset
 from train.data.sources import columns_present, first, hold_out, read_source
 from train.data.text.tokenize import IDS, encode_table, fingerprint
 from train.model.tokenizer import end_with_eos, get_tokenizer
@@ -45,7 +45,7 @@ class SourceFormat:
 class HeldOutPairs:
     """The held-out samples, the whole target of each as text, and the target that training has most often."""
 
-    samples: Rows
+    samples: TokenizedDataset
     targets: list[str]
     usual: str | None
 
@@ -54,7 +54,7 @@ class HeldOutPairs:
 class PairData:
     """Samples of both parts, and the tokenizer that made them; no `train` where nothing is trained."""
 
-    train: Rows | None
+    train: TokenizedDataset | None
     validation: HeldOutPairs | None
     tokenizer: object
     widths: tuple[int, int]  # the longest source and target, in tokens
@@ -102,8 +102,10 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     if "validation" in tables:
         table = tables["validation"]
         usual = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
-        validation = HeldOutPairs(Rows(table, COLUMNS), table["target"][:], usual)
-    return PairData(Rows(train, COLUMNS) if train is not None else None, validation, tokenizer, widths, notes)
+        validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], usual)
+    return PairData(
+        TokenizedDataset(train, COLUMNS) if train is not None else None, validation, tokenizer, widths, notes
+    )
 
 
 def what_is_lost(recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]) -> list[str]:

@@ -3,7 +3,7 @@
 from train.data.chat.instructions import KINDS, Form, find_form
 from train.data.chat.prepare import prepare_chat
 from train.data.lengths import choose_length
-from train.data.pack import Contents, PackedBlocks, SampleSet, SeparateDocuments, TextData
+from train.data.pack import DatasetStats, PackedBlocks, SampleSet, SeparateDocuments, TextData
 from train.data.sources import Source, columns_present, not_utf8
 from train.data.text.documents import read_records, take_texts
 from train.data.text.tokenize import Documents, tokenise
@@ -97,7 +97,7 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
         )
 
 
-def _hints(recipe: ClmRecipe, contents: Contents, unit: str, block_size: int) -> list[str]:
+def _hints(recipe: ClmRecipe, contents: DatasetStats, unit: str, block_size: int) -> list[str]:
     """Advice on how the documents were cut, where the figures suggest that it was not meant so.
 
     `unit` is what a document was in the source: row, record, file, line, paragraph or mark.

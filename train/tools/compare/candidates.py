@@ -22,7 +22,7 @@ INSTEAD = QUIET | {
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """One line of the comparison.
 
     Args:
@@ -44,7 +44,7 @@ class Contender:
         return re.sub(r"[^\w.=-]+", "-", Path(self.name).name)
 
 
-def read_contenders(names: list[str]) -> list[Contender]:
+def read_contenders(names: list[str]) -> list[Candidate]:
     """`S` or `S:option=value:option=value`, S being a strategy.
 
     Raises:
@@ -57,7 +57,7 @@ def read_contenders(names: list[str]) -> list[Contender]:
                          for name, text in wrong])  # fmt: skip
     configs = find_strategies([strategy for strategy, *_ in parts.values()])
     return [
-        Contender(name, configs[strategy], dict(_pair(text) for text in pairs))
+        Candidate(name, configs[strategy], dict(_pair(text) for text in pairs))
         for name, (strategy, *pairs) in parts.items()
     ]
 
@@ -102,19 +102,19 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     return TrialRecipe(values, notes)
 
 
-def check_overrides(contenders: list[Contender], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
+def check_overrides(candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
     """Raises UserError, with all problems, if a contender's recipe is none."""
     problems = []
-    for contender in contenders:
+    for candidate in candidates:
         try:
             with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
                 file.write(recipe.to_yaml())
                 file.flush()
-                parse_recipe(cls, ["--config", file.name, *contender.flags], tool=True)
+                parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
         except UserError as error:
-            problems += [f"{contender.name}: {problem}" if contender.overrides else problem
+            problems += [f"{candidate.name}: {problem}" if candidate.overrides else problem
                          for problem in error.problems]  # fmt: skip
-        own = sorted(contender.overrides.keys() & (LEFT_OUT | {"per_device_eval_batch_size"} | INSTEAD.keys()))
-        problems += [f"{contender.name}: {name} is settled by the comparison itself" for name in own]
+        own = sorted(candidate.overrides.keys() & (LEFT_OUT | {"per_device_eval_batch_size"} | INSTEAD.keys()))
+        problems += [f"{candidate.name}: {name} is settled by the comparison itself" for name in own]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

@@ -30,13 +30,13 @@ RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
-    contenders = read_contenders(options.names)
+    candidates = read_contenders(options.names)
     source = options.source("config")
     output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
     made = make_recipe(options, cls)
-    check_overrides(contenders, made, cls)
+    check_overrides(candidates, made, cls)
     machine = look()
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
@@ -46,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.memory_limit is None:
         (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
     (output / JOURNAL).touch()
-    say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in contenders)}",
+    say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in candidates)}",
         f"machine   {machine.describe()}", f"folder    {output}",
         *(f"note      {note}" for note in (*made.notes, *limits.notes)))  # fmt: skip
-    comparison = Comparison(options, contenders, machine, limits, output / RECIPE, output)
+    comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output)
     with ending_in_order():
         try:
             comparison.run()

@@ -14,25 +14,25 @@ from typing import Any
 import torch
 
 from train.data.collate import Batch
-from train.health.anomaly_detector import Sentinel
+from train.health.anomaly_detector import AnomalyDetector
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.recipe.errors import UserError, leave
 from train.tools.compare.memory_limits import DataSegment, TrialMemory, cap_device
 from train.tools.compare.search import next_size
-from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, Orders, add_line
+from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCase
 from train.training.loop import Share, one_update
-from train.training.trainer import Session
+from train.training.trainer import Trainer
 
 WARM_UP, WARM_UP_FIRST = 1, 2  # updates before those that are timed; of the first size the optimizer's state is made
 MEASURED = 7  # why such a run stops before it has trained (Session.stopped)
 
 
-class TrialSession(Session):
+class TrialTrainer(Trainer):
     """A run that measures what its orders say, leaves no model behind, and ends with the process that gave them."""
 
     def __init__(self, task, recipe, timeline):
-        self.orders = Orders.read(Path(recipe.trial))
+        self.orders = TrialRequest.read(Path(recipe.trial))
         end_with(self.orders.pid, self.orders.started)
         self.trial_folder = Path(recipe.trial).parent
         self.size, self.limit, self.device = self.orders.first, None, None
@@ -98,7 +98,7 @@ class TrialSession(Session):
         """Try one batch size after the other, until there is none left to try (or memory runs out)."""
         self.job, self.worst = job, WorstCase(job)
         self.memory = TrialMemory(self.device, self.segment)
-        self.sentinel = Sentinel(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
+        self.sentinel = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
         self.done, self.held, orders = 0, None, self.orders
         self.engine.model.train()
         facts = {

@@ -12,10 +12,10 @@ import psutil
 
 from train.health.out_of_memory import memory_in
 from train.record.terminal import size
-from train.tools.compare.candidates import Contender
+from train.tools.compare.candidates import Candidate
 from train.tools.compare.journal import Journal
 from train.tools.compare.machine import Machine
-from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, Answers, Orders
+from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, Answers, TrialRequest
 from train.tools.launches import Launch, Trial, failure, launched, mistake
 
 LISTEN_S = 0.1
@@ -56,11 +56,11 @@ class TrialLaunch:
     """
 
     def __init__(
-        self, trial: Trial, num_processes: int, orders: Orders, contender: Contender, key: str, journal: Journal,
+        self, trial: Trial, num_processes: int, orders: TrialRequest, candidate: Candidate, key: str, journal: Journal,
         machine: Machine, answered: Callable[[dict[str, Any]], None], patience_s: float, again: bool,
     ):  # fmt: skip
         self.command, self.num_processes = trial.command(num_processes), num_processes
-        self.orders, self.contender, self.key, self.journal = orders, contender, key, journal
+        self.orders, self.candidate, self.key, self.journal = orders, candidate, key, journal
         self.machine, self.on_cpu = machine, not machine.devices
         self.answered, self.patience_s, self.again = answered, patience_s, again
         self.is_trying, self.has_found = False, False
@@ -73,7 +73,7 @@ class TrialLaunch:
         """Launch, and listen until it has ended. A size that does not fit is in the journal then."""
         number, mark = self.journal.launches + 1, uuid.uuid4().hex
         about = {"launch": number, "key": self.key}
-        self.journal.add("launch", **about, contender=self.contender.name, mark=mark, folder=self.folder.name,
+        self.journal.add("launch", **about, candidate=self.candidate.name, mark=mark, folder=self.folder.name,
                          first=self.orders.first)  # fmt: skip
         run, log = self.folder / "run", self.folder / "log.txt"
         with launched(self.command, run, log, mark=mark, environment=self.machine.settings) as launch:

@@ -14,7 +14,7 @@ ORDERS, ANSWERS, LAST_WORDS = "orders.json", "answers.jsonl", "last_words.jsonl"
 
 
 @dataclass(frozen=True)
-class Orders:
+class TrialRequest:
     """What one launch is to try.
 
     Args:

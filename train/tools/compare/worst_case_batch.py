@@ -6,7 +6,7 @@ import numpy as np
 
 from train.data.collate import Batch
 from train.data.pack import Sample, SampleSet
-from train.training.task import Job
+from train.training.task import Task
 
 
 class WorstCase:
@@ -16,7 +16,7 @@ class WorstCase:
         job: its `longest` says how long rows may be.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Task):
         self.samples: SampleSet = job.train_set
         self.collate: Callable[[list], Batch] = job.collate
         self.longest = job.longest

@@ -106,7 +106,7 @@ def prepare(options: PrepareOptions) -> list[str]:
         options.tokenizer = options.vocab_file  # as messages and the corpus' card call it
     else:
         tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
-    return notes + Job(options, prefixes, files, tokenizer).run()
+    return notes + Task(options, prefixes, files, tokenizer).run()
 
 
 # ----------------------------------------------------------------------------------------------------------- the setup
@@ -157,7 +157,7 @@ def _is_exact(setup: Setup, tokenizer, texts: list[str]) -> bool:
 # ------------------------------------------------------------------------------------------------------------- the job
 
 
-class Job:
+class Task:
     """One pass over the input."""
 
     def __init__(self, options: PrepareOptions, prefixes: list[str], files: list, tokenizer):
@@ -168,12 +168,12 @@ class Job:
     def run(self) -> list[str]:
         """Do it. Returns lines for the terminal."""
         from train.tools.prepare.progress import Meter
-        from train.tools.prepare.worker_pool import Crew
+        from train.tools.prepare.worker_pool import WorkerPool
         from train.tools.prepare.writer import CorpusWriter
 
         total = sum(file.size for file in self.files)
         with ExitStack() as stack:
-            crew = stack.enter_context(Crew(self.options.processes, self.setup))
+            crew = stack.enter_context(WorkerPool(self.options.processes, self.setup))
             writers = [stack.enter_context(CorpusWriter(prefix, self.setup.dtype)) for prefix in self.prefixes]
             crew.greet()
             meter = stack.enter_context(Meter(total))

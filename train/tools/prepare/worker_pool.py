@@ -74,7 +74,7 @@ class Worker:
         return UserError(f"a worker (process {self.process.pid}) {how}, and no corpus was written.{remedy}")
 
 
-class Crew:
+class WorkerPool:
     """So many workers, as a context; they are gone at its end."""
 
     def __init__(self, workers: int, setup: Setup):

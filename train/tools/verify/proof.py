@@ -10,7 +10,7 @@ from random import Random
 from statistics import median
 
 from train.recipe import UserError
-from train.record.jsonl import Lines
+from train.record.jsonl import JsonlFile
 from train.record.terminal import duration, say, table
 from train.tools.launches import Trial, failure, launched, mistake
 from train.tools.verify.killing import Killed, alternating, num_processes_text, run_and_kill, spread_moments
@@ -221,8 +221,8 @@ def _folder_name(strategy: str) -> str:
 
 
 def _metrics(folder: Path) -> list[dict]:
-    return [line for line in Lines(folder / "metrics.jsonl").read() if line["update"] > 0]
+    return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
 
 
 def _samples(folder: Path) -> list[dict]:
-    return Lines(folder / "samples.jsonl").read()
+    return JsonlFile(folder / "samples.jsonl").read()

@@ -3,7 +3,7 @@
 from train.strategy.engine import Engine
 
 
-class AnsweringEngine(Engine):
+class InferenceEngine(Engine):
     """Evaluates and generates under every strategy.
 
     ZeRO-1 and ZeRO-2 share out what training holds beside the weights, and DeepSpeed has no such stage without an

@@ -3,11 +3,11 @@
 import numpy as np
 from datasets import Dataset
 
-from train.data.pack import Contents, Sample
+from train.data.pack import DatasetStats, Sample
 from train.data.text.tokenize import Documents
 
 
-class Rows:
+class TokenizedDataset:
     """Rows of a tokenised table.
 
     Args:
@@ -26,7 +26,7 @@ class Rows:
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         self.truncated = np.asarray(table.with_format("numpy")["truncated"][:])
         truncated = int(np.sum(self.truncated))
-        self.contents = Contents(
+        self.contents = DatasetStats(
             documents=len(table),
             tokens=int(np.sum(counted)) + truncated,
             samples=len(table),
