@@ -43,7 +43,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it once, when torch is imported
 
 import torch
-from candidates import CONTENDERS, Options, Stopwatch, Workload
+from contenders import CONTENDERS, Options, Stopwatch, Workload
 from startup import LAUNCHES, measure_startup
 
 from train.model.parameters import count_parameters

@@ -12,17 +12,18 @@ Read `main` from top to bottom: what is loaded, how text becomes batches, what t
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
 from train.record.timeline import Timeline
-from train.training.trainer import open_trainer
+from train.training.entry import open_trainer
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, trainer_class: type | None = None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClmRecipe, argv, prog="train/clm.py")
-    session = open_trainer("clm", recipe, timeline)
+    trainer = open_trainer("clm", recipe, timeline, trainer_class)
+    recipe = trainer.recipe  # every option with the value that holds
 
     from transformers import AutoModelForCausalLM
 
@@ -42,21 +43,21 @@ def main(argv: list[str] | None = None) -> int:
 
     # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
     # time out meanwhile.
-    config = session.configuration(AutoModelForCausalLM)
-    data = prepare_text(recipe, config, session.strategy.batches.global_batch)
+    config = trainer.configuration(AutoModelForCausalLM)
+    data = prepare_text(recipe, config, trainer.strategy.batches.global_batch)
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
-    session.plan(data.samples_per_epoch)
+    trainer.plan(data.samples_per_epoch)
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    session.start_processes()
-    model = session.load(AutoModelForCausalLM, config)
-    session.add_adapter(model)
+    trainer.start_processes()
+    model = trainer.load(AutoModelForCausalLM, config)
+    trainer.add_adapter(model)
     install_chosen_loss(model, recipe)
     if is_packed(recipe):
-        notes.append(settle_attention(model, recipe, session.strategy.precision))
+        notes.append(settle_attention(model, recipe, trainer.strategy.precision))
     timeline.mark("model")
-    engine = session.prepare(model)
+    engine = trainer.prepare(model)
     collate = CausalCollator(padding_token(data.tokenizer), multiple=multiple_for(engine.device))
     if is_packed(recipe):
         notes.append(settle_packing(engine, recipe, collate))
@@ -69,14 +70,14 @@ def main(argv: list[str] | None = None) -> int:
         padded = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))
         batches = eval_batches(engine, data.prompts, padded, recipe.per_device_eval_batch_size)
         settings = writing_settings(recipe, engine.module.config, data.tokenizer, data.prompts.ends)
-        return predict_texts(engine, batches, data.tokenizer, data.prompts, session.folder, settings)
+        return predict_texts(engine, batches, data.tokenizer, data.prompts, trainer.folder, settings)
 
     def evaluate(engine):
         size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
         batches = eval_batches(engine, data.validation, collate, size, most)
         return held_out_loss(engine, batches, model_loss)
 
-    job = Task(
+    task = Task(
         recipe=recipe,
         train_set=data.train,
         collate=collate,
@@ -87,21 +88,21 @@ def main(argv: list[str] | None = None) -> int:
         predict=predict,
     )
 
-    session.announce(
+    trainer.announce(
         f"data      {data.kind}",
         table(data.report, screen_width()),
         *(note for note in notes if note),
         *data.shown,
     )
     if not recipe.trains:
-        return session.answer(job)
+        return trainer.answer(task)
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
-    results = session.train(job, meter, data.tokenizer)
-    session.export(results)
-    if recipe.sample_tokens and not session.stopped:
+    trainer.train(task, meter, data.tokenizer)
+    trainer.export()
+    if recipe.sample_tokens and not trainer.stopped:
         text = sample(engine, recipe, data.tokenizer, data.is_chat)
-        session.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
-    return session.close()
+        trainer.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
+    return trainer.close()
 
 
 def sample(engine, recipe: ClmRecipe, tokenizer, is_chat: bool) -> str:

@@ -13,17 +13,18 @@ Read `main` from top to bottom: what is loaded, how records become batches, what
 from train.recipe import ClsRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
 from train.record.timeline import Timeline
-from train.training.trainer import open_trainer
+from train.training.entry import open_trainer
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, trainer_class: type | None = None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
-    session = open_trainer("cls", recipe, timeline)
+    trainer = open_trainer("cls", recipe, timeline, trainer_class)
+    recipe = trainer.recipe  # every option with the value that holds
 
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Records -> checked texts and labels -> rows of token ids, one row an example.
-    config = session.configuration(AutoModelForSequenceClassification)
+    config = trainer.configuration(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.contents if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
@@ -62,15 +63,15 @@ def main(argv: list[str] | None = None) -> int:
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     settle_padding(config, data.tokenizer)
-    session.plan(len(data.train or ()))
+    trainer.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    session.start_processes()
-    model = session.load(auto_class, config, left_out=replaced)
-    session.add_adapter(model)
+    trainer.start_processes()
+    model = trainer.load(auto_class, config, left_out=replaced)
+    trainer.add_adapter(model)
     timeline.mark("model")
-    engine = session.prepare(model)
+    engine = trainer.prepare(model)
 
     # The loss is a sum over examples; the loop divides by their number in the global batch.
     width = data.max_length if recipe.pad_to_max_length else None
@@ -84,15 +85,15 @@ def main(argv: list[str] | None = None) -> int:
         figures = {}
         for part in data.held_out:
             batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
-            figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
+            figures |= evaluate_examples(engine, batches, data.labels, part, trainer.folder)
         return figures
 
     def predict(engine):
         (part,) = data.held_out
         batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
-        return predict_examples(engine, batches, data.labels, part, session.folder, recipe)
+        return predict_examples(engine, batches, data.labels, part, trainer.folder, recipe)
 
-    job = Task(
+    task = Task(
         recipe=recipe,
         train_set=data.train,
         collate=collate,
@@ -107,17 +108,17 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     parts = (None, held_out) if recipe.predict_file else (held_out,)
-    session.announce(
+    trainer.announce(
         f"data      {data.labels.describe}",
         table(stats_rows(data.train and data.train.contents, *parts), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:
-        return session.answer(job)
+        return trainer.answer(task)
     meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
-    results = session.train(job, meter, data.tokenizer)
-    session.export(results)
-    return session.close()
+    trainer.train(task, meter, data.tokenizer)
+    trainer.export()
+    return trainer.close()
 
 
 if __name__ == "__main__":

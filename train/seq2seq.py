@@ -12,17 +12,18 @@ Read `main` from top to bottom: what is loaded, how conversations become batches
 from train.recipe import Seq2SeqRecipe, parse_recipe
 from train.recipe.errors import leave, reports_user_errors
 from train.record.timeline import Timeline
-from train.training.trainer import open_trainer
+from train.training.entry import open_trainer
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, trainer_class: type | None = None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(Seq2SeqRecipe, argv, prog="train/seq2seq.py")
-    session = open_trainer("seq2seq", recipe, timeline)
+    trainer = open_trainer("seq2seq", recipe, timeline, trainer_class)
+    recipe = trainer.recipe  # every option with the value that holds
 
     from transformers import AutoModelForSeq2SeqLM
 
@@ -50,24 +51,24 @@ def main(argv: list[str] | None = None) -> int:
     timeline.mark("imports")
 
     # Conversations -> (history, reply) pairs -> rows of token ids.
-    config = session.configuration(AutoModelForSeq2SeqLM)
+    config = trainer.configuration(AutoModelForSeq2SeqLM)
     prompts, data = read_sources(recipe, config) if recipe.predict_file else (None, prepare_pairs(recipe, config))
     notes = [
         *data.notes,
         check_vocabulary(config, data.tokenizer, recipe),
-        avoid_fp16_overflow(session.strategy, config),
+        avoid_fp16_overflow(trainer.strategy, config),
     ]
     settle_start_token(config, data.tokenizer)
-    session.plan(len(data.train or ()))
+    trainer.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    session.start_processes()
-    model = session.load(AutoModelForSeq2SeqLM, config)
-    session.add_adapter(model)
+    trainer.start_processes()
+    model = trainer.load(AutoModelForSeq2SeqLM, config)
+    trainer.add_adapter(model)
     install_chosen_loss(model, recipe)
     timeline.mark("model")
-    engine = session.prepare(model)
+    engine = trainer.prepare(model)
     if not recipe.predict_file:
         notes.append(settle_loss(engine, recipe))
 
@@ -83,15 +84,15 @@ def main(argv: list[str] | None = None) -> int:
     def evaluate(engine):
         figures = held_out_loss(engine, held_out_batches(engine), model_loss)
         if recipe.predict_with_generate:
-            figures |= evaluate_generation(engine, held_out_batches(engine), data, session.folder, settings)
+            figures |= evaluate_generation(engine, held_out_batches(engine), data, trainer.folder, settings)
         return figures
 
     def predict(engine):
         sources = PromptCollator(padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device))
         batches = eval_batches(engine, prompts, sources, recipe.per_device_eval_batch_size)
-        return predict_texts(engine, batches, data.tokenizer, prompts, session.folder, settings)
+        return predict_texts(engine, batches, data.tokenizer, prompts, trainer.folder, settings)
 
-    job = Task(
+    task = Task(
         recipe=recipe,
         train_set=data.train,
         collate=collate,
@@ -105,18 +106,18 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     parts = (data.train, data.validation and data.validation.samples, prompts)
-    session.announce(
+    trainer.announce(
         table(stats_rows(*(part and part.contents for part in parts)), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:
-        return session.answer(job)
+        return trainer.answer(task)
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
-    results = session.train(job, meter, data.tokenizer)
-    session.export(results)
-    if data.validation and recipe.predict_with_generate and not session.stopped:
-        session.say(*shown(session.folder, recipe.per_device_eval_batch_size, recipe.n_val_batch_generations))
-    return session.close()
+    trainer.train(task, meter, data.tokenizer)
+    trainer.export()
+    if data.validation and recipe.predict_with_generate and not trainer.stopped:
+        trainer.say(*shown(trainer.folder, recipe.per_device_eval_batch_size, recipe.n_val_batch_generations))
+    return trainer.close()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def marks(output: Path) -> set[str]:
 
 
 def ranks(output: Path) -> list[psutil.Process]:
-    return [process for process in marked(marks(output)) if "--trial" in process.cmdline()
+    return [process for process in marked(marks(output)) if "train.tools.compare.trial" in process.cmdline()
             and "RANK" in process.environ() and "watchdog_process" not in " ".join(process.cmdline())]  # fmt: skip
 
 

@@ -351,7 +351,7 @@ def test_texts_go_on_as_they_do_alone_and_keep_their_order(writer, cache, tmp_pa
     model = save_base(tmp_path / "llama", tokenizer)
     ids = [tokenizer(text)["input_ids"] for text in ("a cat sat on a mat", "a", "this license")]
     prompts = Prompts(ids, [{"prompt": str(index)} for index in range(3)])
-    settings = writing_settings(SimpleNamespace(max_new_tokens=6), model.config, tokenizer, [])
+    settings = writing_settings(ClmRecipe(max_new_tokens=6), model.config, tokenizer, [])
 
     def generate(ids, mask, **settings):
         return model.generate(ids, attention_mask=mask, **settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from train.data.collate import Batch
-from train.health.anomaly_detector import AnomalyDetector
+from train.health.anomaly import AnomalyDetector
 from train.recipe import ClmRecipe
 from train.record.terminal import Progress
 from train.strategy.batches import BatchSizes
@@ -53,7 +53,7 @@ class Engine:
             self.moved.append(number + 1)
         self.model.zero_grad()
 
-    def sum_over_ranks(self, values):
+    def sum_over_replicas(self, values):
         self.waits.append("counts")
         return [2.0 * value for value in values]
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from train.health.anomaly_detector import OVERFLOWS, AnomalyDetector
+from train.health.anomaly import OVERFLOWS, AnomalyDetector
 
 
 def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[AnomalyDetector, list]:

@@ -1,5 +1,6 @@
 """Going on: which run it is that goes on, and whether a checkpoint's place in the data is a place in this data."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,98 +11,121 @@ from train.checkpoint.shards import read_progress
 from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
-from train.recipe.options import BatchOptions
-from train.record.run_folder import RunFolder, differences
+from train.record.run_folder import RunFolder, differences, differing_options, identity
 
 SAMPLES_LOOKED_AT = 64
 
 
+@dataclass(frozen=True)
 class ResumePlan:
-    """What a run may go on from, as its folder and the option `resume` have it. First `settle` it.
+    """From where a run resumes.
 
     Args:
-        recipe: its global batch is adopted from the run that goes on, where the number of processes has changed.
         folder: the output folder.
-
-    Raises:
-        UserError: `resume` names a folder that is no checkpoint.
+        identity: the options that make the run the run that it is.
+        sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.
+        notes: for the log.
     """
 
-    def __init__(self, recipe, folder: RunFolder, world_size: int):
-        self.recipe, self.folder = recipe, folder
-        self.own = folder.recorded()  # the options of the run that is in the folder
-        self.named: Path | None = None
-        self.wanted: list[str] = []  # what is tried, one after another: auto, or a checkpoint's folder
-        self.note: str | None = None
-        named_run = None
-        if recipe.resume not in ("auto", "never"):
-            self.named = Path(recipe.resume).expanduser()
-            named_run = self._run_of(self.named)
-        self._named_run = named_run
-        goes_on = self.own if self.own is not None and not self._is_evidently_another() else named_run
-        if goes_on is not None and recipe.resume != "never":
-            self.note = keep_global_batch(recipe, goes_on, world_size)
+    folder: RunFolder
+    identity: dict[str, Any]
+    sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def settle(self, global_batch: int) -> list[str]:
-        """Decide, once the strategy has filled in what the recipe left open. Returns what is to be said of it.
+    def check_is_same_run(self, recorded: dict[str, Any]) -> None:
+        """Raises UserError where a checkpoint of the folder is of another run."""
+        differing = differing_options(self.identity, recorded)
+        if differing:
+            self.folder.refuse_a_different_run(differing)
+
+
+@dataclass(frozen=True)
+class EarlierRuns:
+    """The runs from which this one may resume, as they were recorded.
+
+    Args:
+        own: the options of the run that is in the output folder; None: there is none.
+        checkpoint: the folder that `resume` names.
+        named: the options of the run that wrote it.
+    """
+
+    own: dict[str, Any] | None = None
+    checkpoint: Path | None = None
+    named: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, recipe, folder: RunFolder) -> "EarlierRuns":
+        """Raises UserError: `resume` names a folder that is no checkpoint."""
+        own = folder.recorded()
+        if recipe.resume in ("auto", "never"):
+            return cls(own)
+        checkpoint = Path(recipe.resume).expanduser()
+        return cls(own, checkpoint, _run_of(checkpoint))
+
+    def keep_global_batch(self, recipe, world_size: int) -> str | None:
+        """Let the accumulation follow where a run resumes with another number of processes: the recipe adopts the
+        global batch of the run before. Returns what was done."""
+        if recipe.resume == "never":
+            return None
+        recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
+        size, before = (recorded or {}).get("global_batch_size"), (recorded or {}).get("num_processes")
+        if size is None or before in (None, world_size) or recipe.source("global_batch_size"):
+            return None
+        recipe.adopt("global_batch_size", size, f"the run that goes on, of {before} processes")
+        recipe.adopt("gradient_accumulation_steps", None, "")
+        return (
+            f"{world_size} processes, before it were {before}: the global batch stays {size}, and the accumulation "
+            "follows"
+        )
+
+    def _is_evidently_another(self, recipe) -> bool:
+        """Whether the folder's run is another one, whatever a strategy may yet fill in."""
+        left_open = {name for name, value in recipe.to_dict().items() if value is None}
+        differing = differences(recipe, self.own.get("global_batch_size"), self.own)
+        return any(text.split()[0] not in left_open for text in differing)
+
+    def plan(self, recipe, global_batch: int, folder: RunFolder) -> ResumePlan:
+        """Decide, once recipe and strategy are resolved.
 
         Raises:
             UserError: the folder holds another run, or the checkpoint's place in the data would be another.
             NothingToDo: the folder holds this very run, and it is finished.
         """
-        recipe, own = self.recipe, self.own
-        differing = differences(recipe, global_batch, own) if own is not None else []
+        now = identity(recipe, global_batch)
+        differing = differing_options(now, self.own or {})
         if differing and not recipe.overwrite_output_dir:
-            self.folder.refuse_a_different_run(differing)
-        is_own = own is not None and not differing
-        notes = [self.note] if self.note else []
-        inside = self.named is not None and self.named.resolve().parents[1] == self.folder.path.resolve()
+            folder.refuse_a_different_run(differing)
         if recipe.resume == "never":
-            return notes
-        if is_own and not inside:
-            if self.folder.is_finished and not recipe.overwrite_output_dir:
+            return ResumePlan(folder, now)
+        sources, notes = [], []
+        inside = self.checkpoint is not None and self.checkpoint.resolve().parents[1] == folder.path.resolve()
+        if self.own is not None and not differing and not inside:
+            if folder.is_finished and not recipe.overwrite_output_dir:
                 # The order of a corpus' samples follows from the length of the run.
                 longer = "" if getattr(recipe, "data_path", None) else "--resume one of its checkpoints, or "
                 raise NothingToDo(
-                    f"this very run is finished, its model is {self.folder.model}. --resume never makes it again; to "
+                    f"this very run is finished, its model is {folder.model}. --resume never makes it again; to "
                     f"train it further, choose another --output_dir and {longer}--model_name_or_path "
-                    f"{self.folder.model}"
+                    f"{folder.model}"
                 )
-            self.wanted = [] if self.folder.is_finished else ["auto"]
-        if self.named is not None:
-            notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, global_batch, self._named_run)]
-            self.wanted.append(str(self.named))
-        return notes
-
-    def _is_evidently_another(self) -> bool:
-        """Whether the folder's run is another one, whatever a strategy may yet fill in."""
-        left_open = {name for name, value in self.recipe.to_dict().items() if value is None}
-        differing = differences(self.recipe, self.own.get("global_batch_size"), self.own)
-        return any(text.split()[0] not in left_open for text in differing)
-
-    def _run_of(self, checkpoint: Path) -> dict[str, Any]:
-        problem = named_checkpoint_problem(checkpoint)
-        if problem:
-            raise UserError(
-                f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
-                "such as RUN/checkpoints/latest"
-            )
-        try:
-            return read_progress(checkpoint / STATE)["run"]
-        except (OSError, ValueError, KeyError):
-            raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
+            sources += [] if folder.is_finished else ["auto"]
+        if self.checkpoint is not None:
+            notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, global_batch, self.named)]
+            sources.append(str(self.checkpoint))
+        return ResumePlan(folder, now, tuple(sources), tuple(notes))
 
 
-def keep_global_batch(recipe: BatchOptions, recorded: dict[str, Any], world_size: int) -> str | None:
-    """Let the accumulation follow where a run goes on with another number of processes. Returns what was done."""
-    size, before = recorded.get("global_batch_size"), recorded.get("num_processes")
-    if size is None or before in (None, world_size) or recipe.source("global_batch_size"):
-        return None
-    recipe.adopt("global_batch_size", size, f"the run that goes on, of {before} processes")
-    recipe.adopt("gradient_accumulation_steps", None, "")
-    return (
-        f"{world_size} processes, before it were {before}: the global batch stays {size}, and the accumulation follows"
-    )
+def _run_of(checkpoint: Path) -> dict[str, Any]:
+    problem = named_checkpoint_problem(checkpoint)
+    if problem:
+        raise UserError(
+            f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
+            "such as RUN/checkpoints/latest"
+        )
+    try:
+        return read_progress(checkpoint / STATE)["run"]
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
 
 
 def differences_from(recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from train.strategy.state import Piece
 PROGRESS = "progress.json"
 
 
-def write_share(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:
+def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:
     """Write what this rank owns; its .json comes into being when the rest is on the disk."""
     from safetensors.torch import save_file
 
@@ -33,13 +33,13 @@ def write_share(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str,
     partial.rename(data.with_suffix(".json"))
 
 
-def entries_of_shares(folder: Path) -> dict[str, dict[str, Any]]:
+def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
     """What the ranks say of their .safetensors: {file in `folder`: its entry for the manifest}."""
     shares = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
     return {name: json.loads(index.read_text())["data"] for name, index in shares.items()}
 
 
-def missing_shares(folder: Path, world_size: int) -> list[int]:
+def missing_shards(folder: Path, world_size: int) -> list[int]:
     """The ranks that have not finished writing."""
     written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a single name was absent
     return [rank for rank in range(world_size) if _file(folder, rank).with_suffix(".json").name not in written]

@@ -20,11 +20,11 @@ from train.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, fla
 from train.checkpoint.host_copies import HostCopies
 from train.checkpoint.shards import (
     ShardReader,
-    entries_of_shares,
-    missing_shares,
+    entries_of_shards,
+    missing_shards,
     read_progress,
     write_progress,
-    write_share,
+    write_shard,
 )
 from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
@@ -53,7 +53,7 @@ class AsyncCheckpointWriter:
         self.bytes_of_copies = 0  # of this host's memory, held from the first save on
         self._save: _Save | None = None
         self._copies = {part: HostCopies() for part in ("state", "model")}
-        self.news: list[str] = []  # what has become of saves, on the main process
+        self.messages: list[str] = []  # what has become of saves, on the main process
         self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training stood still, seconds in all
         self.last_failed = False
 
@@ -71,7 +71,7 @@ class AsyncCheckpointWriter:
         progress: dict[str, Any] | None,
         is_best: bool,
     ) -> None:
-        """Begin to write the checkpoint of this update; what came of it is in `news` later.
+        """Begin to write the checkpoint of this update; what came of it is in `messages` later.
 
         Args:
             why: ASKED, CLOCK, ... of train/checkpoint/directory.py.
@@ -99,7 +99,7 @@ class AsyncCheckpointWriter:
         if progress is not None:
             steps, scale = engine.state.steps, engine.loss_scale()
             progress = {**progress, "steps": steps, "loss_scale": scale}
-        rank, world_size = engine.accelerator.process_index, engine.world_size
+        rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
         dtypes = {name: parameter.dtype for name, parameter in engine.state.parameters.items()} if from_state else {}
         self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
@@ -150,7 +150,7 @@ class AsyncCheckpointWriter:
         save, engine = self._save, self.engine
         if save is None:
             return False
-        save.share_is_written.wait()
+        save.shard_is_written.wait()
         failures = engine.gather_objects(save.failure)
         failure = engine.from_main(next(filter(None, failures or ()), None))
         if engine.is_main:
@@ -160,7 +160,7 @@ class AsyncCheckpointWriter:
         self._save, self.last_failed = None, failed
         return failed
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take notice of a save that is complete by now."""
         if self._save is not None and self._save.is_concluded and self._save.failure is None and self.engine.is_main:
             self._tell(self._save, None)
@@ -174,7 +174,7 @@ class AsyncCheckpointWriter:
         else:
             earlier = "earlier ones are as they were" if any(self.checkpoints.resumable()) else "there is no other"
             said = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
-            self.news.append(said)
+            self.messages.append(said)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -206,7 +206,7 @@ class AsyncCheckpointWriter:
             return problem
         seen = appears(lambda: is_there(manifest))
         check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_FOLDER_REMEDY)
-        problems = everyones(flaw(folder, engine.accelerator.process_index, engine.world_size))
+        problems = everyones(flaw(folder, engine.layout.rank, engine.layout.world_size))
         return next(filter(None, problems), None)
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class _Save:
     ):
         self.checkpoints, self.update, self.why, self.is_best = checkpoints, update, why, is_best
         self.rank, self.world_size = rank, world_size
-        self.share_is_written = threading.Event()
+        self.shard_is_written = threading.Event()
         self.failure: str | None = None
         self.stood_still: float | None = None  # seconds; None: until the save is concluded
         self.told = False
@@ -302,8 +302,8 @@ class _Save:
             partial = self.checkpoints.partial(self.update)
             if progress is not None:
                 (partial / STATE).mkdir(parents=True, exist_ok=True)
-                write_share(partial / STATE, self.rank, pieces, tensors)
-            self.share_is_written.set()
+                write_shard(partial / STATE, self.rank, pieces, tensors)
+            self.shard_is_written.set()
             if fill is None or (progress is not None and not self._all_are_there()):
                 return
             partial.mkdir(parents=True, exist_ok=True)
@@ -314,7 +314,7 @@ class _Save:
             checked = {}
             if progress is not None:
                 write_progress(partial / STATE, progress)
-                checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shares(partial / STATE).items()}
+                checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shards(partial / STATE).items()}
             self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
             self.checkpoints.finish(self.update, self.why, self.is_best, checked)
         except Exception as error:  # whatever it is, it must not end the training
@@ -323,12 +323,12 @@ class _Save:
                 traceback.print_exc()
         finally:
             self._seconds = time.perf_counter() - self._began
-            self.share_is_written.set()
+            self.shard_is_written.set()
 
     def _all_are_there(self) -> bool:
         """Wait for the files of the other ranks. Returns False if one of them has failed."""
         folder = self.checkpoints.partial(self.update) / STATE
-        while missing := missing_shares(folder, self.world_size):
+        while missing := missing_shards(folder, self.world_size):
             if time.perf_counter() > self._until:
                 if self._until:
                     ranks = ", ".join(map(str, missing))

@@ -101,14 +101,15 @@ def read_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
         records = [{"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
                    for turns in asked]  # fmt: skip
         ids, ends = [renderer.ids_of(turns) for turns in asked], renderer.end_of_turn()
-    ids, lost = _with_room(ids, recipe, config)
+    longest = longest_answer(recipe, config)
+    ids, lost = _with_room(ids, longest, config)
     if cut := sum(map(bool, lost)):
         notes.append(
             f"warning   {cut:,} of {len(ids):,} prompts lose their beginning: {usable_positions(config):,} positions "
-            f"less max_new_tokens = {recipe.max_new_tokens} are too few for them"
+            f"less max_new_tokens = {longest} are too few for them"
         )
     prompts = Prompts(ids, records, form is not None, ends, sum(lost))
-    kind = f"answered with at most {recipe.max_new_tokens} tokens each"
+    kind = f"answered with at most {longest} tokens each"
     return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
 
 
@@ -134,21 +135,27 @@ def _texts(recipe: ClmRecipe, source: Source) -> list[str]:
     return texts
 
 
-def _with_room(ids: list[list[int]], recipe: ClmRecipe, config) -> tuple[list[list[int]], list[int]]:
-    """(the end of each prompt, as long as leaves room for max_new_tokens; the tokens that it lost).
+def longest_answer(recipe: ClmRecipe, config) -> int:
+    """max_new_tokens; by default at most half of the model's positions.
 
     Raises:
-        UserError: there is no room at all.
+        UserError: a prompt would have no room beside it.
     """
     positions = usable_positions(config)
-    if not positions:
-        return ids, [0] * len(ids)
-    if not recipe.source("max_new_tokens"):  # a default gives way
-        recipe.adopt("max_new_tokens", min(recipe.max_new_tokens, positions // 2), "")
-    room = positions - recipe.max_new_tokens
-    if room < 1:
+    if positions and not recipe.source("max_new_tokens"):
+        return min(recipe.max_new_tokens, positions // 2)
+    if positions and recipe.max_new_tokens >= positions:
         raise UserError(
             f"max_new_tokens = {recipe.max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
             "Choose fewer"
         )
+    return recipe.max_new_tokens
+
+
+def _with_room(ids: list[list[int]], longest: int, config) -> tuple[list[list[int]], list[int]]:
+    """(the end of each prompt, as long as leaves room for the answer; the tokens that it lost)."""
+    positions = usable_positions(config)
+    if not positions:
+        return ids, [0] * len(ids)
+    room = positions - longest
     return [row[-room:] for row in ids], [max(0, len(row) - room) for row in ids]

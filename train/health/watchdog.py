@@ -2,8 +2,8 @@
 
 A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a rank that is no more waits
 for good. The witness (train/health/watchdog_process.py) learns of the first by the end of a pipe, of the second by
-silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started or dies,
-training goes on without.
+silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started, or
+dies, the run goes on without.
 """
 
 import atexit

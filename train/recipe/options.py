@@ -1,6 +1,7 @@
 """The options that every task has, in groups."""
 
 import codecs
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,26 @@ class Recipe:
         return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
     def adopt(self, name: str, value: Any, source: str) -> None:
-        """Take a value that somebody else owns (a user's DeepSpeed JSON, say) for an option that nobody set."""
+        """Take a value that somebody else owns (a user's DeepSpeed JSON, say) for an option that nobody set. Only
+        while a run's configuration is resolved: it is frozen then."""
         setattr(self, name, value)
         self.__dict__.setdefault("_sources", {})[name] = source
+
+    def draft(self) -> "Recipe":
+        """A copy, to be resolved and then frozen."""
+        copied = copy.copy(self)
+        copied.__dict__.pop("_frozen", None)
+        copied.remember_sources(self.__dict__.get("_sources", {}))
+        return copied
+
+    def freeze(self) -> None:
+        """Let no option change any more."""
+        self.__dict__["_frozen"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_frozen"):
+            raise AttributeError(f"{name}: the recipe is resolved, and frozen")
+        super().__setattr__(name, value)
 
     @property
     def trains(self) -> bool:
@@ -358,11 +376,6 @@ class RunOptions(Recipe):
     )
     record_samples: bool = option(
         False, "Write samples.jsonl: which samples of the training set each update was made of."
-    )
-    trial: str | None = option(
-        None,
-        "Measure batch sizes in place of training: the orders that `zerofit compare` has written for this run.",
-        hidden=True,
     )
 
 

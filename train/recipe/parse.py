@@ -16,6 +16,7 @@ from train.recipe.help import help_text, wants_help
 from train.recipe.options import Recipe
 
 R = TypeVar("R", bound=Recipe)
+RETIRED = ("trial",)  # options of earlier versions, which the recipe.yaml of their runs have, unset
 
 
 def parse_recipe(
@@ -184,7 +185,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
             if name in entries:
                 problems.append(f"{path}, line {line}: {written} stands here a second time, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
-        return entries
+        return {name: entry for name, entry in entries.items() if name not in RETIRED or entry[0] is not None}
     except yaml.YAMLError as error:
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
 

@@ -121,3 +121,9 @@ def cannot_be_written(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"cannot be written: {error.strerror} ({place})"
+
+
+def output_folder(task: str, recipe) -> Path:
+    """The run's folder; where nobody names one it is called after the recipe's file, or the task."""
+    source = recipe.source("config")
+    return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))

@@ -61,7 +61,7 @@ class MemoryMeter:
 def make_meter(engine, flops_per_token: float) -> "ThroughputMeter":
     """The meter of a run: its peak is that of all devices together."""
     peak = peak_flops(engine.device, engine.strategy.precision)
-    return ThroughputMeter(flops_per_token, peak and peak * engine.world_size)
+    return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)
 
 
 @dataclass

@@ -12,7 +12,7 @@ HEADS = {"clm": "CausalLM", "cls": "SequenceClassification", "seq2seq": "Seq2Seq
 def model_card(
     task: str,
     recipe: TrainingRecipe,
-    results: dict[str, Any],
+    held_out: dict[str, float],
     environment: dict[str, Any],
     is_adapter: bool,
     model_class: str = "",
@@ -20,6 +20,7 @@ def model_card(
     """The text, which names no folder of this machine.
 
     Args:
+        held_out: the figures that are shown.
         model_class: the name of the model's class.
     """
     public = recipe.to_publish()
@@ -27,7 +28,7 @@ def model_card(
     front = ["---", f"library_name: {library}", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
     corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
     data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
-    figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in results["after"].items()]
+    figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in held_out.items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
     shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]

@@ -41,7 +41,7 @@ NOT_THE_RUN = {
     "gradient_accumulation_steps", "global_batch_size", "gradient_checkpointing", "torch_compile", "loss",
     "metric_for_best_model", "save_best", "load_best_model_at_end", "n_val_batch_generations", "save_strategy",
     "save_steps", "save_total_limit", "resume", "max_hours", "record_samples", "save_minutes", "save_keep_every",
-    "save_only_model", "save_async", "on_save_failure", "on_fault", "spike_threshold", "watchdog_minutes", "trial",
+    "save_only_model", "save_async", "on_save_failure", "on_fault", "spike_threshold", "watchdog_minutes",
 }  # fmt: skip
 
 
@@ -222,7 +222,11 @@ def check_folder_of(output: Path, file: str, what: str) -> None:
 
 def differences(recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
     """The options in which this run differs from a recorded one, each with both values."""
-    now = identity(recipe, global_batch)
+    return differing_options(identity(recipe, global_batch), recorded)
+
+
+def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+    """The same of the options that make a run (`identity`)."""
     names = [name for name in now if name in recorded and recorded[name] != now[name]]
     return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
 

@@ -3,25 +3,9 @@
 import os
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 READABLE = 28  # characters of a path that tell which one it is
-
-
-@dataclass
-class Progress:
-    """How far a run has come: what it goes on from, beside the weights and the optimizer's state."""
-
-    updates: int = 0
-    tokens: float = 0.0
-    positions: float = 0.0
-    before: dict[str, float] = field(default_factory=dict)  # held-out figures before the first update
-    after: dict[str, float] = field(default_factory=dict)  # and the latest ones
-    left_out: list[int] = field(default_factory=list)  # updates whose samples are not trained on, after faults
-    faults_in_a_row: int = 0
-    trackers: dict[str, str] = field(default_factory=dict)  # the run's id at each
-    history: dict[str, list[float]] = field(default_factory=dict)  # of the fault sentinel
 
 
 def say(*lines: str, main: bool = True) -> None:

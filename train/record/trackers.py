@@ -2,12 +2,12 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
 from train.recipe.options import TrackingOptions
-from train.record.terminal import Progress
 
 MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 
@@ -27,10 +27,14 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
 
 
 def start_trackers(
-    accelerator, trackers: list[str], recipe: TrackingOptions, folder: Path, task: str, done: Progress
+    accelerator, trackers: Sequence[str], recipe: TrackingOptions, folder: Path, task: str, state
 ) -> str | None:
-    """Open the trackers, and go on with the runs there. Returns a sentence for the log, where wandb goes offline for
-    want of a login."""
+    """Open the trackers, and resume the runs there. Returns a sentence for the log, where wandb goes offline for
+    want of a login.
+
+    Args:
+        state: of the run; its `tracker_ids` are filled in.
+    """
     if not trackers:
         return None
     note = None
@@ -39,14 +43,14 @@ def start_trackers(
         note = f"wandb: no login found, so the run is kept in {folder / 'wandb'}; `wandb sync` sends it later"
     config = {name: _plain(value) for name, value in recipe.to_publish().items()}
     wandb = {"name": recipe.run_name or folder.name, "dir": str(folder)}
-    if "wandb" in done.trackers:
-        wandb |= {"id": done.trackers["wandb"], "resume": "allow"}
-    kwargs = {"wandb": wandb, "tensorboard": {"purge_step": done.updates + 1} if done.updates else {}}
+    if "wandb" in state.tracker_ids:
+        wandb |= {"id": state.tracker_ids["wandb"], "resume": "allow"}
+    kwargs = {"wandb": wandb, "tensorboard": {"purge_step": state.updates + 1} if state.updates else {}}
     accelerator.init_trackers(
         recipe.report_name or f"zerofit-{task}", config=config, init_kwargs={name: kwargs[name] for name in trackers}
     )
     if "wandb" in trackers and accelerator.is_main_process:
-        done.trackers["wandb"] = accelerator.get_tracker("wandb", unwrap=True).id
+        state.tracker_ids["wandb"] = accelerator.get_tracker("wandb", unwrap=True).id
     return note
 
 

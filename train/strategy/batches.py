@@ -8,18 +8,18 @@ from train.recipe.options import BatchOptions
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes in samples. global_batch = micro_batch * accumulation * world_size."""
+    """Sizes in samples. global_batch = micro_batch * accumulation * replicas."""
 
     micro_batch: int
     accumulation: int
-    world_size: int
+    replicas: int  # data-parallel
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation * self.world_size
+        return self.micro_batch * self.accumulation * self.replicas
 
 
-def resolve_batches(recipe: BatchOptions, world_size: int) -> BatchSizes:
+def resolve_batches(recipe: BatchOptions, replicas: int) -> BatchSizes:
     """The sizes that the recipe states, checked against each other.
 
     Raises:
@@ -29,28 +29,28 @@ def resolve_batches(recipe: BatchOptions, world_size: int) -> BatchSizes:
     micro, accumulation, wanted = (
         recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
     )  # fmt: skip
-    one_pass = micro * world_size
+    one_pass = micro * replicas
     if wanted is None:
-        return BatchSizes(micro, accumulation or 1, world_size)
+        return BatchSizes(micro, accumulation or 1, replicas)
     if wanted % one_pass:
-        sizes = [size for size in range(1, wanted + 1) if wanted % (size * world_size) == 0]
+        sizes = [size for size in range(1, wanted + 1) if wanted % (size * replicas) == 0]
         counts = [count for count in range(1, wanted + 1) if wanted % (micro * count) == 0]
         remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
         remedies += [f"the number of processes could be {_listed(counts)}"] if counts else []
         remedies = remedies or [f"make it a multiple of {one_pass}"]
         raise UserError(
             f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) is no multiple of "
-            f"per_device_train_batch_size * processes = {micro} * {world_size} = {one_pass}: "
+            f"per_device_train_batch_size * processes = {micro} * {replicas} = {one_pass}: "
             f"{', or '.join(remedies)}"
         )
     if accumulation not in (None, wanted // one_pass):
         raise UserError(
             f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
             f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) disagree: with "
-            f"per_device_train_batch_size = {micro} and {world_size} processes the accumulation is "
+            f"per_device_train_batch_size = {micro} and {replicas} processes the accumulation is "
             f"{wanted // one_pass}. Set one of the two"
         )
-    return BatchSizes(micro, wanted // one_pass, world_size)
+    return BatchSizes(micro, wanted // one_pass, replicas)
 
 
 def _listed(numbers: list[int]) -> str:

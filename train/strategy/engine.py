@@ -12,6 +12,7 @@ from train.model.parameters import decay_groups
 from train.recipe.options import OptimizerOptions
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.devices import has_fused_adamw
+from train.strategy.layout import ParallelLayout
 from train.strategy.state import FlatState, OptimizerState, ShardedState, WholeState
 from train.strategy.strategy import Strategy
 
@@ -86,12 +87,12 @@ class Engine:
         return self.accelerator.device
 
     @property
-    def world_size(self) -> int:
-        return self.accelerator.num_processes
+    def layout(self) -> ParallelLayout:
+        return self.strategy.layout
 
     @property
     def is_main(self) -> bool:
-        return self.accelerator.is_main_process
+        return self.layout.is_main
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
@@ -147,9 +148,13 @@ class Engine:
     def _before_gathering(self) -> None:
         """What an engine has to see to before weights are gathered outside of a forward pass."""
 
-    def sum_over_ranks(self, values: Iterable[float]) -> list[float]:
-        """Each value summed over all ranks."""
-        return [float(total) for total in self._gathered(values).sum(dim=0)]
+    def sum_over_replicas(self, values: Iterable[float]) -> list[float]:
+        """Each value summed over all replicas: what the ranks of one replica have in common counts once."""
+        return [float(total) for total in self._gathered(values)[self.layout.reporters].sum(dim=0)]
+
+    def per_replica(self, values: Iterable[float]) -> list[list[float]]:
+        """The values of each replica, one list a replica."""
+        return self._gathered(values)[self.layout.reporters].tolist()
 
     def per_rank(self, values: Iterable[float]) -> list[list[float]]:
         """The values of each rank, one list a rank."""
@@ -157,15 +162,15 @@ class Engine:
 
     def gather_objects(self, share: Any) -> list[Any] | None:
         """Each rank's share, one a rank, on the main process; None elsewhere. For small things only."""
-        if self.world_size == 1:
+        if self.layout.world_size == 1:
             return [share]
-        shares = [None] * self.world_size if self.is_main else None
+        shares = [None] * self.layout.world_size if self.is_main else None
         torch.distributed.gather_object(share, shares, dst=0)
         return shares
 
     def from_main(self, value: Any) -> Any:
         """What the main process has, on every rank."""
-        if self.world_size == 1:
+        if self.layout.world_size == 1:
             return value
         held = [value]
         torch.distributed.broadcast_object_list(held, src=0, device=self.device)
@@ -174,7 +179,7 @@ class Engine:
     def _gathered(self, values: Iterable[float]) -> torch.Tensor:
         wide = torch.float32 if self.device.type in ("mps", "hpu") else torch.float64
         row = torch.tensor([list(values)], dtype=wide)
-        return row if self.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
+        return row if self.layout.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
@@ -186,7 +191,7 @@ class Engine:
         input_ids = input_ids.to(self.device)
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        together = self.strategy.shards_parameters and self.world_size > 1
+        together = self.strategy.shards_parameters and self.layout.world_size > 1
         return self.module.generate(
             input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True, **kwargs
         )
@@ -228,7 +233,7 @@ class Engine:
             "accelerate_config": launch.config_file,
             "deepspeed_config": launch.json_path,
             "distributed_type": str(state.distributed_type.value),
-            "num_processes": self.world_size,
+            "num_processes": self.layout.world_size,
             "num_machines": int(launch.yaml.get("num_machines", 1)),
             "backend": str(state.backend),
             "device": str(self.device.type),
@@ -249,7 +254,7 @@ class TorchEngine(Engine):
         self.optimizer = adamw(model, recipe, self.device)
         model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self.world_size > 1:
+        if self.layout.world_size > 1:
             self._put_gradients_into_buckets(model)
         return model
 
@@ -263,7 +268,11 @@ class TorchEngine(Engine):
 
     def accumulate(self, last):
         # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
-        return self.accelerator.no_sync(self.model) if self.world_size > 1 and not last else contextlib.nullcontext()
+        return (
+            self.accelerator.no_sync(self.model)
+            if self.layout.world_size > 1 and not last
+            else contextlib.nullcontext()
+        )
 
     def backward(self, loss):
         self.accelerator.backward(loss)
@@ -280,7 +289,7 @@ class TorchEngine(Engine):
         elif self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
         # Of DDP, gradients are views of its buckets, and stay so.
-        self.optimizer.zero_grad(set_to_none=self.world_size == 1)
+        self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
 
     @property
     def learning_rate(self):

@@ -119,7 +119,7 @@ class WholeState(OptimizerState):
         return [Piece(name, tuple(p.shape), 0, p.numel()) for name, p in self.parameters.items()]
 
     def own(self):
-        rank, world = self.engine.accelerator.process_index, self.engine.world_size
+        rank, world = self.engine.layout.rank, self.engine.layout.world_size
         cuts = [(piece, piece.stop * rank // world, piece.stop * (rank + 1) // world) for piece in self.held()]
         return [Piece(piece.name, piece.shape, start, stop) for piece, start, stop in cuts if start < stop]
 
@@ -163,7 +163,7 @@ class ShardedState(OptimizerState):
         pieces = []
         for name, parameter in self.parameters.items():
             share = parameter.ds_tensor.numel()
-            start = min(self.engine.accelerator.process_index * share, parameter.ds_numel)
+            start = min(self.engine.layout.rank * share, parameter.ds_numel)
             stop = min(start + share, parameter.ds_numel)
             if start < stop:
                 pieces.append(Piece(name, tuple(parameter.ds_shape), start, stop))

@@ -16,6 +16,7 @@ from train.strategy.builds import announce_builds, drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
+from train.strategy.layout import ParallelLayout
 from train.strategy.machines import everyones
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
@@ -34,11 +35,15 @@ class Strategy:
     source: str  # who stated the DeepSpeed configuration
     notes: list[str] = field(default_factory=list)
     plugin: Any = None
-    shares_devices: bool = False  # more processes than devices are welcome
     device: Any = None  # this rank's torch.device, once the processes have started
     stated: list["Stated"] = field(default_factory=list)  # every place that states the precision
 
     gather = staticmethod(everyones)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which part of the model, and which samples, this process works on."""
+        return ParallelLayout(self.launch.world_size, self.launch.rank)
 
     @property
     def shards_parameters(self) -> bool:
@@ -55,7 +60,7 @@ class Strategy:
     def describe(self) -> str:
         """One line for the log."""
         b = self.batches
-        sizes = f"global batch {b.global_batch} = {b.micro_batch} x {b.accumulation} accumulation x {b.world_size}"
+        sizes = f"global batch {b.global_batch} = {b.micro_batch} x {b.accumulation} accumulation x {b.replicas}"
         return f"{self.describe_layout}, {sizes}"
 
     @property
@@ -66,11 +71,12 @@ class Strategy:
 
     # ------------------------------------------------------------------------------------------------------- building
 
-    def accelerator(self, timeout: timedelta | None = None, **kwargs):
+    def accelerator(self, timeout: timedelta | None = None, shares_devices: bool = False, **kwargs):
         """Start the process group and build the Accelerator.
 
         Args:
             timeout: of what the processes do together; by default COLLECTIVE_TIMEOUT.
+            shares_devices: more processes than devices are welcome.
 
         Raises:
             UserError: fp16 without a GPU; more processes than devices.
@@ -91,7 +97,7 @@ class Strategy:
         if (on_cpu or self.offloads_optimizer) and not self.launch.threads_are_the_users:
             use_threads_of_share()
         grouped = self.launch.world_size > 1 or self.deepspeed is not None
-        shared = not on_cpu and self._share_devices(torch.accelerator.device_count())
+        shared = not on_cpu and self._share_devices(torch.accelerator.device_count(), shares_devices)
         backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}
         if self.deepspeed is not None:
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -128,7 +134,7 @@ class Strategy:
         if faster:
             self.notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
 
-    def _share_devices(self, num_devices: int) -> bool:
+    def _share_devices(self, num_devices: int, welcome: bool) -> bool:
         """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
 
         Raises:
@@ -137,7 +143,7 @@ class Strategy:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if processes <= num_devices:
             return False
-        if not self.shares_devices:
+        if not welcome:
             raise UserError(
                 f"num_processes: {processes} on this machine, which has {num_devices} "
                 f"device{'s' if num_devices > 1 else ''}. Use --num_processes {num_devices}"
@@ -283,6 +289,8 @@ def read_strategy(recipe: Recipe) -> Strategy:
     strategy = Strategy(launch, batches, recipe.precision, resolved, source, notes, stated=said)
     strategy.use_precision(recipe.precision)
     refuse_another_optimizer(resolved, source, recipe.precision)
+    if not recipe.trains:
+        strategy.drop_optimizer()
     return strategy
 
 

@@ -32,6 +32,7 @@ class Trial:
         recipe: the recipe's file.
         output: the run's folder.
         flags: further flags of the recipe.
+        program: what is launched in place of train/<task>.py, as words of accelerate's.
     """
 
     task: str
@@ -39,13 +40,15 @@ class Trial:
     recipe: Path
     output: Path
     flags: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()
 
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]  # `accelerate` itself imports transformers
         layout = ["--config_file", str(self.config_file), "--num_processes", str(num_processes)]
-        script = [str(TRAIN / f"{self.task}.py"), "--config", str(self.recipe), "--output_dir", str(self.output)]
-        return [*launcher, *layout, "--main_process_port", "0", *script, *self.flags]
+        program = self.program or (str(TRAIN / f"{self.task}.py"),)
+        options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
+        return [*launcher, *layout, "--main_process_port", "0", *program, *options]
 
 
 class Launch:

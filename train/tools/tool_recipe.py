@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Recipe)
 NOT_KEPT = {
     "output_dir", "overwrite_output_dir", "resume", "max_hours", "save_strategy", "save_steps", "save_total_limit",
     "save_keep_every", "save_only_model", "metric_for_best_model", "early_stopping_patience",
-    "early_stopping_threshold", "load_best_model_at_end", "run_name", "report_name", "sample_prompt", "trial",
+    "early_stopping_threshold", "load_best_model_at_end", "run_name", "report_name", "sample_prompt",
 }  # fmt: skip
 QUIET = {"eval_on_start": False, "save_best": False, "with_tracking": False, "report_to": "none", "sample_tokens": 0,
          "n_val_batch_generations": 0}  # fmt: skip

@@ -17,7 +17,7 @@ from train.data.sources import find_files
 from train.model.loss import logits_of_examples, loss_of_examples
 from train.recipe.tasks import ClsRecipe
 from train.record.run_folder import RunFolder
-from train.training.evaluation import mean_over_ranks, one_row_each
+from train.training.evaluation import mean_over_replicas, one_row_each
 from train.training.metrics import compute
 
 
@@ -40,7 +40,7 @@ def evaluate_examples(
 ) -> dict[str, float]:
     """The figures of one held-out part; the main process also writes its predictions."""
     loss, targets, answers = _answered(engine, batches, labels)
-    figures = {"loss": mean_over_ranks(engine, loss, targets)}
+    figures = {"loss": mean_over_replicas(engine, loss, targets)}
     if answers is not None:
         truth = part.samples.labels.tolist()
         folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)

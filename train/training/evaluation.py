@@ -25,11 +25,11 @@ def eval_batches(
     Args:
         most: batches of each rank; samples beyond these, in the order of the data, are left out. None: all are read.
     """
-    count = len(samples) if most is None else min(len(samples), most * batch_size * engine.world_size)
+    layout = engine.layout
+    count = len(samples) if most is None else min(len(samples), most * batch_size * layout.data_size)
     key = None if samples.sort_key is None else samples.sort_key[:count]
     order = FixedOrder(count, key)
-    rank = engine.accelerator.process_index
-    micro_batches = MicroBatches(order, count, 0, batch_size, 1, engine.world_size, rank, key)
+    micro_batches = MicroBatches(order, count, 0, batch_size, 1, layout.data_size, layout.data_rank, key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()
@@ -46,13 +46,13 @@ def held_out_loss(
     for batch in batches:
         loss += loss_sum(engine.model, batch).float()
         targets += batch.num_targets
-    mean = mean_over_ranks(engine, loss, targets)
+    mean = mean_over_replicas(engine, loss, targets)
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
 
 
-def mean_over_ranks(engine, total: torch.Tensor, count: int) -> float:
-    """A sum over all ranks divided by the number of what was summed."""
-    total, count = engine.sum_over_ranks([total.item(), count])
+def mean_over_replicas(engine, total: torch.Tensor, count: int) -> float:
+    """A sum over all replicas divided by the number of what was summed."""
+    total, count = engine.sum_over_replicas([total.item(), count])
     return total / max(count, 1)
 
 

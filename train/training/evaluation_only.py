@@ -5,13 +5,17 @@ from pathlib import Path
 
 import yaml
 
-from train.model.adapters import TASK_TYPES, as_trained, find_base, open_adapter, some
+from train.health.watchdog import Watchdog
+from train.model.adapters import TASK_TYPES, AdapterFolder, as_trained, find_base, open_adapter, some
 from train.model.pretrained_io import is_adapter, model_folder
 from train.recipe.answers import OF_DATA
 from train.recipe.errors import UserError
+from train.recipe.options import TrainingRecipe
 from train.record.run_folder import RunFolder, describe_environment, differences
 from train.record.terminal import duration
+from train.record.timeline import Timeline
 from train.strategy.gpus import describe_device
+from train.training.task import Task
 from train.training.trainer import LONG, Trainer
 
 NAMED_WITH = "adapter_config.json"
@@ -20,28 +24,22 @@ NAMED_WITH = "adapter_config.json"
 class EvaluationTrainer(Trainer):
     """Evaluates a stored model or an adapter, or lets it answer the records of a file, and leaves no model behind."""
 
-    def __init__(self, task, recipe, timeline):
+    def __init__(self, task: str, recipe: TrainingRecipe, timeline: Timeline, watchdog: Watchdog):
         """See also that no training run's folder is written to.
 
         Raises:
             UserError: it would be; the model is an adapter without a base, or for another task.
         """
-        self.asked_for, self.stored, self.notes = recipe.model_name_or_path, None, []
-        self.suffix = "predict" if recipe.predict_file else "evaluate"
-        source = recipe.source("config")
+        self.asked_for = recipe.model_name_or_path
+        recipe = recipe.draft()
         if not (recipe.source("output_dir") or "").startswith("--"):
-            asked = Path(recipe.model_name_or_path)
-            of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
-            name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
-            recipe.adopt("output_dir", f"{name}-{self.suffix}", "")
+            recipe.adopt("output_dir", _output_folder(task, recipe), "")
         folder = RunFolder(recipe.output_dir)
         self._refuse_a_training_run(folder)
         if not recipe.overwrite_output_dir:
             self._refuse_other_answers(folder, recipe)
-        recipe.lora = is_adapter(model_folder(recipe.model_name_or_path))
-        super().__init__(task, recipe, timeline)
-        self.strategy.drop_optimizer()
-        self._find_model(task, recipe)
+        self.stored = self._find_model(task, recipe)
+        super().__init__(task, recipe, timeline, watchdog)
 
     def _refuse_a_training_run(self, folder: RunFolder) -> None:
         held = [name for name in ("model", "checkpoints") if (folder.path / name).exists()]
@@ -61,19 +59,22 @@ class EvaluationTrainer(Trainer):
         if differing := differences(recipe, 0, earlier):
             folder.refuse_a_different_run(differing)
 
-    def _find_model(self, task: str, recipe) -> None:
-        """Let the recipe name the model that is loaded: of a run its model/, of an adapter its base."""
-        name = model_folder(recipe.model_name_or_path)
-        if is_adapter(name):
-            self.stored = open_adapter(name, "model_name_or_path")
-            kind = self.stored.settings.get("task_type")
+    def _find_model(self, task: str, recipe) -> AdapterFolder | None:
+        """Let the recipe name the model that is loaded: of a run its model/, of an adapter its base. Returns the
+        adapter."""
+        stored, name = None, model_folder(recipe.model_name_or_path)
+        recipe.adopt("lora", is_adapter(name), "")
+        if recipe.lora:
+            stored = open_adapter(name, "model_name_or_path")
+            kind = stored.settings.get("task_type")
             if kind not in (None, TASK_TYPES[task]):
                 tasks = {kind: task for task, kind in TASK_TYPES.items()}
                 raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{tasks[kind]}.py: use that")
-            if self.stored.has_tokenizer and not recipe.tokenizer_name:
+            if stored.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
-            name = find_base(self.stored, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]
+            name = find_base(stored, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]
         recipe.adopt("model_name_or_path", name, "--model_name_or_path")
+        return stored
 
     def configuration(self, auto_class):
         config = super().configuration(auto_class)
@@ -111,7 +112,7 @@ class EvaluationTrainer(Trainer):
         if lacking:
             raise UserError(
                 f"model_name_or_path = {self.asked_for!r} has no weights for {some(lacking)}: it would answer at "
-                f"random. Name a model that was trained for {self.task}"
+                f"random. Name a model that was trained for {self.task_name}"
             )
 
     def announce(self, *lines):
@@ -131,39 +132,47 @@ class EvaluationTrainer(Trainer):
               if recipe.without_effect else []),
         )  # fmt: skip
 
-    def answer(self, job) -> int:
+    def answer(self, task: Task) -> int:
         """Evaluate, or answer the file, and leave the record. Returns the exit code.
 
         Raises:
             UserError: nothing is held out.
         """
         recipe, engine = self.recipe, self.engine
-        if not recipe.predict_file and job.evaluate is None:
+        if not recipe.predict_file and task.evaluate is None:
             raise UserError("evaluate_only: nothing is held out. Name a validation_file")
-        if self.main:
+        if self.is_main:
             environment = describe_environment(self.strategy.launch.command, engine.device)
             options = {**recipe.to_dict(), "model_name_or_path": self.asked_for}
             self.folder.start_answers(options, engine.effective_strategy(), environment)
-        self.witness.phase("evaluate", patience=LONG)
+        self.watchdog.phase("evaluate", patience=LONG)
         began = time.perf_counter()
         if recipe.predict_file:
-            files, figures = job.predict(engine), {}
+            files, figures = task.predict(engine), {}
         else:
-            figures = job.evaluate(engine)
+            figures = task.evaluate(engine)
             written = [path.name for path in sorted(self.folder.path.glob("predictions*.jsonl"))]
             files = ["metrics.jsonl", *written]
-            if self.main:
+            if self.is_main:
                 self.folder.metrics.add({"update": 0, **figures})
         seconds = time.perf_counter() - began
-        if self.main:
+        if self.is_main:
             self.folder.metrics.close()
             environment |= {"seconds": seconds, "exit_code": 0}
             self.folder.write_environment(environment)
             done = "answered" if recipe.predict_file else "evaluated"
             for name, value in figures.items():
                 self.say(f"held out    {name.removeprefix('eval_')} {value:.4f}")
-            if figures and job.baseline:
-                self.say(*job.baseline())
+            if figures and task.baseline:
+                self.say(*task.baseline())
             self.say(f"{done:<11} in {duration(seconds)}", f"run folder  {self.folder.path}  ({', '.join(files)})")
         engine.close()
         return 0
+
+
+def _output_folder(task: str, recipe: TrainingRecipe) -> str:
+    """Called after the model, the recipe's file or the task, and after what is done."""
+    source, asked = recipe.source("config"), Path(recipe.model_name_or_path)
+    of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
+    name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
+    return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

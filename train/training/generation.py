@@ -11,7 +11,7 @@ import torch
 
 from train.data.collate import Batch
 from train.data.pairs.prepare import HeldOutPairs, PairData
-from train.data.prompts import Prompts
+from train.data.prompts import Prompts, longest_answer
 from train.model.tokenizer import padding_token
 from train.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from train.record.run_folder import RunFolder
@@ -55,7 +55,7 @@ def writing_settings(recipe: ClmRecipe, config, tokenizer, ends: list[int]) -> d
     """
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = sorted({token for token in [*own, tokenizer.eos_token_id, *ends] if token is not None})
-    return {"max_new_tokens": recipe.max_new_tokens, "do_sample": False, "num_beams": 1,
+    return {"max_new_tokens": longest_answer(recipe, config), "do_sample": False, "num_beams": 1,
             "eos_token_id": ends or None, "pad_token_id": padding_token(tokenizer)}  # fmt: skip
 
 

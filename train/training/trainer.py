@@ -1,105 +1,80 @@
-"""The life of a run around the loop, the same for every task: checks on paper, process group, record, export."""
+"""The life of a run around the loop, the same for every task: process group, model, record, export."""
 
 import logging
 import math
-import os
 import shutil
-import statistics
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-from train.health.shutdown import FAULT, SIGNALS, ShutdownHandler, exit_code
+from train.checkpoint.exporter import ModelExporter
+from train.checkpoint.manager import CheckpointManager
+from train.checkpoint.resume import fingerprint
+from train.checkpoint.run_state import RunState
+from train.data.sources import files_and_sizes
+from train.health.anomaly import AnomalyDetector
+from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, host_advice, is_out_of_memory, resident_bytes
+from train.health.shutdown import ShutdownHandler, StopReason
 from train.health.watchdog import Watchdog, died_elsewhere
-from train.recipe.errors import UserError, before_leaving, explain_failures_with, first_line
+from train.recipe.errors import UserError, explain_failures_with, first_line
 from train.recipe.files import appears, is_there
 from train.recipe.options import TrainingRecipe
-from train.recipe.paths import check_paths
 from train.recipe.repeat import repeat_after_launcher
-from train.recipe.schedule import make_schedule
-from train.record.run_folder import RunFolder, describe_environment
-from train.record.terminal import duration, rounded, say
+from train.recipe.schedule import make_schedule, warmup_updates
+from train.record.meters import MemoryMeter
+from train.record.plot import plot_run
+from train.record.recorder import RunRecorder
+from train.record.run_folder import describe_environment
+from train.record.terminal import Bar, rounded, say
 from train.record.timeline import Timeline
+from train.record.trackers import start_trackers
+from train.strategy.deepspeed_json import resolve_scheduler
 from train.strategy.gpus import describe_device
 from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same
-from train.strategy.strategy import COLLECTIVE_TIMEOUT, Strategy, read_strategy
+from train.strategy.strategy import COLLECTIVE_TIMEOUT
+from train.training.best_metric import make_best_tracker
+from train.training.configuration import resolve
+from train.training.length import run_length
+from train.training.loop import Run, train
+from train.training.step import Signals, TrainStep
+from train.training.summary import summary, why_stopped
+from train.training.task import Task
 
 EXIT_OTHER_DIED = 1  # whoever died first has the cause
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
-
-
-def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline) -> "Session":
-    """The session of a run, or of a trial or a launch without training where the recipe says that it is one.
-
-    Raises:
-        UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
-            before torch is imported.
-    """
-    check_paths(recipe, output_folder(task, recipe))
-    if recipe.trial:
-        from train.tools.compare.trial import TrialTrainer
-
-        return TrialTrainer(task, recipe, timeline)
-    if not recipe.trains:
-        from train.training.evaluation_only import EvaluationTrainer
-
-        return EvaluationTrainer(task, recipe, timeline)
-    return Trainer(task, recipe, timeline)
-
-
-def output_folder(task: str, recipe: TrainingRecipe) -> Path:
-    """The run's folder; where nobody names one it is called after the recipe's file, or the task."""
-    source = recipe.source("config")
-    return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+PATIENCE = {"save": 4.0}  # the same, of the loop's phases
 
 
 class Trainer:
     """One run of one task. Its methods are called in the order in which they stand here."""
 
-    def __init__(self, task: str, recipe: TrainingRecipe, timeline: Timeline):
-        """Settle recipe and strategy against each other, and see that the output folder is free.
+    shares_devices = False  # more processes than devices are welcome
+
+    def __init__(self, task: str, recipe: TrainingRecipe, timeline: Timeline, watchdog: Watchdog):
+        """Resolve the configuration, and see that the output folder is free.
 
         Raises:
             UserError: anything that can be found wrong before data is read.
         """
-        self.task, self.recipe, self.timeline = task, recipe, timeline
-        self.witness = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
-        self.witness.start()
-        before_leaving(self.witness.leave)
-        from train.checkpoint.resume import ResumePlan
-
-        self.folder = RunFolder(output_folder(task, recipe))
-        self.origin = ResumePlan(recipe, self.folder, int(os.environ.get("WORLD_SIZE", "1")))
-        self.strategy: Strategy = read_strategy(recipe)
-        if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
-            self.strategy.check_precision()
-        self.strategy.notes += self.origin.settle(self.strategy.batches.global_batch)
-        self.main = self.strategy.launch.rank == 0
-        if self.main:
+        self.task_name, self.timeline, self.watchdog = task, timeline, watchdog
+        self.adapter, self.checkpoints, self.engine = None, None, None
+        self.row_tokens, self.program_bytes, self.parameters = None, 0, 0
+        self.config = resolve(task, recipe)
+        self.recipe, self.strategy, self.folder = self.config.recipe, self.config.strategy, self.config.folder
+        self.notes = list(self.config.notes)
+        self.is_main = self.strategy.layout.is_main
+        if self.is_main:
             self.folder.lock()
             self.folder.forget_the_end()
-        self.adapter, self.keeper = None, None
-        minutes = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else recipe.save_minutes
-        self.stop = ShutdownHandler(recipe.max_hours, minutes, timeline.started, self.witness.told)
-        if recipe.quantised:
-            from train.model.lora import check_quantisation
-
-            check_quantisation(recipe, self.strategy)
-        from train.record.trackers import wanted_trackers
-
-        self.trackers = wanted_trackers(recipe)
-        self.engine, self.row_tokens, self.program_bytes, self.parameters = None, None, 0, 0
-        self.stopped = 0
+        self.shutdown = ShutdownHandler(recipe.max_hours, timeline.started, watchdog.told)
         explain_failures_with(self._explain)
-        self.witness.phase("data", patience=math.inf)
+        self.watchdog.phase("data", patience=math.inf)
         timeline.mark("checks")
 
     def say(self, *lines: str) -> None:
-        say(*lines, main=self.main)
+        say(*lines, main=self.is_main)
 
     def configuration(self, auto_class):
         """The configuration of the model, which the task needs an `auto_class` of transformers for."""
@@ -113,28 +88,21 @@ class Trainer:
         Raises:
             UserError: there are fewer samples than one global batch takes; DeepSpeed's schedule is not the recipe's.
         """
-        from train.strategy.deepspeed_json import resolve_scheduler
-        from train.training.loop import run_length
-
-        size = self.strategy.batches.global_batch
-        if num_samples < size:
+        sizes, deepspeed, source = self.strategy.batches, self.strategy.deepspeed, self.strategy.source
+        if num_samples < sizes.global_batch:
             raise UserError(
-                f"the training data gives {num_samples} samples, fewer than one global batch of {size} = "
-                f"{self.strategy.batches.micro_batch} x {self.strategy.batches.accumulation} x "
-                f"{self.strategy.batches.world_size} (per_device_train_batch_size x accumulation x processes). "
-                "Make the batch smaller, or train on more data (or, of text, on a shorter block_size)"
+                f"the training data gives {num_samples} samples, fewer than one global batch of {sizes.global_batch} "
+                f"= {sizes.micro_batch} x {sizes.accumulation} x {sizes.replicas} (per_device_train_batch_size x "
+                "accumulation x processes). Make the batch smaller, or train on more data (or, of text, on a shorter "
+                "block_size)"
             )
-        self.length = run_length(self.recipe, num_samples, self.strategy.batches)
-        deepspeed, source = self.strategy.deepspeed, self.strategy.source
+        self.length = run_length(self.recipe, num_samples, sizes)
+        updates = self.length.num_updates
         if deepspeed is not None:
-            from train.recipe.schedule import warmup_updates
-
-            updates = self.length.num_updates
             warmup = warmup_updates(self.recipe, updates)
-            self.strategy.notes += resolve_scheduler(deepspeed, source, self.recipe, updates, warmup)
-        self.schedule, warnings = make_schedule(self.recipe, self.length.num_updates)
-        for warning in warnings:
-            self.say(f"warning: {warning}")
+            self.notes += resolve_scheduler(deepspeed, source, self.recipe, updates, warmup)
+        self.schedule, warnings = make_schedule(self.recipe, updates)
+        self.say(*(f"warning: {warning}" for warning in warnings))
         if deepspeed is not None and "scheduler" in deepspeed:
             from train.strategy.engine import check_deepspeed_schedule
 
@@ -142,7 +110,7 @@ class Trainer:
 
     def start_processes(self):
         """The Accelerator, its process group running."""
-        if not (self.main and sys.stderr.isatty()):
+        if not (self.is_main and sys.stderr.isatty()):
             from transformers.utils.logging import disable_progress_bar
 
             disable_progress_bar()
@@ -150,17 +118,14 @@ class Trainer:
         logging.getLogger("transformers.modeling_utils").addFilter(
             lambda line: "attention_mask" not in line.getMessage()
         )
-        self.witness.phase("load", patience=LONG)
+        self.watchdog.phase("load", patience=LONG)
         silence = timedelta(minutes=self.recipe.watchdog_minutes)
         self.accelerator = self.strategy.accelerator(
-            max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the witness is to speak first
-            log_with=self.trackers or None,
+            max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the watchdog is to speak first
+            self.shares_devices,
+            log_with=list(self.config.trackers) or None,
             project_dir=str(self.folder.path),
         )
-        if self.recipe.dataloader_num_workers is None:
-            self.recipe.dataloader_num_workers = 0 if self.accelerator.device.type == "cpu" else 2
-        from train.health.out_of_memory import resident_bytes
-
         self.program_bytes = resident_bytes()
         self._check_machines()
         self.timeline.mark("process group")
@@ -172,27 +137,14 @@ class Trainer:
         Raises:
             UserError: one does not; it names the machine.
         """
-        from train.data.sources import files_and_sizes
-        from train.record.run_folder import identity
-
-        recipe = self.recipe
-        options = identity(recipe, self.strategy.batches.global_batch)
-        check_same({f"option {name}": value for name, value in options.items()},
+        plan = self.config.resume
+        check_same({f"option {name}": value for name, value in plan.identity.items()},
                    "Start all machines with the same recipe and options")  # fmt: skip
-        check_same({f"{name} (files and their bytes)": files for name, files in files_and_sizes(recipe).items()},
+        files = files_and_sizes(self.recipe)
+        check_same({f"{name} (files and their bytes)": found for name, found in files.items()},
                    "Copy the data to all machines, or put it where all of them see it")  # fmt: skip
-        check_same({f"run to resume in output_dir = {str(self.folder.path)!r}": self.origin.wanted},
+        check_same({f"run to resume in output_dir = {str(self.folder.path)!r}": plan.sources},
                    SHARED_FOLDER_REMEDY)  # fmt: skip
-
-    def _check_output_folder(self) -> None:
-        """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
-        if self.recipe.save_strategy == "no":
-            return
-        written = self.folder.path / "recipe.yaml"
-        text = self.engine.from_main(written.read_text() if self.main else None)
-        seen = appears(lambda: is_there(written) and written.read_text() == text)
-        view = f"view of output_dir = {str(self.folder.path)!r}"
-        check_same({view: "the run" if seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
 
     def load(self, auto_class, config, left_out: Sequence[str] = ()):
         """The model, see build_model for the arguments. Its size is known before: loading may take all memory."""
@@ -203,14 +155,12 @@ class Trainer:
         return build_model(auto_class, config, self.recipe, self.strategy, self.recipe.seed, left_out, self.parameters)
 
     def advise(self, copied: int = 0) -> None:
-        """Tell the witness what would help from here on, should this rank be killed for want of host memory.
+        """Tell the watchdog what would help from here on, should this rank be killed for want of host memory.
 
         Args:
             copied: bytes of the copies that checkpoints are written from.
         """
-        from train.health.out_of_memory import host_advice
-
-        self.witness.advise(
+        self.watchdog.advise(
             host_advice(self.recipe, self.strategy, self.engine, self.row_tokens, parameters=self.parameters,
                         copied=copied)
         )  # fmt: skip
@@ -223,7 +173,7 @@ class Trainer:
         """
         from train.model.lora import add_adapter
 
-        self.adapter = add_adapter(model, self.recipe, self.task, self.strategy)
+        self.adapter = add_adapter(model, self.recipe, self.task_name, self.strategy)
 
     def prepare(self, model):
         """Shard and place the model under the strategy; the engine that the loop will drive."""
@@ -236,14 +186,14 @@ class Trainer:
 
         recipe = self.recipe
         disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
-        self.witness.phase("prepare", patience=LONG)
+        self.watchdog.phase("prepare", patience=LONG)
         if recipe.gradient_checkpointing:
             recompute_activations(model)
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)
         self.engine = prepare_engine(self.strategy, self.accelerator, model, recipe, self.schedule)
-        self.engine.alive = self.witness.alive
+        self.engine.alive = self.watchdog.alive
         set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
         self.timeline.mark("preparing the model")
         return self.engine
@@ -253,10 +203,10 @@ class Trainer:
         recipe, length = self.recipe, self.length
         origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
         all_of_them = self.trainable == self.parameters
-        share = "all" if all_of_them else f"{self.trainable:,} ({self.trainable / self.parameters:.2%})"
+        trained = "all" if all_of_them else f"{self.trainable:,} ({self.trainable / self.parameters:.2%})"
         warmup = f", {self.schedule.num_warmup} warm-up" if self.schedule.num_warmup else ""
         self.say(
-            f"model     {origin}: {self.parameters:,} parameters, {share} trained",
+            f"model     {origin}: {self.parameters:,} parameters, {trained} trained",
             *self._about_the_adapter(),
             f"strategy  {self.strategy.describe}",
             f"device    {describe_device(self.engine.device)}",
@@ -264,7 +214,7 @@ class Trainer:
             f"run       {length.num_updates:,} updates, {rounded(length.total_samples / length.num_samples)} epochs; "
             f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
             f"folder    {self.folder.path}",
-            *(f"note      {note}" for note in self.strategy.notes),
+            *(f"note      {note}" for note in [*self.strategy.notes, *self.notes]),
         )
 
     def _about_the_adapter(self) -> list[str]:
@@ -278,186 +228,162 @@ class Trainer:
         )  # fmt: skip
         return [f"adapter   {self.adapter.note}", *random]
 
-    def train(self, job, meter, tokenizer) -> dict[str, Any]:
-        """Run the loop and keep its record. Returns the loop's results and the seconds it took.
+    def train(self, task: Task, throughput, tokenizer) -> None:
+        """Run the loop and keep its record.
 
         Raises:
-            UserError: there is no such figure as metric_for_best_model.
+            UserError: there is no such figure as metric_for_best_model; the folder holds another run.
         """
-        from train.checkpoint.manager import CheckpointManager
-        from train.health.anomaly_detector import AnomalyDetector
-        from train.record.trackers import start_trackers
-        from train.training.best_metric import make_best_tracker
-        from train.training.loop import Hooks, fit
-
-        self.job, self.meter, self.tokenizer = job, meter, tokenizer
         recipe, engine = self.recipe, self.engine
-        lengths = job.train_set.lengths
-        self.row_tokens = len(job.train_set[0]["input_ids"]) if lengths is None else int(lengths.max())
+        self.task, self.throughput, self.state = task, throughput, RunState()
+        lengths = task.train_set.lengths
+        self.row_tokens = len(task.train_set[0]["input_ids"]) if lengths is None else int(lengths.max())
         self.advise()
-        self.best = make_best_tracker(recipe, job.figures, job.evaluate is not None)
-        self.keeper = keeper = CheckpointManager(self, job, tokenizer, self.best)
-        check_same({"training data": keeper.data}, "Give all machines the same data and the same packages")
-        keeper.resume()
-        if self.main:
-            self.environment = describe_environment(self.strategy.launch.command, engine.device)
-            effective = engine.effective_strategy()
-            size = self.strategy.batches.global_batch
-            updates, goes_on_from = keeper.done.updates, keeper.goes_on_from
-            self.folder.start(recipe, size, effective, self.environment, updates, goes_on_from)
-        self._check_output_folder()
-        keeper.bring_the_best()
-        note = start_trackers(self.accelerator, self.trackers, recipe, self.folder.path, self.task, keeper.done)
-        if note:
-            self.say(f"note      {note}")
-        self.stop.listen()
-        keeper.start()
-        record = self._record if recipe.record_samples else None
-        hooks = Hooks(self._write, record, self._started, keeper.keep, keeper.fault, self._phase, keeper.saver)
+        self.best = make_best_tracker(recipe, task.figures, task.evaluate is not None, self.state.best)
+        self.environment = describe_environment(self.strategy.launch.command, engine.device) if self.is_main else {}
+        self.exporter = ModelExporter(engine, self.adapter, tokenizer, self.task_name, recipe, self.environment)
+        self.checkpoints = self._resume()
+        note = start_trackers(
+            self.accelerator, self.config.trackers, recipe, self.folder.path, self.task_name, self.state
+        )
+        self.say(*([f"note      {note}"] if note else []))
+        self.shutdown.install()
+        self.checkpoints.start()
+        run = self._run(tokenizer)
         frozen, began = engine.frozen_checksum(), time.perf_counter()
         while True:
-            done, scaled = keeper.done, self.strategy.precision == "fp16"
-            sentinel = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled, done.history)
-            results = fit(job, engine, self.length, meter, self.best, hooks, done, sentinel, self.stop)
-            if results["stopped"] != FAULT or not keeper.rewind():
+            self.ending = train(run)
+            run.recorder.close()
+            if self.ending.anomaly is None or not self.checkpoints.rewind(self.ending.anomaly):
                 break
-        self._phase("save", results["updates"])
-        keeper.finish(results["stopped"])
+            run = self._run(tokenizer)
+        self._phase("save", self.state.updates)
+        self.checkpoints.finish(after_anomaly=self.ending.reason is StopReason.ANOMALY)
         if engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
-        self.stopped = results["stopped"]
-        return {**results, "seconds": time.perf_counter() - began}
+        self.seconds = time.perf_counter() - began
+
+    def _resume(self) -> CheckpointManager:
+        """The run's checkpoints, and its record in the folder, from the update on that it resumes at."""
+        launch, engine, task = self.strategy.launch, self.engine, self.task
+        data = fingerprint(task.train_set, task.grouping)
+        check_same({"training data": data}, "Give all machines the same data and the same packages")
+        run = {**self.config.resume.identity, "num_processes": launch.world_size, "strategy": launch.name}
+        checkpoints = CheckpointManager(
+            self.folder, engine, self.recipe, self.state, self.exporter, run, data, self.best.keeps, self.advise
+        )
+        checkpoints.resume(self.config.resume)
+        if self.is_main:
+            self.folder.start(
+                self.recipe, self.strategy.batches.global_batch, engine.effective_strategy(), self.environment,
+                self.state.updates, checkpoints.resumed_from,
+            )  # fmt: skip
+        self._check_output_folder()
+        checkpoints.restore_best_checkpoint()
+        return checkpoints
+
+    def _check_output_folder(self) -> None:
+        """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
+        if self.recipe.save_strategy == "no":
+            return
+        written = self.folder.path / "recipe.yaml"
+        text = self.engine.from_main(written.read_text() if self.is_main else None)
+        seen = appears(lambda: is_there(written) and written.read_text() == text)
+        view = f"view of output_dir = {str(self.folder.path)!r}"
+        check_same({view: "the run" if seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
+
+    def _run(self, tokenizer) -> Run:
+        """The parts that the loop works with, at the update that the state is at."""
+        recipe, engine, task, state = self.recipe, self.engine, self.task, self.state
+        memory = MemoryMeter(engine.device)
+        scaled = self.strategy.precision == "fp16"
+        detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled, state.anomaly_history)
+        writer = self.checkpoints.writer
+
+        def signals() -> Signals:
+            return Signals(self.shutdown.reason(), self.checkpoints.is_due_by_clock(), writer.has_failed)
+
+        def head_of(index: int) -> str:
+            return tokenizer.decode(task.train_set[index]["input_ids"])
+
+        bar = Bar(self.length.num_updates, recipe.logging_steps, self.is_main, state.updates)
+        recorder = RunRecorder(self.folder, engine, self.environment, self.timeline, bar, head_of)
+        step = TrainStep(task, engine, detector, memory, signals, self._phase)
+        return Run(
+            task, engine, self.length, state, step, self.checkpoints, recorder, self.best, self.throughput, memory,
+            self._phase,
+        )  # fmt: skip
 
     def _phase(self, name: str, update: int) -> None:
-        self.witness.phase(name, update or None, patience=4.0 if name == "save" else 1.0)
+        self.watchdog.phase(name, update or None, patience=PATIENCE.get(name, 1.0))
 
     def _explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone; of any other error nothing is known here."""
-        from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
-
-        phase, update = self.witness.at
-        rank = self.strategy.launch.rank
+        phase, update = self.watchdog.at
+        rank = self.strategy.layout.rank
         if is_out_of_memory(error):
             if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
                 phase = "loss"
-            said = explain(
+            text = explain(
                 error, phase=phase, update=update, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
                 row_tokens=self.row_tokens, program_bytes=self.program_bytes, parameters=self.parameters,
-                copied=self.keeper.saver.bytes_of_copies if self.keeper else 0,
+                copied=self.checkpoints.writer.bytes_of_copies if self.checkpoints else 0,
             )  # fmt: skip
-            print(f"\n{said}", file=sys.stderr, flush=True)
-            repeat_after_launcher(said)
+            print(f"\n{text}", file=sys.stderr, flush=True)
+            repeat_after_launcher(text)
             return EXIT_OUT_OF_MEMORY
         if died_elsewhere(error):
             at = f" of update {update}" if update else ""
-            said = f"another process is gone ({first_line(error).split('. ')[0]})"
-            print(f"\nrank {rank} leaves in phase {phase}{at}: {said}", file=sys.stderr, flush=True)
+            cause = f"another process is gone ({first_line(error).split('. ')[0]})"
+            print(f"\nrank {rank} leaves in phase {phase}{at}: {cause}", file=sys.stderr, flush=True)
             return EXIT_OTHER_DIED
         return None
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.trackers:
-            self.accelerator.log({k: v for k, v in line.items() if k != "update"}, step=line["update"])
-        if self.main:
-            self.folder.metrics.add(line)
+    @property
+    def stopped(self) -> bool:
+        """Whether training stopped before its end, and nothing is exported."""
+        return self.ending.reason is not StopReason.NONE
 
-    def _record(self, update: int, ranks: list[list[int]] | None) -> None:
-        if ranks is not None:
-            self.folder.samples.add({"update": update, "samples": sorted(index for rank in ranks for index in rank)})
-
-    def _started(self) -> None:
-        self.timeline.mark("first update")
-        if self.main:
-            self.environment["seconds_to_first_update"] = self.timeline.seconds
-            self.environment["bytes_held_by_rank_0"] = self.engine.held_bytes()
-            self.folder.write_environment(self.environment)
-
-    def weights(self) -> dict[str, Any] | None:
-        """What is exported, whole, on the main process: all weights, or those of the adapter."""
-        return self.engine.trained_state() if self.adapter else self.engine.state_dict()
-
-    def write_model(self, state, results: dict[str, Any], folder: Path, tokenizer) -> None:
-        from train.model.export import export_model
-        from train.record.model_card import model_card
-
-        write = self.adapter.save if self.adapter else export_model
-        model_class, is_adapter = type(self.engine.module).__name__, self.adapter is not None
-        card = model_card(self.task, self.recipe, results, self.environment, is_adapter, model_class)
-        write(self.engine.module, state, tokenizer, folder, card)
-
-    def export(self, results: dict[str, Any]) -> None:
-        """Write the model, draw the curve, and say what came of the run; of one left early, where it stands."""
-        from train.record.plot import plot_run
-
+    def export(self) -> None:
+        """Write the model, draw the curve, and say what came of the run; of one that stopped early, where it is."""
         if self.stopped:
-            self.witness.phase("leave", patience=math.inf)
-            why = self.keeper.why_stopped(self.stopped, self.length.num_updates)
+            self.watchdog.phase("leave", patience=math.inf)
+            why = why_stopped(self.ending, self.length.num_updates, self.state, self.checkpoints, self.recipe.on_fault)
             self.say("", *why)
-            repeat_after_launcher("\n".join(why), after_signal=self.stopped in SIGNALS.values())
+            repeat_after_launcher("\n".join(why), after_signal=self.ending.reason.is_signal)
             return
-
-        self.witness.phase("export", patience=LONG)
-        load_best = self.keeper.loads_best
-        state = None if load_best else self.weights()
-        if self.main:
-            self.folder.metrics.close()
-            if load_best:
-                shutil.copytree(self.keeper.checkpoints.best / "model", self.folder.model)
-                for file in self.keeper.checkpoints.best.glob("predictions*.jsonl"):
-                    shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
-            else:
-                self.write_model(state, results, self.folder.model, self.tokenizer)
-            picture = self.folder.path / "loss.png"
-            plot_run(self.folder.metrics.read(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
-            self.say("", *self._summary(results, load_best))
+        self.watchdog.phase("export", patience=LONG)
+        loads_best = self.best.loads and self.state.best.update is not None
+        weights = None if loads_best else self.exporter.weights()
+        if not self.is_main:
+            return
+        self.folder.metrics.close()
+        if loads_best:
+            best = self.checkpoints.directory.best
+            shutil.copytree(best / "model", self.folder.model)
+            for file in best.glob("predictions*.jsonl"):
+                shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
+        else:
+            self.exporter.write(weights, self.state.held_out, self.folder.model)
+        picture, task = self.folder.path / "loss.png", self.task
+        plot_run(self.folder.metrics.read(), picture, self.folder.path.name, task.unit, task.figures[0])
+        made = self.state.updates - self.checkpoints.resumed_at
+        self.say("", *summary(
+            self.state, made, self.seconds, self.throughput, self.checkpoints.writer.records, self.best,
+            self.adapter is not None, task.baseline() if task.baseline else [],
+        ))  # fmt: skip
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
-        code = exit_code(self.stopped)
-        if self.main:
-            self.environment["checkpoints"] = self.keeper.saver.records
+        code = self.ending.reason.exit_code
+        if self.is_main:
+            self.environment["checkpoints"] = self.checkpoints.writer.records
             self.environment["exit_code"] = code  # accelerate launch makes 1 of any other than 0
             self.folder.write_environment(self.environment)
         if not self.stopped:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
         return code
-
-    def _summary(self, results: dict[str, Any], load_best: bool) -> list[str]:
-        before, after = results["before"], self.best.figures if load_best else results["after"]
-        tokens_per_s = self.meter.typical()
-        flops_per_s = tokens_per_s * self.meter.flops_per_token
-        mfu = f", MFU {flops_per_s / self.meter.peak:.1%}" if self.meter.peak else ""
-        padding = f", {results['padding']:.1%} of all positions padding" if results["padding"] else ""
-        made = results["updates"] - self.keeper.resumed_at
-        of_them = f" ({made:,} of them now)" if made != results["updates"] else ""
-        speed = f"median {tokens_per_s:,.0f} tokens/s, {rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padding}"
-        lines = [f"trained     {results['updates']:,} updates{of_them} in {duration(results['seconds'])}, {speed}"]
-        if not made:
-            lines = [
-                f"trained     {results['updates']:,} updates, all of them before: there was nothing left to train"
-            ]
-        saves = self.keeper.saver.records
-        if saves:
-            size, stood = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
-            number = f"{len(saves)} checkpoints" if len(saves) > 1 else "1 checkpoint"
-            lines.append(
-                f"saved       {number}, {size / 1e6:,.1f} MB each; training stood still {stood:.2f} s for each"
-            )
-        if self.adapter:
-            lines.append("frozen      weights are what they were, bit for bit")
-        for name, value in after.items():
-            was = f"{before[name]:.4f} -> " if name in before else ""
-            lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
-        lines += self.job.baseline() if self.job.baseline else []
-        if self.keeper.keeps_best and self.best.update is not None:
-            where = "checkpoints/best, and model/ is that one" if load_best else "checkpoints/best; model/ is the last"
-            start = self.best.unbeaten_start(before)
-            tie = f", no better than before training ({start:.4f})" if start is not None else ""
-            lines.append(
-                f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,}{tie} ({where})"
-            )
-        return lines
 
 
 def functions_of(error: BaseException) -> list[str]:

@@ -18,8 +18,8 @@ from train.data.lengths import choose_length, report_loss
 from train.data.pack import Sample
 from train.data.pairs.conversations import blank, holds_lists
 from train.data.records import BadRecord, check_records, records_of
-from train.data.tokenized import TokenizedDataset
 from train.data.sources import Source, columns_present, first, hold_out, text_columns
+from train.data.tokenized import TokenizedDataset
 from train.model.tokenizer import get_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe

@@ -11,7 +11,6 @@ from train.data.labelled import glue
 from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
 from train.data.lengths import choose_length, report_loss
 from train.data.pack import SampleSet
-from train.data.tokenized import TokenizedDataset
 from train.data.sources import (
     HELD_OUT,
     PREDICT,
@@ -24,6 +23,7 @@ from train.data.sources import (
     text_columns,
 )
 from train.data.text.tokenize import IDS, encode_table, fingerprint
+from train.data.tokenized import TokenizedDataset
 from train.model.tokenizer import fillers, get_tokenizer
 from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.recipe.errors import UserError

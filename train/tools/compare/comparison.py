@@ -125,16 +125,16 @@ class Comparison:
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{step.first}"
         shutil.rmtree(folder, ignore_errors=True)  # of a comparison that was killed right here
         me = psutil.Process()
-        orders = TrialRequest(
+        request = TrialRequest(
             sizes=self.sizes, first=step.first, alone=step.alone, steps=options.steps, pid=me.pid,
             started=me.create_time(), fits=known.fits, fails=known.fails, visit=self._wanted(),
             points=known.points, memory_limit=self.limits.device, host_memory_limit=self.limits.host,
         )  # fmt: skip
-        flags = (*candidate.flags, "--per_device_train_batch_size", str(step.first), "--trial",
-                 str(orders.write(folder)))  # fmt: skip
-        trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags)
+        flags = (*candidate.flags, "--per_device_train_batch_size", str(step.first))
+        program = ("-m", "train.tools.compare.trial", options.task, str(request.write(folder)))
+        trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         launch = TrialLaunch(
-            trial, options.num_processes, orders, candidate, self.keys[candidate.name], self.journal,
+            trial, options.num_processes, request, candidate, self.keys[candidate.name], self.journal,
             self.machine, self._hear, 60 * options.trial_minutes, again,
         )  # fmt: skip
         ending = launch.run()

@@ -1,5 +1,9 @@
-"""A trial, seen from its ranks: the task's own run up to the loop, and there batch sizes in place of epochs."""
+"""A trial, seen from its ranks: the task's own run up to the loop, and there batch sizes in place of epochs.
 
+accelerate launch -m train.tools.compare.trial TASK REQUEST --config RECIPE     (`zerofit compare` does it)
+"""
+
+import importlib
 import math
 import os
 import statistics
@@ -7,37 +11,38 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from train.data.collate import Batch
-from train.health.anomaly_detector import AnomalyDetector
+from train.health.anomaly import AnomalyDetector
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.recipe.errors import UserError, leave
 from train.tools.compare.memory_limits import DataSegment, TrialMemory, cap_device
 from train.tools.compare.search import next_size
 from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCase
-from train.training.loop import Share, one_update
+from train.training.step import Signals, TrainStep
+from train.training.stream import UpdateBatches
 from train.training.trainer import Trainer
 
 WARM_UP, WARM_UP_FIRST = 1, 2  # updates before those that are timed; of the first size the optimizer's state is made
-MEASURED = 7  # why such a run stops before it has trained (Session.stopped)
 
 
 class TrialTrainer(Trainer):
-    """A run that measures what its orders say, leaves no model behind, and ends with the process that gave them."""
+    """A run that measures what was requested, leaves no model behind, and ends with the process that requested it."""
 
-    def __init__(self, task, recipe, timeline):
-        self.orders = TrialRequest.read(Path(recipe.trial))
-        end_with(self.orders.pid, self.orders.started)
-        self.trial_folder = Path(recipe.trial).parent
-        self.size, self.limit, self.device = self.orders.first, None, None
-        super().__init__(task, recipe, timeline)
-        self.strategy.shares_devices = True
+    shares_devices = True
+
+    def __init__(self, request: Path, *args):
+        """The other arguments are those of a Trainer."""
+        self.request, self.trial_folder = TrialRequest.read(request), request.parent
+        end_with(self.request.pid, self.request.started)
+        self.size, self.limit, self.device = self.request.first, None, None
+        super().__init__(*args)
         self.folder.path.mkdir(parents=True, exist_ok=True)
 
     def plan(self, num_samples):
@@ -54,7 +59,7 @@ class TrialTrainer(Trainer):
         self.device = accelerator.device
         self._build_operations()
         self.segment, on_cpu = DataSegment(), self.device.type == "cpu"
-        wanted, of_host = self.orders.memory_limit, self.orders.host_memory_limit
+        wanted, of_host = self.request.memory_limit, self.request.host_memory_limit
         if on_cpu:
             wanted = of_host = min((limit for limit in (wanted, of_host) if limit is not None), default=None)
         taken = self.segment.now() if on_cpu else torch.accelerator.memory_reserved()
@@ -94,43 +99,42 @@ class TrialTrainer(Trainer):
 
             CPUAdamBuilder().load()
 
-    def train(self, job, meter, tokenizer):
+    def train(self, task, throughput, tokenizer):
         """Try one batch size after the other, until there is none left to try (or memory runs out)."""
-        self.job, self.worst = job, WorstCase(job)
+        self.task, self.worst = task, WorstCase(task)
         self.memory = TrialMemory(self.device, self.segment)
-        self.sentinel = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
-        self.done, self.held, orders = 0, None, self.orders
+        detector = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
+        self.step = TrainStep(task, self.engine, detector, self.memory, Signals, self._phase)
+        self.done, self.held, request = 0, None, self.request
         self.engine.model.train()
         facts = {
-            "longest": job.longest, "mean_sample": job.train_set.contents.mean_length,
+            "longest": task.longest, "mean_sample": task.train_set.contents.mean_length,
             "num_samples": self.num_samples, "accumulation": self.strategy.batches.accumulation,
             "precision": self.strategy.precision, "parameters": self.parameters,
         }  # fmt: skip
         self._answer(event="ready", **facts)
-        points, fits, size = list(orders.points), orders.fits, orders.first
+        points, fits, size = list(request.points), request.fits, request.first
         while size is not None:
             self.size = size
             self._answer(event="trying", size=size)
-            trial = self.measure(size, fresh=size == orders.first)
-            self._answer(event="fits", size=size, fresh=size == orders.first, **trial)
+            trial = self.measure(size, fresh=size == request.first)
+            self._answer(event="fits", size=size, fresh=size == request.first, **trial)
             points.append((size, max(rank["reserved"] for rank in trial["ranks"])))
             fits = max(fits, size)
-            fails = orders.fails if orders.fails and orders.fails > fits else None
-            size = None if orders.alone else next_size(orders.sizes, fits, fails, points, self.limit, orders.visit)
+            fails = request.fails if request.fails and request.fails > fits else None
+            size = None if request.alone else next_size(request.sizes, fits, fails, points, self.limit, request.visit)
         self._answer(event="done")
-        self.stopped = MEASURED
-        return {}
 
     def measure(self, size: int, fresh: bool) -> dict[str, Any]:
         """Updates of this batch size, the last of them timed, and once in a process an evaluation."""
         self.memory.begin()
         seconds, to_warm_up = [], WARM_UP_FIRST if fresh else WARM_UP
-        while len(seconds) < self.orders.steps:
+        while len(seconds) < self.request.steps:
             batches = self._batches(size)
             began = time.perf_counter()
-            outcome = self._update(size, batches)
+            result = self._update(size, batches)
             self._synchronise()
-            if not math.isfinite(outcome.figures["grad_norm"]):
+            if not math.isfinite(result.figures["grad_norm"]):
                 continue  # fp16 looks for its loss scale: no step was taken, and perhaps there is no state yet
             if to_warm_up:
                 to_warm_up -= 1
@@ -139,14 +143,14 @@ class TrialTrainer(Trainer):
         trained = dict(self.memory.note())
         if self.held is None:
             self.held = self.engine.held_bytes()
-            if self.job.evaluate is not None:
+            if self.task.evaluate is not None:
                 self._phase("evaluate", self.done)
-                self.job.evaluate(self.engine)
+                self.task.evaluate(self.engine)
                 self._synchronise()
         peaks, names = self.memory.note(), list(trained)
         ranks = self.engine.per_rank([*trained.values(), *peaks.values(), *self.held.values()])
-        figures, typical = outcome.figures, statistics.median(seconds)
-        samples = size * self.strategy.batches.accumulation * self.engine.world_size
+        figures, typical = result.figures, statistics.median(seconds)
+        samples = size * self.strategy.batches.accumulation * self.engine.layout.data_size
         return {
             "ranks": [dict(zip(names, map(int, rank))) for rank in ranks],
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
@@ -157,26 +161,26 @@ class TrialTrainer(Trainer):
 
     def _batches(self, size: int) -> list[Batch]:
         """The micro-batches of the next update, which is not timed with them: training has workers for that."""
-        accumulation, rank = self.strategy.batches.accumulation, self.engine.accelerator.process_index
-        start = size * accumulation * (self.done * self.engine.world_size + rank)
+        accumulation, rank = self.strategy.batches.accumulation, self.engine.layout.data_rank
+        start = size * accumulation * (self.done * self.engine.layout.data_size + rank)
         return [self.worst.batch(size, start + size * number) for number in range(accumulation)]
 
     def _update(self, size: int, batches: list[Batch]):
         """One update of the loop's own."""
         number = min(self.done, self.length.num_updates - 1) + 1  # of the schedule
         self.done += 1
-        hooks = SimpleNamespace(phase=self._phase, saves=SimpleNamespace(has_failed=False))
-        judges = self.memory, self.sentinel, self.stop
-        outcome = one_update(self.job, self.engine, Share(batches), number, *judges, hooks, iter(()))
-        if outcome.fault is not None:
-            raise UserError(f"batch size {size}: {outcome.fault.reason} in update {self.done} of the trial")
-        return outcome
+        result = self.step(number, UpdateBatches(batches), lambda: None)
+        if result.anomaly is not None:
+            raise UserError(f"batch size {size}: {result.anomaly.reason} in update {self.done} of the trial")
+        return result
 
     def _synchronise(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def export(self, results):
+    stopped = True  # before it has trained: nothing is exported
+
+    def export(self):
         """Nothing is left behind."""
 
     def close(self):
@@ -189,19 +193,19 @@ class TrialTrainer(Trainer):
         where = is_out_of_memory(error)
         if where is None:
             return super()._explain(error)
-        phase, _ = self.witness.at
+        phase, _ = self.watchdog.at
         on_device = where == "device" or (self.device is not None and self.device.type == "cpu")
         self._last_words("out_of_memory", where="device" if on_device else "host", phase=phase)
-        print(f"out of memory: rank {self.strategy.launch.rank}, {phase}, batch size {self.size}: {error}",
+        print(f"out of memory: rank {self.strategy.layout.rank}, {phase}, batch size {self.size}: {error}",
               file=sys.stderr, flush=True)  # fmt: skip
         return EXIT_OUT_OF_MEMORY
 
     def _answer(self, **line) -> None:
-        if self.main:
+        if self.is_main:
             add_line(self.trial_folder / ANSWERS, line)
 
     def _last_words(self, event: str, **words) -> None:
-        line = {"event": event, "size": self.size, "rank": self.strategy.launch.rank, **words}
+        line = {"event": event, "size": self.size, "rank": self.strategy.layout.rank, **words}
         add_line(self.trial_folder / LAST_WORDS, line)
 
 
@@ -232,3 +236,13 @@ def end_with(pid: int, started: float) -> None:
         leave(os.EX_UNAVAILABLE)
 
     threading.Thread(target=watch, daemon=True, name="orders").start()
+
+
+def main(argv: list[str]) -> int:
+    """The task's own program, with this trainer."""
+    task, request, *flags = argv
+    return importlib.import_module(f"train.{task}").main(flags, partial(TrialTrainer, Path(request)))
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

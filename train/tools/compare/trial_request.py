@@ -51,7 +51,7 @@ class TrialRequest:
         return file
 
     @classmethod
-    def read(cls, file: Path) -> "Orders":
+    def read(cls, file: Path) -> "TrialRequest":
         found = json.loads(file.read_text(encoding="utf-8"))
         return cls(**{**found, "points": [tuple(point) for point in found["points"]]})
 

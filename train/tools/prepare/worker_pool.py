@@ -88,7 +88,7 @@ class WorkerPool:
             if in_main:
                 signal.signal(signal.SIGINT, before)
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *_: object) -> None:

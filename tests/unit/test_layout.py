@@ -1,0 +1,78 @@
+"""The parallel layout, with made-up degrees: who reads which samples, and what is counted once."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from train.data.order import FixedOrder, MicroBatches, SampleOrder
+from train.recipe.errors import UserError
+from train.strategy.engine import Engine
+from train.strategy.layout import ParallelLayout
+
+DEGREES = {
+    "dp 4": {}, "dp 2 x tp 2": {"tensor": 2}, "dp 1 x pp 4": {"pipeline": 4},
+    "pp 2 x tp 2": {"tensor": 2, "pipeline": 2}, "dp 2 x sp 2": {"sequence": 2}, "dp 2 x pp 2": {"pipeline": 2},
+}  # fmt: skip
+
+
+def layouts(name: str, world_size: int = 4) -> list[ParallelLayout]:
+    return [ParallelLayout(world_size, rank, **DEGREES[name]) for rank in range(world_size)]
+
+
+def test_places_are_deepspeeds():
+    """DeepSpeed's PipeModelDataParallelTopology numbers its axes pipe, data, model, the last one fastest."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    for rank in range(8):
+        layout, place = ParallelLayout(8, rank, tensor=2, pipeline=2), topology.get_coord(rank)
+        assert (layout.data_rank, layout.stage) == (place.data, place.pipe)
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_ranks_of_a_replica_read_the_same_samples_and_replicas_all(name):
+    order, seen = SampleOrder(24, seed=7), {}
+    for layout in layouts(name):
+        size = layout.data_size
+        rows = list(MicroBatches(order, 24, 0, 2, 4 // size, size, layout.data_rank))
+        assert seen.setdefault(layout.data_rank, rows) == rows
+    assert sorted(index for rows in seen.values() for row in rows for index in row) == list(range(24))
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_the_loss_is_divided_by_what_is_trained_on_and_not_by_what_was_reported_twice(name):
+    """Each replica's ranks report the same sums, those before the last stage no loss: the totals are the data's."""
+    tokens = np.arange(1, 9)
+    reports = []
+    for layout in layouts(name):
+        own = tokens.reshape(layout.data_size, -1)[layout.data_rank]
+        has_loss = layout.stage == layout.pipeline - 1
+        reports.append([float(own.sum()), 2.0 * own.sum() if has_loss else 0.0])
+    for layout in layouts(name):
+        engine = SimpleNamespace(layout=layout, _gathered=lambda values: torch.tensor(reports))
+        count, loss = Engine.sum_over_replicas(engine, reports[layout.rank])
+        assert (count, loss / count) == (tokens.sum(), 2.0)
+        assert len(Engine.per_replica(engine, reports[layout.rank])) == layout.data_size
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_each_held_out_sample_is_evaluated_by_one_replica(name):
+    seen = {}
+    for layout in layouts(name):
+        rows = list(MicroBatches(FixedOrder(10), 10, 0, 2, 1, layout.data_size, layout.data_rank))
+        assert seen.setdefault(layout.data_rank, rows) == rows
+    places = [index for rows in seen.values() for row in rows for index in row if index >= 0]
+    assert sorted(places) == list(range(10))
+
+
+def test_ranks_that_split_a_layer_draw_the_same_and_stages_do_not():
+    assert [layout.seed_place for layout in layouts("dp 4")] == [(0,), (1,), (2,), (3,)]
+    assert [layout.seed_place for layout in layouts("dp 2 x tp 2")] == [(0,), (0,), (1,), (1,)]
+    assert len({layout.seed_place for layout in layouts("dp 1 x pp 4")}) == 4
+
+
+def test_a_world_that_cannot_be_divided_is_refused():
+    with pytest.raises(UserError, match=r"3 processes are no multiple of .* = 2"):
+        ParallelLayout(3, 0, tensor=2)

@@ -1,0 +1,50 @@
+"""The trained model, or its adapter, as a folder for others."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.model.export import export_model
+from train.recipe.options import TrainingRecipe
+from train.record.model_card import model_card
+
+
+class ModelExporter:
+    """Writes model/ of a run and of its checkpoints.
+
+    Args:
+        adapter: of the run; None: the whole model is trained and written.
+        environment: of environment.json, for the model card.
+    """
+
+    def __init__(self, engine, adapter, tokenizer, task: str, recipe: TrainingRecipe, environment: dict[str, Any]):
+        self._engine, self._adapter, self._tokenizer = engine, adapter, tokenizer
+        self._task, self._recipe, self._environment = task, recipe, environment
+        self._tokenizer_of_thread = None
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether the whole model is written, and not only what is trained."""
+        return self._adapter is None
+
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """What is written, full tensors, on the main process; None elsewhere. All ranks call it together."""
+        return self._engine.state_dict() if self.writes_all else self._engine.trained_state()
+
+    def write(
+        self, state: dict[str, torch.Tensor], held_out: dict[str, float], folder: Path, in_thread: bool = False
+    ) -> None:
+        """Write the folder, on the main process.
+
+        Args:
+            held_out: figures for the model card.
+            in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
+        """
+        if in_thread and self._tokenizer_of_thread is None:
+            self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
+        module, is_adapter = self._engine.module, self._adapter is not None
+        card = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
+        write = self._adapter.save if is_adapter else export_model
+        write(module, state, self._tokenizer_of_thread if in_thread else self._tokenizer, folder, card)

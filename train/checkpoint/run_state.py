@@ -1,0 +1,50 @@
+"""The state of a run beside its weights and its optimizer: one object, saved and restored whole."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# Fields whose name in state/progress.json is another one.
+IN_FILE = {
+    "skipped_updates": "left_out", "anomalies_in_a_row": "faults_in_a_row", "tracker_ids": "trackers",
+    "anomaly_history": "history", "held_out_before": "before", "held_out": "after",
+}  # fmt: skip
+
+
+@dataclass
+class BestEvaluation:
+    """The best evaluation so far."""
+
+    update: int | None = None  # None: there was none
+    value: float = math.nan
+    worse_in_a_row: int = 0  # evaluations since
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class RunState:
+    """How far a run has come. `consumed samples` is no field: it follows from `updates`."""
+
+    updates: int = 0
+    tokens: float = 0.0  # seen so far
+    positions: float = 0.0  # tokens and padding
+    held_out_before: dict[str, float] = field(default_factory=dict)  # figures before the first update
+    held_out: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+    skipped_updates: list[int] = field(default_factory=list)  # whose samples are not trained on, after anomalies
+    anomalies_in_a_row: int = 0
+    tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id at each tracker
+    anomaly_history: dict[str, list[float]] = field(default_factory=dict)  # of the anomaly detector
+    best: BestEvaluation = field(default_factory=BestEvaluation)
+
+    def to_file(self) -> dict[str, Any]:
+        """What state/progress.json has of it."""
+        values = {IN_FILE.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
+        return values | {"best": {each.name: getattr(self.best, each.name) for each in fields(self.best)}}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the values of state/progress.json, in place: whoever holds this object sees them."""
+        for each in fields(self):
+            if each.name != "best":
+                setattr(self, each.name, saved[IN_FILE.get(each.name, each.name)])
+        for each in fields(self.best):
+            setattr(self.best, each.name, saved["best"][each.name])

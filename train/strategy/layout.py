@@ -1,0 +1,79 @@
+"""The parallel layout: on which part of the model, and on which samples, each process works."""
+
+from dataclasses import dataclass
+
+from train.recipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """world_size = pipeline x data x sequence x tensor, and the place of `rank` in it.
+
+    Ranks are numbered as DeepSpeed numbers them: tensor-parallel neighbours stand side by side, then come sequence,
+    data and pipeline. The processes that hold one copy of the model together are a *replica*. All of them read the
+    same samples, so whatever counts samples, sums a loss or draws a seed asks for `data_rank` and `data_size`, and
+    whatever counts processes (files of a checkpoint, who prints) for `rank` and `world_size`.
+
+    Args:
+        tensor: ranks that split each layer.
+        pipeline: stages, each with some of the layers.
+        sequence: ranks that split each row.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+
+    def __post_init__(self):
+        if self.world_size % self.replica_size:
+            raise UserError(
+                f"{self.world_size} processes are no multiple of tensor x pipeline x sequence = {self.tensor} x "
+                f"{self.pipeline} x {self.sequence} = {self.replica_size}. Start a multiple of {self.replica_size}"
+            )
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.tensor * self.pipeline * self.sequence
+
+    @property
+    def data_size(self) -> int:
+        """Replicas: each reads samples of its own."""
+        return self.world_size // self.replica_size
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's replica."""
+        return self._data_rank_of(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """The number of this rank's pipeline stage."""
+        return self._stage_of(self.rank)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the run."""
+        return self.rank == 0
+
+    @property
+    def reporters(self) -> list[int]:
+        """One rank of each replica, in the order of the replicas: the first of its last stage, which has the loss.
+        What is counted or summed over the run is counted there, and so once."""
+        last = [rank for rank in range(self.world_size) if self._stage_of(rank) == self.pipeline - 1]
+        firsts = [rank for rank in last if rank % (self.tensor * self.sequence) == 0]
+        return sorted(firsts, key=self._data_rank_of)
+
+    @property
+    def seed_place(self) -> tuple[int, ...]:
+        """What tells this rank's random numbers (dropout) from those of others: another for each replica and each
+        stage; ranks that split a layer or a row must draw the same."""
+        return (self.data_rank, self.stage) if self.pipeline > 1 else (self.data_rank,)
+
+    def _data_rank_of(self, rank: int) -> int:
+        return rank // (self.tensor * self.sequence) % self.data_size
+
+    def _stage_of(self, rank: int) -> int:
+        return rank // (self.world_size // self.pipeline)

@@ -1,0 +1,30 @@
+"""How a task begins: a look at the disk before anything heavy is imported, the watchdog, and the trainer."""
+
+import os
+
+from train.health.watchdog import Watchdog
+from train.recipe.errors import before_leaving
+from train.recipe.options import TrainingRecipe
+from train.recipe.paths import check_paths, output_folder
+from train.record.timeline import Timeline
+
+
+def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_class: type | None = None):
+    """The trainer of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
+
+    Args:
+        trainer_class: another Trainer, which takes the same arguments.
+
+    Raises:
+        UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
+            before torch is imported.
+    """
+    check_paths(recipe, output_folder(task, recipe))
+    watchdog = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
+    watchdog.start()
+    before_leaving(watchdog.leave)
+    if trainer_class is None and recipe.trains:
+        from train.training.trainer import Trainer as trainer_class
+    elif trainer_class is None:
+        from train.training.evaluation_only import EvaluationTrainer as trainer_class
+    return trainer_class(task, recipe, timeline, watchdog)

@@ -1,0 +1,76 @@
+"""The training data as the loop takes it: this rank's micro-batches, update after update."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from train.data.collate import Batch
+from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
+from train.strategy.devices import pins_memory
+from train.training.length import RunLength
+from train.training.task import Task
+
+
+@dataclass
+class UpdateBatches:
+    """This rank's micro-batches of one update.
+
+    Args:
+        totals: trained tokens, tokens, and positions (tokens and padding) of the whole global batch; None until the
+            ranks have told each other.
+    """
+
+    batches: list[Batch]
+    totals: list[float] | None = None
+
+    @property
+    def samples(self) -> list[int]:
+        """Their indices."""
+        return [index for batch in self.batches for index in batch.samples]
+
+    @property
+    def counts(self) -> list[int]:
+        """The same of this rank alone."""
+        counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.batches)
+        return [sum(column) for column in zip(*counts)]
+
+
+class UpdateStream:
+    """The micro-batches of one update after another.
+
+    Args:
+        updates: updates that are done: the stream begins behind them.
+    """
+
+    def __init__(self, task: Task, engine, length: RunLength, updates: int):
+        self._micro_batches = micro_batches(task, engine, length, length.consumed(updates))
+        self._accumulation, self._left = length.batches.accumulation, length.num_updates - updates
+        self._prefetched: UpdateBatches | None = None
+
+    def next(self) -> UpdateBatches:
+        """The micro-batches of the next update."""
+        batches = self.prefetch()
+        self._prefetched = None
+        return batches
+
+    def prefetch(self) -> UpdateBatches | None:
+        """The same, and `next` will give them once more; None after the last update."""
+        if self._prefetched is None and self._left:
+            self._left -= 1
+            self._prefetched = UpdateBatches([next(self._micro_batches) for _ in range(self._accumulation)])
+        return self._prefetched
+
+
+def micro_batches(task: Task, engine, length: RunLength, consumed: int) -> Iterator[Batch]:
+    """This rank's micro-batches after so many consumed samples; ranks of one replica get the same."""
+    recipe, sizes, samples = task.recipe, length.batches, task.train_set
+    groups = LengthGroups(samples.lengths, sizes.global_batch) if task.grouping == "window" else None
+    sort_key = samples.sort_key if task.grouping != "none" else None
+    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups)
+    sampler = MicroBatches(
+        order, length.total_samples, consumed, sizes.micro_batch, sizes.accumulation, engine.layout.data_size,
+        engine.layout.data_rank, sort_key,
+    )  # fmt: skip
+    workers = recipe.dataloader_num_workers
+    if workers is None:
+        workers = 0 if engine.device.type == "cpu" else 2
+    return iter(loader(samples, sampler, task.collate, workers, pins_memory(engine.device)))

@@ -1,0 +1,101 @@
+"""What is said at the end of a run: what came of it, or why it stopped early and what to do."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint.manager import CheckpointManager
+from train.checkpoint.run_state import RunState
+from train.health.shutdown import StopReason
+from train.record.meters import ThroughputMeter
+from train.record.terminal import duration, rounded
+from train.training.best_metric import BestMetricTracker
+from train.training.loop import Ending
+
+
+def why_stopped(
+    ending: Ending, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_fault: str
+) -> list[str]:
+    """What a person has to know of a run that stopped before its `num_updates` updates were made."""
+    by = f"stopped     by {ending.reason.text} after update {state.updates:,} of {num_updates:,}"
+    if ending.reason is StopReason.ANOMALY:
+        return _after_anomaly(by, ending, checkpoints.folder.faults.path, on_fault)
+    newest = next(checkpoints.directory.resumable(), None)
+    remedy = f"goes on from {newest}" if newest else "starts over"
+    if not checkpoints.saved_latest:
+        return [f"{by}, which could not be saved: the same command {remedy}"]
+    return [f"{by}: the same command goes on from there"]
+
+
+def _after_anomaly(by: str, ending: Ending, file: Path, on_fault: str) -> list[str]:
+    lines = [
+        f"{by}: update {ending.anomaly.update}: {ending.anomaly.reason}",
+        f"            its samples are in {file}; the weights are as they were before it",
+    ]
+    if on_fault == "stop":
+        return [
+            *lines,
+            "            The same command comes to it again. To go on without these samples add "
+            "--on_fault skip (or rewind)",
+            "            Should the loss have gone wrong before it: start over with a lower "
+            "--learning_rate in another --output_dir",
+        ]
+    return [
+        *lines,
+        f"            --on_fault {on_fault} is no remedy any more: there were too many. "
+        "Start over with a lower --learning_rate in another --output_dir, or mend the data",
+    ]
+
+
+def summary(
+    state: RunState,
+    made: int,
+    seconds: float,
+    throughput: ThroughputMeter,
+    saves: list[dict[str, Any]],
+    best: BestMetricTracker,
+    with_adapter: bool,
+    baseline: list[str],
+) -> list[str]:
+    """What came of a run that reached its end.
+
+    Args:
+        made: updates of this launch.
+        seconds: that it took.
+        saves: a record of each checkpoint.
+        baseline: held-out figures of answers that take no learning.
+    """
+    lines = [_trained(state, made, seconds, throughput)]
+    if saves:
+        size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
+        number = f"{len(saves)} checkpoints" if len(saves) > 1 else "1 checkpoint"
+        lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training stood still {paused:.2f} s for each")
+    if with_adapter:
+        lines.append("frozen      weights are what they were, bit for bit")
+    loads_best = best.loads and best.best.update is not None
+    before, after = state.held_out_before, best.best.figures if loads_best else state.held_out
+    for name, value in after.items():
+        was = f"{before[name]:.4f} -> " if name in before else ""
+        lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
+    lines += baseline
+    if best.keeps and best.best.update is not None:
+        where = "checkpoints/best, and model/ is that one" if loads_best else "checkpoints/best; model/ is the last"
+        start = best.unbeaten_start(before)
+        tie = f", no better than before training ({start:.4f})" if start is not None else ""
+        lines.append(f"best        {best.metric} {best.best.value:.4f} at update {best.best.update:,}{tie} ({where})")
+    return lines
+
+
+def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputMeter) -> str:
+    if not made:
+        return f"trained     {state.updates:,} updates, all of them before: there was nothing left to train"
+    tokens_per_s = throughput.typical()
+    flops_per_s = tokens_per_s * throughput.flops_per_token
+    mfu = f", MFU {flops_per_s / throughput.peak:.1%}" if throughput.peak else ""
+    padding = 1.0 - state.tokens / state.positions if state.positions else 0.0
+    padded = f", {padding:.1%} of all positions padding" if padding else ""
+    of_them = f" ({made:,} of them now)" if made != state.updates else ""
+    return (
+        f"trained     {state.updates:,} updates{of_them} in {duration(seconds)}, median {tokens_per_s:,.0f} tokens/s, "
+        f"{rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padded}"
+    )
