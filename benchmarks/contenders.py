@@ -18,6 +18,7 @@ from train.data.collate import CausalCollator
 from train.data.order import SampleOrder
 from train.data.pack import PackedBlocks
 from train.data.text.tokenize import Documents
+from train.health.watchdog import Watchdog
 from train.model.configuration import load_configuration
 from train.model.load import build_model
 from train.model.loss import install_loss, model_loss
@@ -191,18 +192,17 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     from transformers import AutoModelForCausalLM
 
     recipe = work.recipe(loss)
-    session = Trainer("clm", recipe, Timeline())
-    session.folder.metrics = TimedLines(session.folder.metrics.path, watch)
-    session.plan(len(work.samples))
-    session.start_processes()
-    model = build_model(AutoModelForCausalLM, work.config, recipe, session.strategy, recipe.seed)
+    trainer = Trainer("clm", recipe, Timeline(), Watchdog(0, None))
+    trainer.folder.metrics = TimedLines(trainer.folder.metrics.path, watch)
+    trainer.plan(len(work.samples))
+    trainer.start_processes()
+    model = build_model(AutoModelForCausalLM, work.config, recipe, trainer.strategy, recipe.seed)
     install_chosen_loss(model, recipe)
-    engine = session.prepare(model)
+    engine = trainer.prepare(model)
     settle_loss(engine, recipe)
-    job = Task(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
-    session.train(job, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
-    session.witness.leave()
-    assert len(session.folder.metrics.read()) == work.options.num_updates
+    task = Task(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    trainer.train(task, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
+    assert len(trainer.folder.metrics.read()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"
 
 

@@ -8,7 +8,7 @@ Each round trains the same small GPT-2 from the same weights on the same batches
 through every contender, one after another in one process:
 
     bare full        a loop written by hand: transformers' own mean loss, fused AdamW, clipping, linear decay
-    zerofit full     Session.train, that is train.training.loop.fit with its engine, its data and its record on disk
+    zerofit full     Trainer.train, that is train.training.loop with its engine, its data and its record on disk
     bare chunked     the bare loop with zerofit's memory-saving loss, so that loops are compared at an equal loss
     zerofit chunked  zerofit as it comes
     Trainer          transformers.Trainer: logs each update to nobody, no progress bar, no evaluation, no saving

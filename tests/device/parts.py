@@ -10,10 +10,13 @@ from train.checkpoint.directory import ASKED, CheckpointDirectory
 from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.collate import Batch, CausalCollator
 from train.record.run_folder import describe_environment
+from train.strategy.batches import BatchSizes
 from train.strategy.engine import adamw
+from train.strategy.layout import ParallelLayout
 from train.strategy.state import WholeState
 from train.training.evaluation import eval_batches
-from train.training.loop import _micro_batches
+from train.training.length import RunLength
+from train.training.stream import micro_batches
 
 DEVICE = torch.device("simgpu", 0)
 
@@ -33,11 +36,10 @@ class TokenizedDataset:
 class Alone:
     """An engine of one process and device, without accelerate; after one update."""
 
-    world_size, is_main, device = 1, True, DEVICE
+    layout, is_main, device = ParallelLayout(), True, DEVICE
 
     def __init__(self):
         torch.manual_seed(0)
-        self.accelerator = SimpleNamespace(process_index=0)
         self.module = self.model = torch.nn.Linear(480, 700).to(DEVICE)  # 1.3 MiB: pinned by itself it takes 2
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
         self.state = WholeState(self)
@@ -67,12 +69,10 @@ def is_pinned(batch: Batch) -> bool:
 
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
-    job = SimpleNamespace(
+    task = SimpleNamespace(
         recipe=recipe, train_set=TokenizedDataset(), grouping="none", order=None, collate=CausalCollator(0)
     )
-    sizes = SimpleNamespace(global_batch=4, micro_batch=2, accumulation=2, world_size=1)
-    plan = SimpleNamespace(batches=sizes, num_samples=8, total_samples=8)
-    batches = list(_micro_batches(job, Alone(), plan, 0))
+    batches = list(micro_batches(task, Alone(), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
     assert len(batches) == 4
     assert all(map(is_pinned, batches))
     assert batches[0].to(DEVICE).inputs["input_ids"].device == DEVICE
@@ -94,7 +94,7 @@ def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronou
     saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), engine, asynchronous=asynchronous)
     saver.save(1, ASKED, lambda folder, weights: None, dict, {"updates": 1}, False)
     pinned = torch.simgpu.pinned_bytes() - before
-    assert not saver.settle()
+    assert not saver.wait()
     if asynchronous:
         assert copied <= pinned < 1.25 * copied
     else:

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from train.checkpoint.run_state import RunState
 from train.data.collate import Batch
 from train.health.anomaly import AnomalyDetector
 from train.recipe import ClmRecipe
-from train.record.terminal import Progress
 from train.strategy.batches import BatchSizes
+from train.strategy.layout import ParallelLayout
 from train.training.best_metric import BestMetricTracker
-from train.training.loop import Hooks, fit, run_length
+from train.training.length import run_length
+from train.training.loop import Ending, Run, train
+from train.training.step import Signals, TrainStep
 from train.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
@@ -32,8 +35,7 @@ class Samples:
 class Engine:
     """Two ranks that see the same, without processes; it notes what makes the host wait for the device."""
 
-    world_size, is_main, device = 2, True, torch.device("cpu")
-    accelerator = SimpleNamespace(process_index=0)
+    layout, is_main, device = ParallelLayout(2, 0), True, torch.device("cpu")
 
     def __init__(self, spoilt: tuple[int, ...] = ()):
         torch.manual_seed(0)
@@ -47,9 +49,9 @@ class Engine:
     def backward(self, loss):
         loss.backward()
 
-    def update(self, number, judge):
+    def update(self, number, accept_update):
         norm = float("nan") if number + 1 in self.spoilt else 1.0
-        if judge(norm):
+        if accept_update(norm):
             self.moved.append(number + 1)
         self.model.zero_grad()
 
@@ -58,7 +60,7 @@ class Engine:
         return [2.0 * value for value in values]
 
     def per_rank(self, values):
-        self.waits.append("judgement")
+        self.waits.append("exchange")
         return [list(values)] * 2
 
 
@@ -68,32 +70,50 @@ def collate(pairs) -> Batch:
     return Batch(inputs, tokens - len(pairs), tokens, 3 * len(pairs), [index for _, index in pairs])
 
 
-def job_of(**options) -> Task:
+def task_of(**options) -> Task:
     recipe = ClmRecipe(num_train_epochs=UPDATES * 8 / SAMPLES, logging_steps=100, dataloader_num_workers=0, **options)
     return Task(recipe, Samples(), collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
 
 
-def run(job: Task, engine: Engine, done: Progress | None = None) -> list[dict]:
-    lines, done = [], done or Progress()
-    nothing = lambda *_: None  # noqa: E731
-    saves = SimpleNamespace(has_failed=False, look=lambda: None, news=[])
-    hooks = Hooks(lines.append, None, nothing, nothing, nothing, nothing, saves)
-    stop = SimpleNamespace(code=lambda: 0, clock=lambda: False)
-    meter = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0})
-    plan = run_length(job.recipe, SAMPLES, BatchSizes(2, 2, 2))
-    sentinel = AnomalyDetector(0.0, False, False)
-    fit(job, engine, plan, meter, BestMetricTracker("loss"), hooks, done, sentinel, stop)
-    return lines
+class Recorder:
+    """In place of the files and the terminal."""
+
+    def __init__(self):
+        self.lines, self.anomalies = [], []
+
+    def write(self, line):
+        self.lines.append(line)
+
+    def write_anomaly(self, anomaly, action):
+        self.anomalies.append(anomaly)
+
+    def show(self, line):
+        pass
+
+    def note(self, *texts):
+        pass
+
+
+def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
+    state, recorder = state or RunState(), Recorder()
+    checkpoints = SimpleNamespace(messages=list, save=lambda *_: None)
+    throughput = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0})
+    memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
+    step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
+    best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
+    parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase)
+    assert train(parts) == Ending()
+    return recorder.lines
 
 
 def alone(lines: list[dict]) -> list[tuple]:
     return [(line["update"], line["targets"], line["tokens"], line["padding"]) for line in lines]
 
 
-def test_counts_travel_with_the_judgement_of_the_update_before():
+def test_counts_travel_with_the_decision_about_the_update_before():
     engine = Engine()
-    lines = run(job_of(), engine)
-    assert engine.waits == ["counts", *["first", "last", "judgement"] * UPDATES]
+    lines = run(task_of(), engine)
+    assert engine.waits == ["counts", *["first", "last", "exchange"] * UPDATES]
     assert engine.moved == [*range(1, UPDATES + 1)]
     assert len({line["tokens"] for line in lines}) > 1, "updates differ in their counts"
     assert sum(line["tokens"] for line in lines) > 0
@@ -101,19 +121,19 @@ def test_counts_travel_with_the_judgement_of_the_update_before():
 
 @pytest.mark.parametrize("done", [1, 3])
 def test_the_counts_are_right_where_a_run_goes_on(done):
-    whole = run(job_of(), Engine())
+    whole = run(task_of(), Engine())
     engine = Engine()
-    assert alone(run(job_of(), engine, Progress(updates=done))) == alone(whole[done:])
+    assert alone(run(task_of(), engine, RunState(updates=done))) == alone(whole[done:])
     assert engine.waits.count("counts") == 1
 
 
 def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
-    whole, engine = run(job_of(), Engine()), Engine()
-    lines = run(job_of(), engine, Progress(left_out=[2, 3]))
+    whole, engine = run(task_of(), Engine()), Engine()
+    lines = run(task_of(), engine, RunState(skipped_updates=[2, 3]))
     assert alone(lines)[3:] == alone(whole)[3:]
     assert engine.moved == [1, 4, 5]
     assert engine.waits.count("counts") == 2, "nobody told of the fourth"
     engine = Engine(spoilt=(2,))
-    assert alone(run(job_of(on_fault="skip"), engine)) == alone(whole)
+    assert alone(run(task_of(on_fault="skip"), engine)) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1

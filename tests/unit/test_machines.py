@@ -115,7 +115,7 @@ def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(rank
 def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, monkeypatch):
     saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path / "0"), Alone())
     saver.save(5, ASKED, fill, saver.engine.weights, {"updates": 5}, False)
-    assert not saver.settle()
+    assert not saver.wait()
     this_rank = threading.local()
 
     def seen(path: Path) -> bool:

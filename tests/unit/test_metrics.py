@@ -11,6 +11,7 @@ from rouge_score import rouge_scorer
 from scipy import stats
 from sklearn import metrics as sk
 
+from train.checkpoint.run_state import BestEvaluation
 from train.data.labelled.examples import HeldOut
 from train.data.labelled.labels import Labels
 from train.recipe import ClsRecipe, UserError
@@ -130,8 +131,8 @@ def test_what_is_better(metric, threshold, values, better):
     best = BestMetricTracker(metric, threshold=threshold)
     assert judged(best, values) == better
     last = max((n for n, is_best in enumerate(better, 1) if is_best), default=None)
-    assert best.update == (last and 10 * last)
-    assert best.value == pytest.approx(values[last - 1] if last else NAN, nan_ok=True)
+    assert best.best.update == (last and 10 * last)
+    assert best.best.value == pytest.approx(values[last - 1] if last else NAN, nan_ok=True)
     assert not best.is_exhausted  # without patience there is no end
 
 
@@ -154,9 +155,12 @@ def test_patience(patience, values, exhausted):
 
 def test_the_recipes_choice():
     figures = ("accuracy", "f1", "loss")
-    assert make_best_tracker(ClsRecipe(), figures, True) == BestMetricTracker("accuracy")
+    state = BestEvaluation()
+    assert make_best_tracker(ClsRecipe(), figures, True, state) == BestMetricTracker("accuracy", keeps=True)
+    assert make_best_tracker(ClsRecipe(), ("loss", "perplexity"), True, state) == BestMetricTracker("loss")
+    assert make_best_tracker(ClsRecipe(save_best=False), figures, True, state) == BestMetricTracker("accuracy")
     recipe = ClsRecipe(metric_for_best_model="eval_f1", early_stopping_patience=3, early_stopping_threshold=0.1)
-    assert make_best_tracker(recipe, figures, True) == BestMetricTracker("f1", 3, 0.1)
+    assert make_best_tracker(recipe, figures, True, state) == BestMetricTracker("f1", 3, 0.1, True, True)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,7 @@ def test_the_recipes_choice():
 )
 def test_a_choice_that_cannot_be(options, is_evaluated, words):
     with pytest.raises(UserError) as caught:
-        make_best_tracker(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated)
+        make_best_tracker(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated, BestEvaluation())
     assert words in caught.value.report()
 
 

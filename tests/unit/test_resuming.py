@@ -8,7 +8,7 @@ import yaml
 from helpers import refusal
 
 from train.checkpoint.directory import ASKED, CheckpointDirectory
-from train.checkpoint.resume import ResumePlan, check_data, differences_from, fingerprint
+from train.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import NothingToDo
 from train.record.run_folder import RunFolder, identity
@@ -27,20 +27,33 @@ def leave_a_run(folder, options: ClmRecipe, global_batch: int, processes: int) -
     return RunFolder(folder)
 
 
+class Resume:
+    """What a run resumes from, in the two steps of its configuration."""
+
+    def __init__(self, options: ClmRecipe, folder: RunFolder, processes: int):
+        self.options, self.folder, self.earlier = options, folder, EarlierRuns.read(options, folder)
+        self.note = self.earlier.keep_global_batch(options, processes)
+
+    def plan(self, global_batch: int) -> list[str]:
+        plan = self.earlier.plan(self.options, global_batch, self.folder)
+        self.sources = list(plan.sources)
+        return [*([self.note] if self.note else []), *plan.notes]
+
+
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes, accumulation):
     options = recipe("--gradient_accumulation_steps", "3")
-    origin = ResumePlan(options, leave_a_run(tmp_path, options, 24, 2), processes)
+    origin = Resume(options, leave_a_run(tmp_path, options, 24, 2), processes)
     sizes = resolve_batches(options, processes)
     assert (sizes.global_batch, sizes.accumulation) == (24, accumulation)
-    said = "".join(origin.settle(sizes.global_batch))
+    said = "".join(origin.plan(sizes.global_batch))
     assert ("the global batch stays 24, and the accumulation follows" in said) == (processes != 2)
-    assert origin.wanted == ["auto"]
+    assert origin.sources == ["auto"]
 
 
 def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
     options = recipe("--gradient_accumulation_steps", "3")
-    ResumePlan(options, leave_a_run(tmp_path, options, 24, 2), 4)
+    Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
     message = refusal(resolve_batches, options, 4)
     assert "global_batch_size = 24 (the run that goes on, of 2 processes)" in message
     assert "per_device_train_batch_size could be 1, 2, 3, 6, or the number of processes could be 1, 2, 3, 6" in message
@@ -48,47 +61,47 @@ def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
 
 def test_what_the_user_says_of_the_global_batch_is_heeded(tmp_path):
     options = recipe("--global_batch_size", "16")
-    origin = ResumePlan(options, leave_a_run(tmp_path, options, 24, 2), 1)
-    assert "global_batch_size was 24, now 16" in refusal(origin.settle, 16)
+    origin = Resume(options, leave_a_run(tmp_path, options, 24, 2), 1)
+    assert "global_batch_size was 24, now 16" in refusal(origin.plan, 16)
 
 
 def test_a_run_goes_on_with_other_ways_of_watching_it_and_no_other_options(tmp_path):
     before, now = recipe("--save_steps", "3"), recipe("--save_minutes", "5", "--on_fault", "skip", "--max_hours", "2")
     folder = leave_a_run(tmp_path, before, 8, 2)
-    origin = ResumePlan(now, folder, 2)
-    assert origin.settle(8) == []
-    assert origin.wanted == ["auto"]
+    origin = Resume(now, folder, 2)
+    assert origin.plan(8) == []
+    assert origin.sources == ["auto"]
     for flags in (["--learning_rate", "1e-3"], ["--learning_rate", "1e-3", "--resume", "never"]):
-        message = refusal(ResumePlan(recipe(*flags), folder, 2).settle, 8)
+        message = refusal(Resume(recipe(*flags), folder, 2).plan, 8)
         assert "holds a different run: learning_rate was 5e-05, now 0.001" in message
-    never = ResumePlan(recipe("--resume", "never"), folder, 2)
-    assert never.settle(8) == []
-    assert never.wanted == []
+    never = Resume(recipe("--resume", "never"), folder, 2)
+    assert never.plan(8) == []
+    assert never.sources == []
 
 
 def test_overwriting_replaces_another_run_and_lets_the_same_one_go_on(tmp_path):
     """It stands in the job scripts of many, who would lose the run at every restart."""
     folder = leave_a_run(tmp_path, recipe(), 8, 2)
-    other = ResumePlan(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder, 1)
-    assert other.settle(4) == []
-    assert other.wanted == []
-    same = ResumePlan(recipe("--overwrite_output_dir"), folder, 2)
-    same.settle(8)
-    assert same.wanted == ["auto"]
+    other = Resume(recipe("--overwrite_output_dir", "--learning_rate", "1e-3"), folder, 1)
+    assert other.plan(4) == []
+    assert other.sources == []
+    same = Resume(recipe("--overwrite_output_dir"), folder, 2)
+    same.plan(8)
+    assert same.sources == ["auto"]
 
 
 def test_a_finished_run_is_left_alone(tmp_path):
     folder = leave_a_run(tmp_path, recipe(), 8, 2)
     (tmp_path / "model").mkdir()
     folder.write_environment({"exit_code": 85})
-    ResumePlan(recipe(), folder, 2).settle(8)
+    Resume(recipe(), folder, 2).plan(8)
     folder.write_environment({"exit_code": 0})
     with pytest.raises(NothingToDo, match="--resume never makes it again"):
-        ResumePlan(recipe(), folder, 2).settle(8)
+        Resume(recipe(), folder, 2).plan(8)
     for flag in ("--overwrite_output_dir", "--resume=never"):
-        again = ResumePlan(recipe(flag), folder, 2)
-        again.settle(8)
-        assert again.wanted == []
+        again = Resume(recipe(flag), folder, 2)
+        again.plan(8)
+        assert again.sources == []
     folder.write_environment({"exit_code": 85, "x": 1})
     folder.forget_the_end()
     assert json.loads((tmp_path / "environment.json").read_text()) == {"x": 1}
@@ -116,11 +129,11 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
     before = recipe()
     checkpoint = named_checkpoint(tmp_path, {**identity(before, 8), "num_processes": 2})
     now = recipe("--resume", str(checkpoint), "--learning_rate", "1e-3", "--num_train_epochs", "9")
-    origin = ResumePlan(now, RunFolder(tmp_path / "other"), 2)
-    assert sorted(origin.settle(8)) == [
+    origin = Resume(now, RunFolder(tmp_path / "other"), 2)
+    assert sorted(origin.plan(8)) == [
         "goes on otherwise: learning_rate was 5e-05, now 0.001", "goes on otherwise: num_train_epochs was 3.0, now 9.0"
     ]  # fmt: skip
-    assert origin.wanted == [str(checkpoint)]
+    assert origin.sources == [str(checkpoint)]
     recorded = {**identity(before, 8), "num_processes": 2}
     for flags, global_batch, text in ((["--seed", "1"], 8, "seed was 42, now 1"), ([], 16, "was 8, now 16")):
         message = refusal(differences_from, recipe("--resume", str(checkpoint), *flags), global_batch, recorded)
@@ -134,15 +147,13 @@ def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
     checkpoint = named_checkpoint(tmp_path / "there", {**identity(recipe(), 8), "num_processes": 2})
     folder = leave_a_run(tmp_path / "here", recipe(), 8, 2)
     named = ["--resume", str(checkpoint)]
-    assert "holds a different run" in refusal(
-        ResumePlan(recipe(*named, "--learning_rate", "1e-3"), folder, 2).settle, 8
-    )
-    replaced = ResumePlan(recipe(*named, "--learning_rate", "1e-3", "--overwrite_output_dir"), folder, 2)
-    replaced.settle(8)
-    assert replaced.wanted == [str(checkpoint)]
-    again = ResumePlan(recipe(*named), folder, 2)
-    again.settle(8)
-    assert again.wanted == ["auto", str(checkpoint)]
+    assert "holds a different run" in refusal(Resume(recipe(*named, "--learning_rate", "1e-3"), folder, 2).plan, 8)
+    replaced = Resume(recipe(*named, "--learning_rate", "1e-3", "--overwrite_output_dir"), folder, 2)
+    replaced.plan(8)
+    assert replaced.sources == [str(checkpoint)]
+    again = Resume(recipe(*named), folder, 2)
+    again.plan(8)
+    assert again.sources == ["auto", str(checkpoint)]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +163,7 @@ def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
 )  # fmt: skip
 def test_what_is_no_checkpoint_is_refused_at_once(tmp_path, path, text):
     named_checkpoint(tmp_path, {})
-    assert text in refusal(ResumePlan, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path), 1)
+    assert text in refusal(Resume, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path), 1)
 
 
 class Samples(list):

@@ -81,7 +81,7 @@ def three(tmp_path):
     for update in (2, 4, 6):
         engine.train(range(update - 2, update))
         save(saver, engine, update)
-    assert not saver.settle()
+    assert not saver.wait()
     reference = Alone()
     reference.train(range(4))
     return saver, reference.train(range(4, 8))
@@ -104,7 +104,7 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     save(saver, engine, 3, slowly)
     after = engine.train(range(3, 6))
     slow.append(True)
-    assert not saver.settle()
+    assert not saver.wait()
     folder, warnings = saver.choose("auto")
     assert folder == saver.checkpoints.folder(3)
     assert not warnings
@@ -128,7 +128,7 @@ def test_copies_are_made_where_the_container_has_room_and_kept_only_where_they_a
         monkeypatch.setattr(saving, "host_memory", lambda room=room: (room, 2**40))
         saver = saver_of(Alone(), tmp_path / str(copied))
         save(saver, saver.engine, 1)
-        assert not saver.settle()
+        assert not saver.wait()
         assert bool(saver._copies["state"]._room) == copied
 
 
@@ -138,7 +138,7 @@ def test_a_state_is_kept_before_the_first_update_too(tmp_path):
     save(saver, engine, 0)
     losses = engine.train(range(4))
     assert losses == Alone().train(range(4)), "a save moves nothing"
-    assert not saver.settle()
+    assert not saver.wait()
     other = Alone(seed=5)
     saver_of(other, tmp_path).load(saver.choose("auto")[0])
     assert other.train(range(4)) == losses
@@ -234,7 +234,7 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
     saver = saver_of(engine, small_disk)
     engine.train(range(2))
     save(saver, engine, 2)
-    assert not saver.settle()
+    assert not saver.wait()
 
     def too_much(folder: Path, weights) -> None:
         fill(folder, weights)
@@ -243,10 +243,10 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
     losses = engine.train(range(2, 4))
     save(saver, engine, 4, too_much)
     losses += engine.train(range(4, 6))  # training goes on
-    assert saver.settle()
-    assert len(saver.news) == 1
-    assert "No space left" in saver.news[0] or "too large" in saver.news[0]
-    assert "earlier ones are as they were" in saver.news[0]
+    assert saver.wait()
+    assert len(saver.messages) == 1
+    assert "No space left" in saver.messages[0] or "too large" in saver.messages[0]
+    assert "earlier ones are as they were" in saver.messages[0]
     assert sorted(path.name for path in saver.checkpoints.path.iterdir()) == ["latest", "update_00000002"]
     folder, warnings = saver.choose("auto")
     assert (folder, warnings) == (saver.checkpoints.folder(2), [])
@@ -254,7 +254,7 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
     saver_of(other, small_disk).load(folder)
     assert other.train(range(2, 6)) == losses
     save(saver, engine, 6)  # and when there is room again
-    assert not saver.settle()
+    assert not saver.wait()
     assert saver.choose("auto")[0] == saver.checkpoints.folder(6)
     assert "Traceback" not in "".join(capfd.readouterr())
 
@@ -268,7 +268,7 @@ def test_a_mistake_in_writing_ends_no_training_and_is_shown(tmp_path, capfd):
         raise KeyError("lm_head")
 
     save(saver, engine, 1, wrong)
-    assert saver.settle()
-    assert "lm_head" in saver.news[0]
+    assert saver.wait()
+    assert "lm_head" in saver.messages[0]
     assert "KeyError" in capfd.readouterr().err
     assert not list(saver.checkpoints.path.iterdir())

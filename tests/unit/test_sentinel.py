@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from train.health.anomaly import OVERFLOWS, AnomalyDetector
+from train.health.anomaly import MAX_OVERFLOWS, AnomalyDetector
 
 
 def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[AnomalyDetector, list]:
     sentinel = AnomalyDetector(threshold, clipped, scaled=False)
     norms = np.ones(len(losses)) if norms is None else norms
-    return sentinel, [sentinel.fault({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
+    return sentinel, [sentinel.anomaly({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
 
 
 def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
@@ -24,7 +24,7 @@ def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, value):
     figures = {"loss": 1.0, "grad_norm": 1.0, name: value}
-    assert name in AnomalyDetector(0.0, True, False).fault(figures)
+    assert name in AnomalyDetector(0.0, True, False).anomaly(figures)
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.05, 0.2])
@@ -55,14 +55,14 @@ def test_a_spike_of_the_loss_is_a_fault_and_is_not_learned_from(factor):
     assert set(faults) == {None}
     before = {name: list(past) for name, past in sentinel.history.items()}
     for _ in range(3):
-        assert "robust z-score" in sentinel.fault({"loss": 2.5 * factor, "grad_norm": 1.0})
+        assert "robust z-score" in sentinel.anomaly({"loss": 2.5 * factor, "grad_norm": 1.0})
     assert sentinel.history == before
-    assert sentinel.fault({"loss": 2.5, "grad_norm": 1.0}) is None
+    assert sentinel.anomaly({"loss": 2.5, "grad_norm": 1.0}) is None
 
 
 def test_a_spike_of_the_gradient_alone_is_one_and_the_message_has_its_figures():
     sentinel, _ = trained(curve(400, 0.03))
-    assert sentinel.fault({"loss": 2.5, "grad_norm": 50.0}).startswith(
+    assert sentinel.anomaly({"loss": 2.5, "grad_norm": 50.0}).startswith(
         "grad_norm is 50, and its median over the last 256 updates is 1 ("
     )
 
@@ -70,32 +70,32 @@ def test_a_spike_of_the_gradient_alone_is_one_and_the_message_has_its_figures():
 def test_where_gradients_are_clipped_a_large_norm_alone_is_no_spike():
     """A BlenderBot from scratch, at a high learning rate, had a norm of 400 times its median, and learned on."""
     sentinel, _ = trained(curve(400, 0.03), clipped=True)
-    assert sentinel.fault({"loss": 2.5, "grad_norm": 1000.0}) is None
-    assert "grad_norm is inf" in sentinel.fault({"loss": 2.5, "grad_norm": math.inf})
-    assert "robust z-score" in sentinel.fault({"loss": 25.0, "grad_norm": 1000.0})
+    assert sentinel.anomaly({"loss": 2.5, "grad_norm": 1000.0}) is None
+    assert "grad_norm is inf" in sentinel.anomaly({"loss": 2.5, "grad_norm": math.inf})
+    assert "robust z-score" in sentinel.anomaly({"loss": 25.0, "grad_norm": 1000.0})
 
 
 def test_a_falling_loss_is_never_a_spike():
     sentinel, _ = trained(curve(400, 0.03))
-    assert sentinel.fault({"loss": 1e-6, "grad_norm": 1e-6}) is None
+    assert sentinel.anomaly({"loss": 1e-6, "grad_norm": 1e-6}) is None
 
 
 def test_the_threshold_turns_spikes_off_and_not_the_rest():
     sentinel, _ = trained(curve(400, 0.03), threshold=0.0)
-    assert sentinel.fault({"loss": 1e9, "grad_norm": 1e9}) is None
-    assert sentinel.fault({"loss": math.nan, "grad_norm": 1.0})
+    assert sentinel.anomaly({"loss": 1e9, "grad_norm": 1e9}) is None
+    assert sentinel.anomaly({"loss": math.nan, "grad_norm": 1.0})
 
 
 def test_an_overflow_of_the_loss_scaler_is_no_fault_until_it_never_ends():
     sentinel = AnomalyDetector(10.0, clipped=False, scaled=True)
-    for _ in range(OVERFLOWS - 1):
-        assert sentinel.fault({"loss": 2.0, "grad_norm": math.inf}) is None
-    assert "whatever the loss scale" in sentinel.fault({"loss": 2.0, "grad_norm": math.inf})
+    for _ in range(MAX_OVERFLOWS - 1):
+        assert sentinel.anomaly({"loss": 2.0, "grad_norm": math.inf}) is None
+    assert "whatever the loss scale" in sentinel.anomaly({"loss": 2.0, "grad_norm": math.inf})
     sentinel = AnomalyDetector(10.0, clipped=False, scaled=True)
-    for _ in range(3 * OVERFLOWS):
-        assert sentinel.fault({"loss": 2.0, "grad_norm": math.nan}) is None
-        assert sentinel.fault({"loss": 2.0, "grad_norm": 1.0}) is None
-    assert "loss" in sentinel.fault({"loss": math.nan, "grad_norm": math.nan})
+    for _ in range(3 * MAX_OVERFLOWS):
+        assert sentinel.anomaly({"loss": 2.0, "grad_norm": math.nan}) is None
+        assert sentinel.anomaly({"loss": 2.0, "grad_norm": 1.0}) is None
+    assert "loss" in sentinel.anomaly({"loss": math.nan, "grad_norm": math.nan})
 
 
 def test_a_resumed_sentinel_judges_as_one_that_was_not():
@@ -104,5 +104,5 @@ def test_a_resumed_sentinel_judges_as_one_that_was_not():
     first, _ = trained(losses[:200])
     second = AnomalyDetector(10.0, False, False, {name: list(past) for name, past in first.history.items()})
     for loss in losses[200:]:
-        second.fault({"loss": loss, "grad_norm": 1.0})
+        second.anomaly({"loss": loss, "grad_norm": 1.0})
     assert second.history == whole.history

@@ -17,9 +17,9 @@ from train.health.watchdog_process import (
     Sample,
     cause,
     cgroups,
+    headroom,
     lock_files,
     obituary,
-    room,
     stale_locks,
     take_sample,
 )
@@ -27,8 +27,8 @@ from train.health.watchdog_process import (
 PRELUDE = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from train.health.watchdog import Witness
-witness = Witness(3, {limit}, locks_after_seconds={locks})
+from train.health.watchdog import Watchdog
+witness = Watchdog(3, {limit}, locks_after_seconds={locks})
 witness.start()
 print(os.getpid(), witness._child.pid, flush=True)
 witness.phase("backward", 17)
@@ -300,7 +300,7 @@ def test_cgroups_of_version_2(tmp_path):
     (job.parent / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\nactive_file 1\n")
     groups = cgroups("0::/slurm/job\n", root=str(tmp_path))
     assert groups == [str(job), str(job.parent), str(tmp_path)]
-    assert [room(group) for group in groups] == [None, (8 * GIB, 2 * GIB), None]
+    assert [headroom(group) for group in groups] == [None, (8 * GIB, 2 * GIB), None]
     sample = take_sample(os.getpid(), groups)
     assert (sample.limit, sample.left, sample.oom_kills) == (8 * GIB, 2 * GIB, 2)
 
@@ -316,7 +316,7 @@ def test_cgroups_of_version_1(tmp_path):
     sample = take_sample(os.getpid(), groups)
     assert (sample.limit, sample.left, sample.oom_kills) == (4 * GIB, GIB, 1)
     (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert room(str(group)) is None
+    assert headroom(str(group)) is None
 
 
 # ---------------------------------------------------------------------------------------------------- errors of others

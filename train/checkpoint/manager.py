@@ -197,7 +197,7 @@ class CheckpointManager:
 
     def wait(self) -> bool:
         """Wait for the checkpoint that is being written. Returns whether it failed."""
-        return self.writer.settle()
+        return self.writer.wait()
 
     def messages(self) -> list[str]:
         """What has become of checkpoints since the last call, for the log of the main process."""

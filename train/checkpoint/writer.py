@@ -3,7 +3,7 @@
 A save has two halves. While training stands still, each rank copies what it owns to the host's memory. Then a thread
 of each rank writes its copy while training goes on; the main process's thread waits for the files of the others, makes
 model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model alone
-is. Ranks meet in `settle` only: before the next save, where one has failed, and at the end.
+is. Ranks meet in `wait` only: before the next save, where one has failed, and at the end.
 """
 
 import os
@@ -59,7 +59,7 @@ class AsyncCheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's share of the save under way has failed. Ranks tell each other, and then `settle`."""
+        """Whether this rank's share of the save under way has failed. Ranks tell each other, and then `wait`."""
         return self._save is not None and self._save.failure is not None
 
     def save(
@@ -82,7 +82,7 @@ class AsyncCheckpointWriter:
             progress: what the run goes on from, beside the optimizer's state; None: only the model is kept.
         """
         began = time.perf_counter()
-        self.settle()
+        self.wait()
         engine, copied = self.engine, self.copies()
         if progress is not None:
             engine.state.start()
@@ -106,7 +106,7 @@ class AsyncCheckpointWriter:
         if copied:
             self._save.stood_still = time.perf_counter() - began
         else:
-            self.settle()
+            self.wait()
 
     def _buffers_of_the_model(self) -> dict[str, torch.Tensor]:
         """What belongs to the exported model and is no parameter."""
@@ -145,7 +145,7 @@ class AsyncCheckpointWriter:
         state = 4 * len(KINDS) * sum(true_numel(parameter) for parameter in self.engine.state.parameters.values())
         return self._bytes_of_weights() + (state if with_state else 0)
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
         save, engine = self._save, self.engine
         if save is None:
