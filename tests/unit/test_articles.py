@@ -87,10 +87,10 @@ FILLED = {"VOCAB_FILE": "gpt2-vocab.json", "MERGE_FILE": "gpt2-merges.txt", "DAT
 HEAD = """# Every flag of three published launch scripts, and of a call of preprocess_data.py
 
 What [`zerofit convert megatron-args`](megatron.md) makes of each: Megatron-DeepSpeed's
-`pretrain_llama2_distributed.sh` (*Llama 2*), Megatron-LM's `pretrain_gpt_distributed.sh` (*345M*), a job on two machines of eight GPUs as cloud guides
-print it (*22B*), and `preprocess_data.py` (*corpus*). In parentheses: Megatron's defaults that are not ours; in
-quotes: keys of the script's DeepSpeed JSON. Where several scripts have a flag, the words are those of the first. A test keeps
-this page current.
+`pretrain_llama2_distributed.sh` (*Llama 2*), Megatron-LM's `pretrain_gpt_distributed.sh` (*345M*), a job on two
+machines of eight GPUs as cloud guides print it (*22B*), and `preprocess_data.py` (*corpus*). In parentheses:
+Megatron's defaults that are not ours; in quotes: keys of the script's DeepSpeed JSON. Where several scripts have a
+flag, the words are those of the first. A test keeps this page current.
 """
 SCRIPTS = {  # name on the page: (text, what has to be said)
     "Llama 2": (LLAMA_2, {}), "345M": (GPT_345M, FILLED), "22B": (GPT_22B, {"WORLD_SIZE": "2"}),
