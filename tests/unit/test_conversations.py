@@ -434,7 +434,7 @@ def test_plain_text_is_refused(tmp_path, prepare):
 # -------------------------------------------------------------------------------------------------------- translations
 
 
-def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache):
+def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache, prepare):
     rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)
@@ -443,6 +443,9 @@ def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache
     back = find_columns(PairOptions(source_column="de", target_column="en"), table)
     assert back.pairs(table[1]) == [Pair(["ein 1"], "a 1")]
     assert languages_apart(table) is table
+    data = prepare(tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en",
+                   "--validation_split_percentage", 0)  # fmt: skip
+    assert sources(data, data.train) == [f"ein {n}" for n in range(4)]
     hub = Dataset.from_list(rows, Features({"translation": Translation(["en", "de"])}))
     assert {"en", "de"} == set(languages_apart(hub).column_names)
     with pytest.raises(UserError, match="--source_column"):
