@@ -188,7 +188,7 @@ def pair(folder, content: dict) -> str:
 
 
 def published(folder, of: str) -> str:
-    """A pair as it was published (docs/published.md), for a machine without a GPU: its precision is left open."""
+    """A pair as it was published (docs/articles.md), for a machine without a GPU: its precision is left open."""
     names = {"zero2": "zero2_config_accelerate.json", "zero3_offload": "zero3_offload_config_accelerate.json"}
     for name in (f"{of}.yaml", names[of]):
         text = (ROOT / "tests" / "published" / name).read_text().replace("/path/to", str(folder))

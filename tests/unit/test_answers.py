@@ -321,7 +321,12 @@ def test_sources_without_targets(cache, tmp_path):
     prompts, _ = read_sources(recipe, load_configuration(recipe))
     assert prompts.ids == [trained[0], trained[2]], "the very rows of training, each conversation once"
     named = [{"from": "user", "value": "turn 0 of 2"}, {"from": "gpt", "value": "known"}]
-    for records in ([{"source": "turn 0 of 2", "target": "x"}], [{"x": "turn 0 of 2"}], [{"conversations": named}]):
+    for records in (
+        [{"source": "turn 0 of 2", "target": "x"}],
+        [{"x": "turn 0 of 2"}],
+        [{"conversations": named}],
+        [{"translation": {"de": "turn 0 of 2"}}],
+    ):
         recipe = recipe_of("--predict_file", lines(tmp_path / "c.jsonl", records))
         assert read_sources(recipe, load_configuration(recipe))[0].ids == [trained[0]]
     recipe = recipe_of("--predict_file", lines(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))

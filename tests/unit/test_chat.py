@@ -20,6 +20,7 @@ from train.data.chat.instructions import Form
 from train.data.chat.prepare import overlap
 from train.model.chat import (
     TEMPLATES,
+    BadTemplate,
     install_template,
     known_templates,
     named_template,
@@ -316,3 +317,30 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
     assert message.startswith("error: a.jsonl, record 7: chat_template = ")
     assert "mine.jinja' fails on it: " in message
     assert words in message, message
+
+
+# ---------------------------------------------------------------------------------------------------- calls of tools
+
+CALLS = """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}
+{%- if m.role == 'assistant' %}{{ eos_token }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_calls_of_tools_are_trained_as_the_template_writes_them(tokenizer_of):
+    tokenizer = tokenizer_of("llama")
+    tokenizer.chat_template = CALLS
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern", "day": None}}}
+    record = {"messages": [
+        {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "no"}, {"role": "assistant", "content": "It is dry."},
+    ]}  # fmt: skip
+    messages = Form("messages", "messages").messages(record)
+    text, spans = render(tokenizer, messages)
+    end = tokenizer.eos_token
+    assert [text[a:b] for a, b in spans] == [
+        '<call>{"name": "weather", "arguments": {"city": "Bern"}}</call>' + end, "It is dry." + end
+    ]  # fmt: skip
+    tokenizer.chat_template = named_template("none")
+    with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):
+        render(tokenizer, messages)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Translation
 from helpers import refusal
 
 from train.data.chat.instructions import find_form
@@ -14,8 +14,9 @@ from train.data.pairs.conversations import (
     read_conversation_files,
     read_keyed_conversations,
 )
-from train.data.pairs.prepare import PairEncoder, SourceFormat, prepare_pairs, turn_separator
+from train.data.pairs.prepare import PairEncoder, SourceFormat, languages_apart, prepare_pairs, turn_separator
 from train.data.records import BadRecord
+from train.data.sources import read_source
 from train.model.configuration import load_configuration
 from train.model.tokenizer import load_tokenizer
 from train.recipe import ClmRecipe, Seq2SeqRecipe, UserError, parse_recipe
@@ -434,3 +435,24 @@ def test_parlais_text(tmp_path):
 def test_plain_text_is_refused(tmp_path, prepare):
     (tmp_path / "a.txt").write_text("plain text\n")
     assert "this task reads records" in refusal(prepare, tmp_path / "a.txt")
+
+
+# -------------------------------------------------------------------------------------------------------- translations
+
+
+def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache, prepare):
+    rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)
+    table = languages_apart(read_source(recipe).parts["train"])
+    assert find_columns(recipe, table) == Columns(None, "en", "de")
+    back = find_columns(PairOptions(source_column="de", target_column="en"), table)
+    assert back.pairs(table[1]) == [Pair(["ein 1"], "a 1")]
+    assert languages_apart(table) is table
+    data = prepare(tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en",
+                   "--validation_split_percentage", 0)  # fmt: skip
+    assert sources(data, data.train) == [f"ein {n}" for n in range(4)]
+    hub = Dataset.from_list(rows, Features({"translation": Translation(["en", "de"])}))
+    assert {"en", "de"} == set(languages_apart(hub).column_names)
+    with pytest.raises(UserError, match="--source_column"):
+        parse_recipe(Seq2SeqRecipe, ["--config_name", "t5-large", "--train_file", "a.jsonl", "--source_lang", "en"])

@@ -262,6 +262,18 @@ def test_the_mark_after_a_turn_ends_it(tmp_path, tokenizer, generate, given):
     assert given.settings[0]["eos_token_id"] == [0, marked.convert_tokens_to_ids("<|im_end|>")]
 
 
+@pytest.mark.parametrize("on_a_terminal", [True, False])
+def test_an_empty_answer_is_a_word_where_a_person_reads(model, generate, monkeypatch, tmp_path, on_a_terminal):
+    from transformers import GenerationMixin
+
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, inputs, **settings: inputs)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_a_terminal)
+    output = tmp_path / "out.jsonl"
+    done = generate("--model", model, "--prompt", "a", "--num_beams", 2, "--output", output)
+    assert done.out == ("[empty]\n" if on_a_terminal else "\n")
+    assert json.loads(output.read_text())["generated"] == ""
+
+
 def test_it_never_asks_for_more_than_the_models_positions(model, generate, given):
     done = generate("--model", model, "--prompt", "The loss", "--max_new_tokens", 500)
     assert given.settings[0]["max_new_tokens"] == POSITIONS - len(given.ids[0])

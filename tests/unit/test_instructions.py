@@ -198,7 +198,7 @@ def test_a_system_text():
         (
             CHAT,
             {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
-            "structured tool_calls are not",
+            "its tool_calls are no list of objects",
         ),
         (CHAT, {"messages": [*TURNS, RESULT]}, "no answer: the last turn, number 3, is the tool's"),
         (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),

@@ -399,7 +399,8 @@ def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
     shown_text = capsys.readouterr().out
     assert "1 unknown" in shown_text
     assert shown_text.splitlines()[-1] == (
-        f"accelerate launch --config_file {output}/accelerate.yaml train/clm.py --config {output}/recipe.yaml"
+        f"accelerate launch --config_file {output}/accelerate.yaml --machine_rank 0 train/clm.py --config "
+        f"{output}/recipe.yaml"
     )
     assert parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")]).global_batch_size == 32
     settings = yaml.safe_load((output / "accelerate.yaml").read_text())

@@ -271,3 +271,13 @@ def test_a_model_that_cannot_recompute_activations_is_named():
     llama = tiny_model("llama")
     recompute_activations(llama)
     assert llama.is_gradient_checkpointing
+
+
+def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):
+    """GPT-2's vocab.json and merges.txt lie in a folder that people call gpt2."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "vocab.json").write_text("{}")
+    assert load_configuration(ClmRecipe(config_name="gpt2")).n_layer == 12
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    assert load_configuration(ClmRecipe(config_name="gpt2")).n_layer == 3

@@ -1,4 +1,4 @@
-"""Configuration files as two articles print them, through accelerate's own reading of them: docs/published.md.
+"""Configuration files as two articles print them, through accelerate's own reading of them: docs/articles.md.
 
 Those of the post "Accelerate Large Model Training using DeepSpeed" (S. Mangrulkar and S. Gugger, 2022), and the JSON
 of an article on fine-tuning Japanese models with LoRA.

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from train.data.encodings import likely, proposal
-from train.data.sources import hold_out, not_utf8, read_source
+from train.data.sources import columns_present, hold_out, not_utf8, read_source
 from train.data.text.documents import load_texts, split_off
 from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
@@ -293,3 +293,18 @@ def test_columns(tmp_path, cache):
     assert "no such column; the columns are" in refusal(records, cache, path, text_column="words")
     assert "holds no text" in refusal(records, cache, path, text_column="n")
     assert records(cache, path, text_column="body", validation_split_percentage=0).train["text"][:] == ["b"]
+
+
+def test_columns_are_shown_as_the_file_has_them(tmp_path, cache):
+    (tmp_path / "a.csv").write_text("Text,Label\na,1\nb,2\n")
+    table = read_source(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
+    assert columns_present(table) == "the columns are Text, Label"
+
+
+def test_a_file_to_be_answered_is_read_as_utf8_where_it_is_that(tmp_path, cache):
+    """The encoding is that of the training data, from the run's recipe."""
+    for encoding in ("utf-8", "cp932"):
+        (tmp_path / f"{encoding}.jsonl").write_bytes('{"text": "吾輩"}\n{"text": "a"}\n'.encode(encoding))
+        recipe = ClmRecipe(model_name_or_path="x", predict_file=[str(tmp_path / f"{encoding}.jsonl")],
+                           encoding="cp932", cache_dir=cache)  # fmt: skip
+        assert read_source(recipe).first["text"][0] == "吾輩"

@@ -142,6 +142,16 @@ def open_bytes(path: Path):
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
+def is_utf8(path: Path) -> bool:
+    """Whether a file is UTF-8 with characters beyond ASCII, of which other encodings make rubbish."""
+    with open_bytes(path) as file:
+        data = file.read()
+    try:
+        return not data.isascii() and "\0" not in data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
 def as_utf8(file, encoding: str, path: Path) -> Iterator[bytes]:
     """The bytes of a file in another encoding, as UTF-8, portion by portion.
 

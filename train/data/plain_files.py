@@ -8,14 +8,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from train.data.encodings import as_utf8, open_bytes
+from train.data.encodings import as_utf8, is_utf8, open_bytes
 from train.recipe.cache import cache_root
 from train.recipe.errors import UserError
 from train.recipe.options import SourceOptions
 
 
-def plain_files(paths: list[Path], kind: str, recipe: SourceOptions) -> list[Path]:
+def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_source: bool = False) -> list[Path]:
     """The files themselves, or what stands for them where the recipe has an `encoding` or a `field`.
+
+    Args:
+        of_another_source: the `encoding` may be that of the training data alone: a file that is UTF-8 is read so.
 
     Raises:
         UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
@@ -24,19 +27,22 @@ def plain_files(paths: list[Path], kind: str, recipe: SourceOptions) -> list[Pat
         raise UserError(f"encoding = {recipe.encoding!r}: it has no effect on .parquet, which is UTF-8. Leave it out")
     if recipe.field and kind != "json":
         raise UserError(f"field = {recipe.field!r}: it is for .json files, and {paths[0]} is {kind}. Leave it out")
-    return [_plain(path, recipe) for path in paths] if recipe.encoding or recipe.field else paths
+    if not (recipe.encoding or recipe.field):
+        return paths
+    encodings = [None if of_another_source and is_utf8(path) else recipe.encoding for path in paths]
+    return [_plain(*both, recipe) if both[1] or recipe.field else both[0] for both in zip(paths, encodings)]
 
 
-def _plain(path: Path, recipe: SourceOptions) -> Path:
+def _plain(path: Path, encoding: str | None, recipe: SourceOptions) -> Path:
     found = path.stat()
-    what = (str(path), found.st_size, found.st_mtime_ns, recipe.encoding, recipe.field)
+    what = (str(path), found.st_size, found.st_mtime_ns, encoding, recipe.field)
     ending = ".jsonl" if recipe.field else Path(path.name.removesuffix(".gz")).suffix
     place = cache_root(recipe.cache_dir) / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if not place.exists():
         partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
         try:
             with open_bytes(path) as file, partial.open("wb") as written:
-                portions = as_utf8(file, recipe.encoding, path) if recipe.encoding else file
+                portions = as_utf8(file, encoding, path) if encoding else file
                 for portion in _records(portions, recipe.field, path) if recipe.field else portions:
                     written.write(portion)
             partial.replace(place)

@@ -9,7 +9,7 @@ from train.data.chat.instructions import find_form
 from train.data.lengths import choose_length
 from train.data.pack import DatasetStats, Sample, TextData
 from train.data.pairs.conversations import find_sources, read_conversation_files
-from train.data.pairs.prepare import PairData, PairEncoder, SourceFormat
+from train.data.pairs.prepare import PairData, PairEncoder, SourceFormat, languages_apart
 from train.data.records import BadRecord, check_records, records_of
 from train.data.rendering import Prompt, Renderer
 from train.data.sources import PREDICT, Source, read_source
@@ -58,6 +58,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
         UserError: no column of sources is found, a text is empty.
     """
     source = read_source(recipe, sample_by=lambda files: "line", reader=read_conversation_files)
+    source.parts = {part: languages_apart(table) for part, table in source.parts.items()}
     columns = find_sources(recipe, source.first)
     histories, notes = _read(recipe, source, columns.asked, columns)
     tokenizer = get_tokenizer(recipe, config, lambda: (), "")

@@ -92,7 +92,7 @@ def read_source(
     for part, paths in files.items():
         if format_of(paths) != kind:
             raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
-    plain = {part: plain_files(paths, kind, recipe) for part, paths in files.items()}
+    plain = {part: plain_files(paths, kind, recipe, part == PREDICT) for part, paths in files.items()}
     builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
         kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
@@ -113,7 +113,9 @@ def _plain_names(parts: dict[str, Dataset], recipe: SourceOptions) -> dict[str, 
         small = {name: name.strip().lower() for name in table.column_names if name not in named}
         new = [*small.values(), *(name for name in table.column_names if name in named)]
         changed = {name: other for name, other in small.items() if name != other and new.count(other) == 1}
-        parts[part] = table.rename_columns(changed) if changed else table
+        if changed:
+            parts[part] = table.rename_columns(changed)
+            parts[part].as_written = {other: name for name, other in changed.items()}
     return parts
 
 
@@ -242,8 +244,9 @@ def text_columns(dataset: Dataset) -> list[str]:
 
 
 def columns_present(dataset: Dataset) -> str:
-    """For messages: the columns there are."""
-    names = dataset.column_names
+    """For messages: the columns there are, as the file has them."""
+    written = getattr(dataset, "as_written", {})
+    names = [written.get(name, name) for name in dataset.column_names]
     wrong = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
     hint = f" (is the file separated by {wrong!r}? A .csv takes commas, a .tsv tabs)" if wrong else ""
     if not hint and len(dataset) == 1:

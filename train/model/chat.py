@@ -160,6 +160,8 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
         BadTemplate: the template fails on the conversation, or changes an answer.
     """
     text = written(tokenizer, messages)
+    if any("tool_calls" in message for message in messages):
+        return text, _turn_by_turn(tokenizer, messages, text)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     marked = [
         {**message, "content": PLACE.format(turn)} if turn in turns else message
@@ -175,6 +177,40 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
             ending = ending.rpartition(PLACE.format(turn))[2]
             spans.append((start, stop + len(_end_mark(ending, around[number + 1], tokenizer))))
     return text, spans
+
+
+def _turn_by_turn(tokenizer, messages: list[Message], text: str) -> list[Span]:
+    """The answers of a conversation with calls of tools, which have no text to hold the place of: what each turn adds
+    to the prompt before it, up to and including its last end-of-text token.
+
+    Raises:
+        BadTemplate: it does not write the calls, or a turn changes what it has written of the turns before.
+    """
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt, so_far = (
+            written(tokenizer, messages[:turn], for_an_answer=True),
+            written(tokenizer, messages[: turn + 1]),
+        )
+        added = so_far[len(prompt) :]
+        body, mark, _ = added.rpartition(tokenizer.eos_token)
+        added = body + mark or added.rstrip()
+        if not so_far.startswith(prompt) or not text.startswith(prompt + added):
+            raise BadTemplate(
+                f"what it writes of turn {turn + 1} depends on later turns: tool_calls cannot be trained"
+            )
+        for call in message.get("tool_calls", ()):
+            name = (call.get("function") or call).get("name")
+            if not name or name not in added:
+                raise BadTemplate(
+                    f"it does not write the tool_calls of turn {turn + 1}. Name a template that does with "
+                    "--chat_template, or write the calls into the content"
+                )
+        if message.get("trained", True):
+            spans.append((len(prompt), len(prompt) + len(added)))
+    return spans
 
 
 def unended(tokenizer, template: Template) -> list[str]:

@@ -31,7 +31,8 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
     Args:
         auto_class: the transformers auto class that the task needs; None: any.
 
-    A folder of that name wins, then the architectures of this tree (`config_name` only), then the hub.
+    A folder of that name with a config.json wins, then the architectures of this tree (`config_name` only), then the
+    hub.
 
     Raises:
         UserError: the name is unknown or out of reach, an override names nothing in the configuration, or there is no
@@ -45,7 +46,7 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
         option = "model_name_or_path" if recipe.model_name_or_path else "config_name"
         name = getattr(recipe, option)
         published = known_architectures().get(name.lower()) if option == "config_name" else None
-        if published and not Path(name).is_dir():
+        if published and not (Path(name) / "config.json").is_file():
             fields = {key: value for key, value in json.loads(published.read_text()).items() if key[0] != "_"}
             config = AutoConfig.for_model(**fields)
         else:

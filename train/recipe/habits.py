@@ -1,7 +1,7 @@
 """Names of options that users bring along from other programs: the Trainer and the examples of transformers,
 LLaMA-Factory, axolotl; and Megatron's (megatron.py). They are answered with what is said here."""
 
-from train.recipe import megatron_flags as megatron
+import train.recipe.megatron_flags as megatron
 from train.recipe.options import TrainingRecipe
 
 # Of our options those that the task has: what they are called elsewhere.
@@ -40,6 +40,8 @@ SAID_HERE = {
     ("preprocessing_num_workers",): "dataset_processes dataset_num_proc num_proc",
     ("cache_dir",): "dataset_prepared_path",
     ("text_columns", "source_column", "text_column"): "text_column_name sentence1_key dataset_text_field field_text",
+    ("source_column",): "source_lang",
+    ("target_column",): "target_lang",
     ("label_column",): "label_column_name label_key",
     ("chat_template",): "template conversation_template",
     ("train_on_prompt",): "train_on_inputs train_on_input",

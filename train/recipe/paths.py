@@ -1,6 +1,9 @@
 """What a recipe names on the disk: a look at it that costs little, before anything heavy is imported."""
 
+import csv
 import glob
+import gzip
+import json
 import os
 import sysconfig
 import tempfile
@@ -11,6 +14,9 @@ from train.recipe.errors import UserError
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
+COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
+                  "text_columns", "label_column", "choice_columns")  # fmt: skip
+HEAD_BYTES = 1 << 20  # of a file, in which every column shows itself
 
 
 def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
@@ -26,6 +32,7 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
             find_files(option, getattr(recipe, option, None) or [])
         except UserError as error:
             problems += error.problems
+    problems += [] if problems else missing_columns(recipe)
     for option in FOLDER_OPTIONS:
         name = getattr(recipe, option, None)
         if name and is_missing_folder(name):
@@ -50,6 +57,50 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
         problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
     if problems:
         raise UserError(problems)
+
+
+def missing_columns(recipe) -> list[str]:
+    """Columns that options name and that the first file has not, by its head alone; what cannot be told so is left to
+    the reader of the whole."""
+    part = next((option for option in FILE_OPTIONS if getattr(recipe, option, None)), None)
+    if part is None or any(getattr(recipe, option, None) for option in ("encoding", "field", "task_name")):
+        return []
+    present = columns_of(find_files(part, getattr(recipe, part))[0])
+    known = {name.strip().lower() for name in present}
+    found = []
+    for option in COLUMN_OPTIONS:
+        value = getattr(recipe, option, None) or []
+        for name in [value] if isinstance(value, str) else value:
+            if (
+                known
+                and name.strip().lower() not in known
+                and not (option == "label_column" and part == "predict_file")
+            ):
+                found.append(f"{option} = {name!r}: there is no such column; the columns are {', '.join(present)}")
+    return found
+
+
+def columns_of(path: Path) -> list[str]:
+    """The columns of a .csv, .tsv or .jsonl, by the header or the first records; none where they are not told so."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    if suffix not in (".csv", ".tsv", ".jsonl"):
+        return []
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    lines = head.decode("utf-8-sig", "replace").split("\n")
+    if suffix == ".tsv":
+        return lines[0].rstrip("\r").split("\t")
+    if suffix == ".csv":
+        return next(csv.reader(lines), [])
+    names: dict[str, None] = {}
+    try:
+        for line in filter(str.strip, lines[:-1] if len(head) == HEAD_BYTES else lines):
+            record = json.loads(line)
+            held = record.get("translation")
+            names |= dict.fromkeys([*record, *(held if isinstance(held, dict) else ())])
+    except (ValueError, AttributeError):
+        return []
+    return list(names)
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:

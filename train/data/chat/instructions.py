@@ -1,7 +1,8 @@
 """Instructions, prompts and chats: which of these a table holds, and each record as a list of messages.
 
 A *message* is {"role": system, user or assistant, "content": text}. The message of an instruction has the record's
-`instruction` and `input` beside its content, and an answer that stands in a prompt has `trained: False`.
+`instruction` and `input` beside its content, an answer that stands in a prompt has `trained: False`, and an answer
+that calls tools has its `tool_calls`, as transformers' templates take them.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from train.data.pairs.conversations import (
     ROLE_OF_A_TURN,
     asks_about_a_text,
     blank,
+    calls_of,
     first_answer,
     holds_lists,
     refuse_preferences,
@@ -161,22 +163,22 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
     messages = []
-    for number, (name, text) in enumerate(turns_of(value), 1):
+    for number, ((name, text), calls) in enumerate(zip(turns_of(value), calls_of(value)), 1):
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
         if name not in MEANT:
             known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
-        if MEANT[name] == "system" and blank(text):
+        calls = calls if MEANT[name] == "assistant" else []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise BadRecord(f"turn {number} of its {column} ({name}): its tool_calls are no list of objects")
+        if blank(text) and (calls or MEANT[name] == "system"):
             text = ""
         elif text is None:
-            raise BadRecord(
-                f"turn {number} of its {column} ({name}) has no text (a call of a tool is read "
-                "where it is written into the content; structured tool_calls are not)"
-            )
+            raise BadRecord(f"turn {number} of its {column} ({name}) has no text and no tool_calls")
         else:
             text = _text(text, f"turn {number} of its {column} ({name})")
-        messages.append({"role": MEANT[name], "content": text})
+        messages.append({"role": MEANT[name], "content": text} | ({"tool_calls": calls} if calls else {}))
     return messages
 
 

@@ -324,6 +324,19 @@ def _listed(items: Any) -> list:
     return items
 
 
+def calls_of(items: Any) -> list[Any]:
+    """The structured `tool_calls` of each turn. A table gives every call the keys of all calls: what has no value is
+    left out again."""
+    turns = [item if isinstance(item, dict) else {} for item in _listed(items)]
+    return [_without_nothing(turn.get("tool_calls") or []) for turn in turns]
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nothing(item) for key, item in value.items() if item is not None}
+    return [_without_nothing(item) for item in value] if isinstance(value, list) else value
+
+
 def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
     """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
     for item, role in zip(_listed(items), roles_of(items)):

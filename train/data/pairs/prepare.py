@@ -71,6 +71,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     with one_process_at_a_time(recipe.cache_dir):
         source = read_source(recipe, reader=read_conversation_files)
+        source.parts = {part: languages_apart(table) for part, table in source.parts.items()}
         columns = find_columns(recipe, source.first)
         notes = [f"data      {columns.describe}"]
         for part, table in source.parts.items():
@@ -105,6 +106,19 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], usual)
     return PairData(
         TokenizedDataset(train, COLUMNS) if train is not None else None, validation, tokenizer, widths, notes
+    )
+
+
+def languages_apart(table: Dataset) -> Dataset:
+    """Records {"translation": {"en": ..., "de": ...}}, as those of wmt, with a column for each language."""
+    held = table.features.get("translation")
+    if not (isinstance(held, dict) or hasattr(held, "languages")):
+        return table
+    table = table.flatten()
+    names = {name: name.removeprefix("translation.") for name in table.column_names}
+    new = list(names.values())
+    return table.rename_columns(
+        {name: other for name, other in names.items() if name != other and new.count(other) == 1}
     )
 
 

@@ -26,6 +26,7 @@ from train.tools.options import GenerateOptions
 
 NOT_WRITERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
                "ForMaskedLM")  # fmt: skip
+EMPTY = "[empty]"  # for an answer without a word, where a person reads
 NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
@@ -242,8 +243,9 @@ class Writer:
         if most < self.max_new_tokens and len(new) >= most and new[-1] not in self.ends:
             say(f"note: the model's {self.positions:,} positions are used up")
         text = self.tokenizer.decode(new, skip_special_tokens=True)
-        if not streams:
-            print(text, flush=True)
+        empty = not text.strip() and sys.stdout.isatty()
+        if empty or not streams:
+            print(EMPTY if empty else text, flush=True)
         return text
 
 

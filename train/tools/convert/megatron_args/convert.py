@@ -85,10 +85,10 @@ def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions) 
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or say --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "recipe.yaml"
-    launch = (
-        f"accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))} train/clm.py --config "
-        f"{shlex.quote(str(recipe))}"
-    )
+    launch = " ".join([
+        "accelerate launch --config_file", shlex.quote(str(folder / "accelerate.yaml")), *done.layout.launch_options,
+        "train/clm.py --config", shlex.quote(str(recipe)),
+    ])  # fmt: skip
     recipe.write_text(written(done, name, launch), encoding="utf-8")
     for file, text in pair_of(done.layout, folder).items():
         (folder / file).write_text(text, encoding="utf-8")
@@ -116,6 +116,11 @@ def closing(done: Converted, recipe: Path) -> list[str]:
                      f"{vocabulary:,} rows")  # fmt: skip
     lines.append(f"run          {values['max_train_steps']:,} updates of {values['global_batch_size']:,} samples, "
                  f"{done.layout.strategy} on {done.layout.world} process{'es' * (done.layout.world > 1)}")  # fmt: skip
+    if done.layout.machines > 1:
+        others = done.layout.machines - 1
+        lines.append(
+            f"machines     the line below on each of the {others + 1}, with its own --machine_rank (0 to {others})"
+        )
     return [*lines, f"written      {recipe} and the pair beside it"]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from train.recipe.megatron_flags import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
-from train.tools.convert.megatron_args.command import Call, missing
+from train.tools.convert.megatron_args.command import MACHINES, Call, missing
 from train.tools.convert.megatron_args.ledger import Ledger, Row
-from train.tools.convert.megatron_args.shell import holes_in
+from train.tools.convert.megatron_args.shell import holes_in, shown
 
 ROOT = Path(__file__).resolve().parents[4]  # of the tree, which holds ds_configs/
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -27,6 +27,7 @@ class Layout:
         split: processes that hold one copy of the model there (tensor * pipeline * sequence).
         stage: of ZeRO; 0: DDP.
         block: what the script's DeepSpeed JSON says and this program takes over.
+        rank, address, port: of this machine and of machine 0, as the script writes them: a value, or $NAME.
     """
 
     world: int
@@ -34,12 +35,22 @@ class Layout:
     split: int = 1
     stage: int = 0
     block: dict[str, Any] = field(default_factory=dict)
+    rank: str = "0"
     address: str = "MACHINE_0"
     port: str = "29500"
 
     def use_fewer(self, processes: int) -> None:
         self.machines = self.machines if processes % self.machines == 0 else 1
         self.world = processes
+
+    @property
+    def launch_options(self) -> list[str]:
+        """What `accelerate launch` is told of this machine, beside the pair; nothing where there is one machine."""
+        if self.machines == 1:
+            return []
+        named = {"--main_process_ip": self.address, "--main_process_port": self.port}
+        words = ["--machine_rank", self.rank]
+        return words + [word for name, value in named.items() if "$" in value for word in (name, value)]
 
     @property
     def strategy(self) -> str:
@@ -54,8 +65,15 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
         words = f"num_processes: {world}, a guess: the script does not tell. Say --num_processes N"
         flags.rows["=processes"] = Row("(processes)", "carried over", words)
     layout = Layout(world, machines if world % machines == 0 else 1)
-    layout.address = _plain(call.of_launcher(("master_addr", "master-addr"))) or layout.address
-    layout.port = _plain(call.of_launcher(("master_port", "master-port"))) or layout.port
+    unknown = holes_in(call.of_launcher(MACHINES) or "")
+    if unknown and not processes:
+        said = (
+            missing(unknown[0], call.reasons) if unknown[0] else "only a running shell knows it. Say --num_processes N"
+        )
+        flags.wrong("", f"the number of machines: {said}")
+    layout.rank = _written(call.of_launcher(("node_rank", "node-rank"))) or layout.rank
+    layout.address = _written(call.of_launcher(("master_addr", "master-addr"))) or layout.address
+    layout.port = _written(call.of_launcher(("master_port", "master-port"))) or layout.port
     degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
     for name, degree in degrees.items():
         if degree == 1:
@@ -68,8 +86,9 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     return layout
 
 
-def _plain(text: str | None) -> str | None:
-    return None if not text or holes_in(text) else text
+def _written(text: str | None) -> str | None:
+    """A launcher's value, with $NAME for what the machine's own environment has; None where only a shell knows it."""
+    return None if not text or "" in holes_in(text) else shown(text)
 
 
 def _stage(flags: Ledger, layout: Layout) -> None:
@@ -166,6 +185,7 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
         lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else 'NO'}")
     lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]
     if layout.machines > 1:
-        lines += [f"main_process_ip: {layout.address}", f"main_process_port: {layout.port}"]
+        known = [None if "$" in value else value for value in (layout.address, layout.port)]
+        lines += [f"main_process_ip: {known[0] or Layout.address}", f"main_process_port: {known[1] or Layout.port}"]
     files = {"accelerate.yaml": "\n".join([*lines, "main_training_function: main", ""])}
     return {**files, "deepspeed.json": json.dumps(config, indent=2) + "\n"} if config else files

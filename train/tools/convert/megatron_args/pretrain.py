@@ -180,7 +180,7 @@ def _batches(done: Converted) -> None:
     if total % (replicas * micro):
         done.notes.append(f"Megatron would refuse this global batch: {total} is no multiple of {micro} * {replicas}")
     elif layout.split > 1:
-        note += f" (there {total // replicas // micro}, on {replicas} data-parallel processes)"
+        note += f" (there {total // replicas // micro}, on {replicas} data-parallel process{'es' * (replicas > 1)})"
     carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
     carry(done, "global_batch_size", "global_batch_size", total)
     done.recipe["per_device_eval_batch_size"] = ours
