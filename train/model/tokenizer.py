@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -140,7 +141,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
     if not is_there(folder):
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
         bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
-        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=list(dict.fromkeys(roles.values())))
+        special = list(dict.fromkeys(roles.values()))
+        bars = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
+        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=bars)
         if pairs:
             bpe._tokenizer.post_processor = _marks(bpe)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}

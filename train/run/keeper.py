@@ -186,7 +186,7 @@ class Keeper:
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
         launch = self.session.strategy.launch
         run = identity(self.recipe, self.session.strategy.batches.global_batch)
-        run |= {"num_processes": launch.world_size, "strategy": launch.name}
+        run |= {"num_processes": launch.world_size, "strategy": self.session.strategy.name}
         progress = dataclasses.asdict(self.done) | {
             "best": dataclasses.asdict(self.best), "run": run, "data": self.data,
         }  # fmt: skip
