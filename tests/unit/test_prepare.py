@@ -571,6 +571,20 @@ def test_a_bad_line_ends_the_job(small, tmp_path, capsys, bad):
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.json", '[{"body": "x", "n": 1}, {"n": 2}]', "row 2: no key 'body'; it has n"),
+    ("a.jsonl", '{"body": "x"}\n{"n": 2, "text": "y"}', "line 2: no key 'body'; it has n, text"),
+    ("a.csv", "n,body\n1,x\n2\n", "row 2: the record has 1 fields, and the header 2"),
+])  # fmt: skip
+def test_a_key_that_a_record_lacks_is_named_with_those_it_has(small, tmp_path, capsys, name, content, said):
+    source = tmp_path / name
+    source.write_text(content)
+    words = ("--input", source, "--json_keys", "body", "--tokenizer", small, "--workers", 1)
+    assert f"{source}, {said}" in refused(capsys, *words, "--output_prefix", tmp_path / "x")
+    assert prepare(*words, "--skip_bad_lines", "--output_prefix", tmp_path / "x") == 0
+    assert texts_in(tmp_path / "x_body_document", AutoTokenizer.from_pretrained(small)) == ["x"]
+
+
 def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "one"}\n' + b"\n".join(BAD) + b'\n{"text": "two"}')
@@ -754,6 +768,25 @@ def test_joined_is_one_pass(small, tmp_path, texts, capsys):
     assert "is there already" in refused(capsys, *words)
     assert prepare(*words, "--overwrite") == 0
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_corpora_of_a_folder_are_joined_by_name(small, tmp_path, capsys):
+    folder, other = tmp_path / "parts", tmp_path / "empty"
+    folder.mkdir()
+    other.mkdir()
+    for name in ("b", "a", "c"):
+        source = write_lines(tmp_path / f"{name}.jsonl", [name])
+        words = ("--input", source, "--output_prefix", folder / name, "--tokenizer", small)
+        assert prepare(*words) == 0
+    words = ("merge", "--input", folder, "--output_prefix", folder / "all")
+    assert prepare(*words) == 0
+    assert texts_in(folder / "all", AutoTokenizer.from_pretrained(small)) == ["a", "b", "c"]
+    assert prepare(*words, "--overwrite") == 0  # what is written anew is no input
+    assert texts_in(folder / "all", AutoTokenizer.from_pretrained(small)) == ["a", "b", "c"]
+    capsys.readouterr()
+    assert "the folder has no corpus" in refused(capsys, "merge", "--input", other, "--output_prefix", tmp_path / "x")
+    (folder / "b_text_document.idx").unlink()
+    assert "b_text_document" in refused(capsys, "merge", "--input", folder, "--output_prefix", tmp_path / "x")
 
 
 def test_what_is_not_joined(data, tokenizers, small, tmp_path, made, capsys):

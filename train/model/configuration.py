@@ -39,6 +39,9 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
     """
     from transformers import AutoConfig
 
+    from train.model.attention import check_installed
+
+    check_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
         config = _default_configuration(recipe.model_type)
     else:
