@@ -61,7 +61,7 @@ def check_installed(wanted: str | None) -> None:
         )
     own = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
     raise UserError(
-        f"attn_implementation = {wanted!r} needs flash-attn {version}, which is not installed: {own}{kernels} (a built "
+        f"attn_implementation = {wanted!r} needs flash-attn {version}, which is not installed: {own}{kernels} (then a "
         f"kernel of the hub takes its place), {default}"
     )
 

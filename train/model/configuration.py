@@ -81,6 +81,11 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         return load(name, **kwargs)
     except (OSError, ValueError) as error:
         first = first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{option} = {name!r} brings its own Python code, which runs here only where you allow it. Read it, "
+                "and add --trust_remote_code"
+            ) from None
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
         remedy = "name a local folder instead, or run once where the hub can be reached"
