@@ -10,7 +10,7 @@ from train.cli import main as zerofit
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "docs" / "own-model"
-DATA = ["--train_file", ROOT / "LICENSE", "--block_size", "32", "--per_device_train_batch_size", "2",
+DATA = ["--train_file", f"{ROOT}/train/model/*.py", "--block_size", "32", "--per_device_train_batch_size", "2",
         "--global_batch_size", "4", "--max_eval_samples", "8", "--validation_split_percentage", "20",
         "--learning_rate", "1e-2", "--trust_remote_code", "--seed", "3"]  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_it_learns_and_what_is_written_loads_again(trained):
     model = AutoModelForCausalLM.from_pretrained(output / "model", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     assert type(model).__name__ == "SmallForCausalLM"
-    prompt = tokenizer("Licensed under the Apache", return_tensors="pt")
+    prompt = tokenizer("def forward(self, ", return_tensors="pt")
     with torch.no_grad():
         written = model.generate(**prompt, max_new_tokens=6, do_sample=False)
         plain = model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=False)
@@ -66,5 +66,5 @@ def test_its_code_does_not_run_unasked(tokenizer, tmp_path):
     flags = [flag for flag in DATA if flag != "--trust_remote_code"]
     done = launched(tmp_path / "run", "--config_name", FOLDER, "--tokenizer_name", tokenizer, *flags)
     assert done.returncode != 0
-    assert "--trust_remote_code" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"error: config_name = {str(FOLDER)!r} brings its own Python code" in done.stderr
+    assert "add --trust_remote_code" in done.stderr
