@@ -1,15 +1,15 @@
-"""Offload to disk (DeepSpeed's `device: nvme`): refused, since checkpoints would not hold what they should.
+"""Offload to disk (DeepSpeed's `device: nvme`): refused, since a run could be saved and not resumed.
 
-A checkpoint takes the optimizer's state parameter by parameter (train/strategy/state.py). DeepSpeed 0.19.8 reads the
-whole sub-group of that parameter from disk, frees the buffers, and hands out a view of one, which its next read
-overwrites (runtime/zero/stage3.py, _get_fp32_opt_state_partition). Only on a GPU is it copied in time, and there, too,
-a checkpoint reads each sub-group three times for each of its parameters.
+Seen with DeepSpeed 0.19.8 on two CPU ranks: with the optimizer on disk the updates and a checkpoint's moments are those
+of zero3. But a run that goes on from it fails: before its first update the moments have size 0 in memory, so nothing
+can be written into them (runtime/zero/stage3.py, line 3163, _get_fp32_opt_state_partition). And of each parameter that
+a checkpoint takes, the whole sub-group is read. By reading: weights on disk have no tensor that state.py could fill.
 """
 
 WHY = {
-    "offload_optimizer": "of state on disk DeepSpeed hands out buffers that its next read overwrites, and reads a "
-    "whole sub-group for each parameter: checkpoints would be wrong, or take hours",
-    "offload_param": "a resumed run cannot restore weights that are not in memory",
+    "offload_optimizer": "the run could be saved and not resumed, since DeepSpeed has nothing to put moments into "
+    "before the first update",
+    "offload_param": "a resumed run could not restore weights that are not in memory",
 }
 
 
