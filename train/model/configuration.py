@@ -45,6 +45,9 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
     """
     from transformers import AutoConfig
 
+    from train.model.attention import check_installed
+
+    check_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
         config = _default_configuration(recipe.model_type)
     else:
@@ -86,6 +89,11 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         return load(name, **kwargs)
     except (OSError, ValueError) as error:
         first = first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{option} = {name!r} brings its own Python code, which runs here only where you allow it. Read it, "
+                "and add --trust_remote_code"
+            ) from None
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
         remedy = "name a local folder instead, or run once where the hub can be reached"
