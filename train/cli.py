@@ -29,6 +29,9 @@ class Command:
 
 COMMANDS = (
     Command(
+        "launch", "Start a run on the accelerators and machines that are there.", "train.tools.launch.command:main"
+    ),
+    Command(
         "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.command:main"
     ),
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.tools.merge:main"),
@@ -88,8 +91,8 @@ def _help() -> str:
     lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
     return "\n".join([
         "usage: zerofit COMMAND [--option value]", "", *lines, "",
-        "`zerofit COMMAND --help` shows the options of a command. Training is started by accelerate launch:",
-        "`python train/clm.py --help`, and cls.py and seq2seq.py likewise.",
+        "`zerofit COMMAND --help` shows the options of a command. Training is started by accelerate launch, torchrun",
+        "or zerofit launch: `python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
     ])  # fmt: skip
 
 

@@ -127,6 +127,42 @@ def test_random_weights_are_the_same_under_every_strategy(scratch, text, cache, 
         assert model.config.vocab_size == rows == 400, "not the 512 that it was trained with"
 
 
+@LONG
+def test_every_launcher_makes_the_same_run(text, cache, tmp_path):
+    """torchrun and `zerofit launch` with a pair's name, and accelerate launch with its YAML: the same to the digit."""
+    options = [*SCRATCH, "--train_file", text, "--max_train_steps", "3", "--max_train_samples", "12",
+               "--save_strategy", "no", "--sample_tokens", "0", "--cache_dir", cache]  # fmt: skip
+    reference = launch(tmp_path / "accelerate", *options, strategy="zero1", processes=2)
+    program = [str(ROOT / "train/clm.py"), *options]
+    for name, command in {
+        "torchrun": ["torchrun", "--nproc_per_node", "2", "--standalone", *program, "--strategy", "zero1"],
+        "zerofit": [
+            "zerofit",
+            "launch",
+            "--strategy",
+            "zero1",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+            *program,
+        ],
+    }.items():
+        output = tmp_path / name
+        command = [str(BIN / command[0]), *command[1:], "--output_dir", str(output)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment())
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "strategy  zero1, 2 processes" in done.stdout
+        for mine, theirs in zip(metrics(output), reference, strict=True):
+            assert {key: mine.get(key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")} == {
+                key: theirs.get(key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")
+            }
+        laid_out, theirs = (yaml.safe_load((folder / "strategy.yaml").read_text())
+                            for folder in (output, tmp_path / "accelerate"))  # fmt: skip
+        assert laid_out == theirs
+        assert json.loads((output / "environment.json").read_text())["variables"]["OMP_NUM_THREADS"] == "1"
+
+
 @LONG  # all together, under ZeRO-3: the test above
 @pytest.mark.parametrize(
     ("options", "tolerance"),

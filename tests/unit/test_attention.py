@@ -16,7 +16,7 @@ from transformers.integrations import hub_kernels
 
 import train.model.attention as attention
 from train.data.collate import CausalCollator, document_lengths
-from train.model.attention import VARLEN, choose_attention, takes_lengths
+from train.model.attention import VARLEN, check_installed, choose_attention, takes_lengths
 from train.model.loss import install_loss
 from train.model.settle import settle_packing
 from train.recipe import ClmRecipe
@@ -344,3 +344,28 @@ def test_under_autocast_it_is_of_the_dtype_that_is_computed_in(monkeypatch):
 
 def test_where_there_is_no_mask_there_is_none():
     assert attention.additive_mask(batch_size=2, q_length=4, kv_length=4) is None
+
+
+# ------------------------------------------------------------------------------------------------------- packages
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("flash_attention_2", "-e '.[flash]'"), ("flash_attention_3", "needs flash-attn 3"),
+    ("kernels-community/flash-attn2", "pip install 'kernels>="),
+])  # fmt: skip
+def test_a_kernel_that_is_not_installed_is_refused_with_what_to_install(monkeypatch, name, said):
+    monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    problem = refusal(check_installed, name)
+    assert f"attn_implementation = {name!r}" in problem
+    assert said in problem
+
+
+def test_an_installed_package_or_the_kernels_package_is_enough(monkeypatch):
+    monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package == "flash_attn" or None)
+    for name in ("flash_attention_2", "sdpa", "eager", None):
+        check_installed(name)
+    monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: True)
+    check_installed("flash_attention_3")
+    check_installed("kernels-community/flash-attn2")

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT
+from torch.distributed.run import get_args_parser
 
 from train.cli import COMMANDS
 from train.recipe import parse_recipe
+from train.strategy.pairs import find_strategies
+from train.tools.launch.command import read_options
 from train.tools.options import (
     CompareOptions,
     FromMetaOptions,
@@ -26,7 +29,7 @@ TOOLS = {
     ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
     ("generate",): GenerateOptions, ("compare",): CompareOptions, ("verify",): VerifyOptions,
 }  # fmt: skip
-START = re.compile(r"accelerate launch|zerofit [a-z]|make [a-z]|python benchmarks/")
+START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
 COLUMNS = ("full", "chunked")  # `zerofit full` heads a column of docs/loop-speed.md
 ENDS = {"&&", "||", "|", ";", ">", "2>"}
 
@@ -75,16 +78,28 @@ def check_launch(words: list[str]) -> None:
     words = [re.sub(r"^\$[A-Z_]+$", "0", word) for word in words]  # of a job's own environment: $RANK
     told = launch_command_parser().parse_args(words)
     assert told.config_file is None or (ROOT / told.config_file).is_file(), told.config_file
-    task = Path(told.training_script).stem
-    assert (ROOT / "train" / f"{task}.py").is_file(), told.training_script
+    check_program([told.training_script, *told.training_script_args])
+
+
+def check_program(words: list[str]) -> None:
+    script, *options = words
+    task = Path(script).stem
+    assert (ROOT / "train" / f"{task}.py").is_file(), script
     recipe = next(iter(sorted((ROOT / "recipes" / task).glob("*.yaml"))))
     known = [str(recipe) if re.fullmatch("RECIPE|outputs/.*/recipe.yaml", word) else word
-             for word in told.training_script_args]  # fmt: skip
+             for word in options]  # fmt: skip
     parse_recipe(TASKS[task], known)
 
 
 def check_tool(words: list[str]) -> None:
     assert words[0] in {command.name for command in COMMANDS}, words[0]
+    if words == ["launch"]:  # it is only spoken of
+        return
+    if words[0] == "launch":
+        options, program = read_options(words[1:])
+        find_strategies([options.strategy or "ddp"])
+        check_program(program)
+        return
     name = next((name for name in TOOLS if tuple(words[: len(name)]) == name), None)
     if name is None:  # it takes a script, not options
         assert words[:2] == ["convert", "megatron-args"], words
@@ -110,6 +125,10 @@ def check(words: list[str]) -> None:
     if words[0] == "accelerate":
         if any(word.endswith(".py") for word in words):  # else it is only spoken of
             check_launch(words[2:])
+    elif words[0] == "torchrun":
+        told = get_args_parser().parse_args(words[1:])
+        if told.training_script.startswith("train/"):  # docs/megatron.md has one of Megatron's
+            check_program([told.training_script, *told.training_script_args])
     elif words[0] == "zerofit":
         check_tool(words[1:])
     elif words[0] == "make":
@@ -144,6 +163,7 @@ def test_the_commands_of(place, monkeypatch):
     "accelerate launch train/clm.py --confg recipes/clm/stdlib-gpt2.yaml", "zerofit verfy", "make trian",
     "accelerate launch --config_file accelerate_configs/zero4.yaml train/clm.py --config RECIPE",
     "accelerate launch train/cls.py --config recipes/cls/none.yaml", "zerofit merge --adaptor x --output y",
+    "torchrun --nproc_per_node 2 train/clm.py --strateg zero1", "zerofit launch --strategy zero9 train/clm.py",
     "python benchmarks/kills.py --kill 3", "zerofit compare --config recipes/clm/compare-small.yaml --limit 1GiB",
 ])  # fmt: skip
 def test_what_is_wrong_is_found(command, monkeypatch):

@@ -27,6 +27,24 @@ def test_a_cpu_pins_nothing_has_no_name_and_a_fused_optimizer():
     assert "gpus" not in describe_environment([], CPU)["hardware"]
 
 
+def test_variables_of_network_memory_and_threads_are_recorded(monkeypatch):
+    """And no others: the environment holds secrets."""
+    given = {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "4",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    recorded = describe_environment([], CPU)["variables"]
+    assert given.items() <= recorded.items()
+    assert "HF_TOKEN" not in recorded
+
+
 @pytest.fixture
 def other(monkeypatch):
     """A device kind that nobody has heard of, with two devices."""

@@ -215,8 +215,8 @@ def test_vocabulary_files_of_any_name(data, renamed):
     assert named.name_or_path == files["vocab_file"]
     assert named.decode([named.eos_token_id]) == "<|endoftext|>"
     for option in ("tokenizer_name", "model_name_or_path"):
-        said = refusal(load_tokenizer, ClmRecipe(**{option: str(renamed)}), AutoConfig.for_model("gpt2"))
-        assert f"--vocab_file {files['vocab_file']} --merge_file {files['merge_file']}" in said
+        found = load_tokenizer(ClmRecipe(**{option: str(renamed)}), AutoConfig.for_model("gpt2"))
+        assert found(text)["input_ids"] == named(text)["input_ids"]
     said = refusal(load_tokenizer, ClmRecipe(vocab_file=files["merge_file"], merge_file=files["merge_file"]), config)
     assert "is no JSON file" in said
     (renamed / "other.json").write_text('{"a": 0, "<|endoftext|>": 1}')
@@ -281,3 +281,45 @@ def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, mo
     assert load_configuration(ClmRecipe(config_name="gpt2")).n_layer == 12
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
     assert load_configuration(ClmRecipe(config_name="gpt2")).n_layer == 3
+
+
+def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
+    """No waiting for what cannot come; a known architecture is named."""
+    from huggingface_hub import constants
+
+    from train.model import configuration
+
+    asked, waited = [], []
+
+    def nobody(host, port):
+        asked.append(host)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(configuration, "getproxies", dict)
+    monkeypatch.setattr(configuration.socket, "getaddrinfo", nobody)
+    monkeypatch.setattr(configuration.time, "sleep", waited.append)
+    configuration.work_offline_without_network.cache_clear()
+    said = refusal(configuration.load_configuration, ClmRecipe(model_name_or_path="gpt2"))
+    assert "model_name_or_path = 'gpt2' is no local folder" in said
+    assert "--config_name gpt2" in said
+    assert len(asked) == 3
+    assert set(asked) == {"huggingface.co"}
+    assert sum(waited) == 3, "and nothing has waited but this"
+    assert constants.is_offline_mode()
+    configuration.work_offline_without_network.cache_clear()
+
+
+def test_with_a_network_it_is(monkeypatch):
+    from huggingface_hub import constants
+
+    from train.model import configuration
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(configuration, "getproxies", dict)
+    monkeypatch.setattr(configuration.socket, "getaddrinfo", lambda *_: [])
+    configuration.work_offline_without_network.cache_clear()
+    configuration.work_offline_without_network()
+    assert not constants.is_offline_mode()
+    configuration.work_offline_without_network.cache_clear()

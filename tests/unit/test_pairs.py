@@ -162,6 +162,20 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
             ["zero_optimization.offload_optimizer.devise", "Did you mean device?"],
         ),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 3}}}, ["ratio = 3"]),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+                    "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+                }
+            },
+            [
+                'zero_optimization.offload_optimizer.device = "nvme" is not supported',
+                'Write "cpu"',
+                "zero_optimization.offload_param.device",
+            ],
+        ),
         ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, ["compute_grad_norm = false", "Remove it"]),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from folders import small_tokenizer, tools_in_this_process
 from helpers import ROOT
-from transformers import AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig
 
 from train.cli import main
 from train.data.megatron import corpus as corpus_files
@@ -406,14 +406,35 @@ def test_gpt2_s_two_files_under_other_names(data, tmp_path, capsys):
         file.write_bytes((folder / name).read_bytes())
     named = ("--vocab_file", files[0], "--merge_file", files[1])
     words = ("--input", tmp_path / "a.jsonl", "--workers", "1", "--append_eod", "--output_prefix")
-    for prefix, tokenizer in (("one", ("--tokenizer", folder)), ("two", named)):
+    ways = (("one", ("--tokenizer", folder)), ("two", named), ("three", ("--tokenizer", tmp_path / "mine")))
+    for prefix, tokenizer in ways:
         assert main(["prepare", *map(str, (*words, tmp_path / prefix, *tokenizer))]) == 0
-    one, two = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name in ("one", "two"))
-    assert one == two
-    hint = f"--vocab_file {files[0]} --merge_file {files[1]}"
-    assert hint in refused(capsys, *words, tmp_path / "three", "--tokenizer", tmp_path / "mine")
-    assert "go together" in refused(capsys, *words, tmp_path / "three", *named[:2])
-    assert "name one tokenizer" in refused(capsys, *words, tmp_path / "three", *named, "--tokenizer", folder)
+    one, *others = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name, _ in ways)
+    assert others == [one, one]
+    assert "go together" in refused(capsys, *words, tmp_path / "four", *named[:2])
+    assert "name one tokenizer" in refused(capsys, *words, tmp_path / "four", *named, "--tokenizer", folder)
+
+
+@pytest.mark.parametrize(("family", "kind"), [
+    ("gpt2", "Megatron's names"), ("gpt2", "bare"), ("llama", "bare"), ("gpt2", "tokenizer.json"),
+    ("llama", "tokenizer.json"),
+])  # fmt: skip
+def test_one_folder_is_the_same_tokenizer_in_prepare_and_in_training(data, small, tmp_path, family, kind):
+    """The fingerprint is what training compares with the corpus' card."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    if kind == "tokenizer.json":
+        AutoTokenizer.from_pretrained(small).save_pretrained(folder)
+    else:
+        start = "gpt2-" if kind == "Megatron's names" else ""
+        for name in {"gpt2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.model",)}[family]:
+            (folder / f"{start}{name}").write_bytes((data(f"tokenizers/{family}") / name).read_bytes())
+    prepared_with = named_tokenizer("tokenizer", str(folder))
+    asked = SimpleNamespace(tokenizer_name=str(folder), model_name_or_path=None, trust_remote_code=False)
+    trained_with = load_tokenizer(asked, AutoConfig.for_model(family))
+    text = "Hello world, once more."
+    assert prepared_with(text)["input_ids"] == trained_with(text)["input_ids"]
+    assert tokenizer_fingerprint(prepared_with) == tokenizer_fingerprint(trained_with)
 
 
 def test_tokenizers_that_are_none(data, tmp_path, capsys):
@@ -569,6 +590,20 @@ def test_a_bad_line_ends_the_job(small, tmp_path, capsys, bad):
     assert BAD[bad] in said
     assert "--skip_bad_lines" in said
     assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.json", '[{"body": "x", "n": 1}, {"n": 2}]', "row 2: no key 'body'; it has n"),
+    ("a.jsonl", '{"body": "x"}\n{"n": 2, "text": "y"}', "line 2: no key 'body'; it has n, text"),
+    ("a.csv", "n,body\n1,x\n2\n", "row 2: the record has 1 fields, and the header 2"),
+])  # fmt: skip
+def test_a_key_that_a_record_lacks_is_named_with_those_it_has(small, tmp_path, capsys, name, content, said):
+    source = tmp_path / name
+    source.write_text(content)
+    words = ("--input", source, "--json_keys", "body", "--tokenizer", small, "--workers", 1)
+    assert f"{source}, {said}" in refused(capsys, *words, "--output_prefix", tmp_path / "x")
+    assert prepare(*words, "--skip_bad_lines", "--output_prefix", tmp_path / "x") == 0
+    assert texts_in(tmp_path / "x_body_document", AutoTokenizer.from_pretrained(small)) == ["x"]
 
 
 def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
@@ -754,6 +789,25 @@ def test_joined_is_one_pass(small, tmp_path, texts, capsys):
     assert "is there already" in refused(capsys, *words)
     assert prepare(*words, "--overwrite") == 0
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_corpora_of_a_folder_are_joined_by_name(small, tmp_path, capsys):
+    folder, other = tmp_path / "parts", tmp_path / "empty"
+    folder.mkdir()
+    other.mkdir()
+    for name in ("b", "a", "c"):
+        source = write_lines(tmp_path / f"{name}.jsonl", [name])
+        words = ("--input", source, "--output_prefix", folder / name, "--tokenizer", small)
+        assert prepare(*words) == 0
+    words = ("merge", "--input", folder, "--output_prefix", folder / "all")
+    assert prepare(*words) == 0
+    assert texts_in(folder / "all", AutoTokenizer.from_pretrained(small)) == ["a", "b", "c"]
+    assert prepare(*words, "--overwrite") == 0  # what is written anew is no input
+    assert texts_in(folder / "all", AutoTokenizer.from_pretrained(small)) == ["a", "b", "c"]
+    capsys.readouterr()
+    assert "the folder has no corpus" in refused(capsys, "merge", "--input", other, "--output_prefix", tmp_path / "x")
+    (folder / "b_text_document.idx").unlink()
+    assert "b_text_document" in refused(capsys, "merge", "--input", folder, "--output_prefix", tmp_path / "x")
 
 
 def test_what_is_not_joined(data, tokenizers, small, tmp_path, made, capsys):

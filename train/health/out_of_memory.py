@@ -143,7 +143,7 @@ def take_stock(
         host_free=host_memory()[0],
         others=_others(said), unused=said.get("unused"), process_limit=_process_limit() if where == "host" else None,
         held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
-        offload_parameters=offloads["param"], strategy=launch.name, precision=strategy.precision,
+        offload_parameters=offloads["param"], strategy=strategy.name, precision=strategy.precision,
         micro_batch=batches.micro_batch, accumulation=batches.accumulation,
         global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),

@@ -12,6 +12,8 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
+from train.recipe.errors import UserError
+
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
 HALF = ("bf16", "fp16")
@@ -33,6 +35,35 @@ def choose_attention(model, wanted: str | None, precision: str, device: torch.de
     if takes_lengths(config):
         return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({why})"
     return f"attention {config._attn_implementation}: packed documents by a mask ({why})"
+
+
+def check_installed(wanted: str | None) -> None:
+    """Before data is read: see that the packages of a flash kernel are there. transformers takes the flash-attn
+    package, or in its place a kernel of the hub through the kernels package (modeling_utils.py, 5.23).
+
+    Raises:
+        UserError: attn_implementation names such a kernel, and neither package is installed.
+    """
+    from transformers.integrations.hub_kernels import is_kernel
+    from transformers.utils import import_utils
+
+    version = PACKAGES.get(wanted or "")
+    if not (version or is_kernel(wanted)) or import_utils.is_kernels_available():
+        return
+    if version and importlib.util.find_spec({"3": "flash_attn_interface"}.get(version, "flash_attn")):
+        return
+    kernels = f"pip install 'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
+    default = "or leave attn_implementation out: packed documents on a GPU, in bf16 or fp16, then take torch's own"
+    if not version:
+        raise UserError(
+            f"attn_implementation = {wanted!r} is a kernel of the hub, which the kernels package fetches, and that is "
+            f"not installed: {kernels}, {default}"
+        )
+    own = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
+    raise UserError(
+        f"attn_implementation = {wanted!r} needs flash-attn {version}, which is not installed: {own}{kernels} (then a "
+        f"kernel of the hub takes its place), {default}"
+    )
 
 
 def takes_lengths(config) -> bool:

@@ -1,9 +1,14 @@
 """The model's configuration: from pretrained weights, the architectures in this tree, a folder or the hub."""
 
 import json
+import os
+import socket
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from train.recipe.errors import UserError, first_line, nearest
 from train.recipe.options import ModelOptions
@@ -40,6 +45,9 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
     """
     from transformers import AutoConfig
 
+    from train.model.attention import check_installed
+
+    check_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
         config = _default_configuration(recipe.model_type)
     else:
@@ -75,17 +83,47 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
     """Call a `from_pretrained`, and turn its many ways of saying "not found" into one message."""
     if is_missing_folder(name):
         raise UserError(f"{option} = {name!r}: there is no such folder")
+    if not Path(name).is_dir():
+        work_offline_without_network()
     try:
         return load(name, **kwargs)
     except (OSError, ValueError) as error:
         first = first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{option} = {name!r} brings its own Python code, which runs here only where you allow it. Read it, "
+                "and add --trust_remote_code"
+            ) from None
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
         remedy = "name a local folder instead, or run once where the hub can be reached"
         known = "" if option != "config_name" else f" (without a network these are known: {', '.join(_names())})"
+        if option == "model_name_or_path" and name.lower() in known_architectures():
+            known = f" (to train from scratch and not from its weights: --config_name {name}, known without a network)"
         raise UserError(
             f"{option} = {name!r} is no local folder, and the hub did not give it: {first}; {remedy}{known}"
         ) from None
+
+
+@cache
+def work_offline_without_network() -> None:
+    """Have the hub's libraries look into their cache at once where the hub's host has no address.
+
+    They would ask for each file six times, with 23 s of waiting between; huggingface_hub 1.x has no setting for that.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    for attempt in range(3):
+        time.sleep(attempt)  # a name server may be slow to wake up
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+            return
+        except OSError:
+            continue
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later: datasets
 
 
 def _names() -> list[str]:

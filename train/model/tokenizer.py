@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -54,8 +55,8 @@ def load_tokenizer(recipe: ModelOptions, config):
     name = getattr(recipe, option)
     told = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
-    if bare and (hint := other_names(Path(name))):
-        raise UserError(f"{option} = {name!r} has no {LOOKED_FOR}. {hint}")
+    if bare and (files := renamed_files(Path(name))):
+        return of_vocabulary_files(*files)
     if bare and (Path(name) / "config.json").exists():
         config = from_hub_or_folder(
             option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
@@ -70,16 +71,17 @@ def load_tokenizer(recipe: ModelOptions, config):
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 
 
-def other_names(folder: Path) -> str:
-    """What to say of a folder whose vocabulary files have other names than those that are looked for; or nothing."""
+def renamed_files(folder: Path) -> tuple[str, str] | None:
+    """A folder's only vocabulary and only merges, where they are not called vocab.json and merges.txt: Megatron's
+    scripts name gpt2-vocab.json and gpt2-merges.txt. None: there are no such two, or the folder has a tokenizer."""
     from train.model.pretrained_io import has_tokenizer
 
     names = [] if has_tokenizer(folder) else sorted(path.name for path in folder.iterdir())
     vocabularies = [name for name in names if name.endswith(("vocab.json", "encoder.json"))]
     merges = [name for name in names if name.endswith(("merges.txt", ".bpe"))]
     if len(vocabularies) != 1 or len(merges) != 1:
-        return ""
-    return f"Name its files: --vocab_file {folder / vocabularies[0]} --merge_file {folder / merges[0]}"
+        return None
+    return str(folder / vocabularies[0]), str(folder / merges[0])
 
 
 def of_vocabulary_files(vocab_file: str, merge_file: str):
@@ -140,7 +142,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
     if not is_there(folder):
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
         bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
-        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=list(dict.fromkeys(roles.values())))
+        special = list(dict.fromkeys(roles.values()))
+        bars = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
+        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=bars)
         if pairs:
             bpe._tokenizer.post_processor = _marks(bpe)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}

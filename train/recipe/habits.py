@@ -67,12 +67,12 @@ SAID_HERE = {
 LAUNCHER = "it belongs to accelerate launch, before the script's name"
 STRATEGY = (
     "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml, which names the "
-    "DeepSpeed JSON"
+    "DeepSpeed JSON; under torchrun say --strategy NAME, or --deepspeed_config FILE"
 )
 # What takes more than a name: what is said, and of which names.
 SAID_IN_WORDS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
-    STRATEGY: "deepspeed deepspeed_config zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
+    STRATEGY: "deepspeed zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
     "say --precision fp16": "fp16",

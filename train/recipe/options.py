@@ -361,6 +361,14 @@ class OptimizerOptions(Recipe):
 
 
 @dataclass
+class StrategyOptions(Recipe):
+    """The strategy, under torchrun; accelerate launch has --config_file"""
+
+    strategy: str | None = option(None, "A name in accelerate_configs/, or a .yaml file. A flag only.", common=True)
+    deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML. A flag only.")
+
+
+@dataclass
 class RunOptions(Recipe):
     """The run's folder and its record"""
 
@@ -509,7 +517,7 @@ class TrackingOptions(Recipe):
 
 @dataclass
 class TrainingRecipe(
-    TrackingOptions, FaultOptions, CheckpointOptions, EvaluationOptions, RunOptions, OptimizerOptions, BatchOptions,
-    SourceOptions, LoraOptions, ModelOptions,
+    TrackingOptions, FaultOptions, CheckpointOptions, EvaluationOptions, RunOptions, StrategyOptions, OptimizerOptions,
+    BatchOptions, SourceOptions, LoraOptions, ModelOptions,
 ):  # fmt: skip
     """What every task has."""

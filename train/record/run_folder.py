@@ -33,6 +33,13 @@ PACKAGES = (
     "numpy",
     "liger-kernel",
 )
+# Environment variables, or beginnings of their names, by which network, memory and threads are set.
+SETTINGS = (
+    "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_",
+    "FI_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_",
+    "MKL_NUM_THREADS", "KMP_", "MALLOC_", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
 # Options that do not change what is computed: a run that differs only in these is the same run.
 NOT_THE_RUN = {
     "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking", "report_to", "report_name", "run_name",
@@ -261,6 +268,7 @@ def describe_environment(command: list[str], device) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "hardware": hardware,
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS)},
     }
 
 

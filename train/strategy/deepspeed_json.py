@@ -12,6 +12,7 @@ from typing import Any
 
 from train.recipe.errors import UserError, nearest
 from train.strategy.batches import BatchSizes, resolve_batches
+from train.strategy.disk import look_at_disk
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 from train.strategy.monitors import look_at_monitors
 from train.strategy.quoted import read_quoted, still_quoted
@@ -62,7 +63,10 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str, list[str]]:
             them as such), unknown keys.
     """
     if launch.json_path is None:
-        return _from_yaml_alone(), launch.source, []
+        config = _from_yaml_alone()
+        if problems := look_at_disk(config["zero_optimization"]):
+            raise UserError(f"{launch.source}: {problem}" for problem in problems)
+        return config, launch.source, []
     path = Path(launch.json_path)
     if not path.is_file() and launch.config_file:  # launched from another folder: the pair lies side by side
         path = Path(launch.config_file).resolve().parents[1] / path
@@ -131,6 +135,8 @@ def _zero_problems(section: Any) -> list[str]:
             "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be judged before "
             "the weights move. Remove it"
         ]
+    if on_disk := look_at_disk(section):
+        return on_disk
     stated = {key: value for key, value in section.items() if value != "auto"}
     try:
         deepspeed.DeepSpeedZeroConfig(**stated)

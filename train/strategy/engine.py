@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -229,12 +230,12 @@ class Engine:
         """What is in force, with nothing left open."""
         launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
         return {
-            "name": launch.name,
+            "name": self.strategy.name,
             "accelerate_config": launch.config_file,
             "deepspeed_config": launch.json_path,
             "distributed_type": str(state.distributed_type.value),
             "num_processes": self.layout.world_size,
-            "num_machines": int(launch.yaml.get("num_machines", 1)),
+            "num_machines": self.layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world_size)),
             "backend": str(state.backend),
             "device": str(self.device.type),
             "precision": self.strategy.precision,

@@ -10,6 +10,8 @@ import yaml
 
 from train.recipe.errors import UserError, nearest
 from train.recipe.repeat import is_accelerate_launch
+from train.strategy.named import Named, hand_down
+from train.strategy.pairs import CONFIGS
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
 DEEPSPEED_YAML_KEYS = {
@@ -36,11 +38,10 @@ class Launch:
     threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
 
     @property
-    def name(self) -> str:
-        """A short name of the strategy for the log: the YAML's own, else what accelerate was told."""
-        if self.config_file:
-            return Path(self.config_file).stem
-        return "deepspeed" if self.deepspeed else ("ddp" if self.world_size > 1 else "single")
+    def pair(self) -> str | None:
+        """The name of the pair; None where the YAML is not one of accelerate_configs/, and where there is none."""
+        path = Path(self.config_file or "")
+        return path.stem if path.resolve().parent.name == CONFIGS.name else None
 
     @property
     def source(self) -> str:
@@ -53,17 +54,24 @@ class Launch:
         return not self.config_file or bool(_option(self.command, "--mixed_precision"))
 
 
-def read_launch() -> Launch:
+def read_launch(named: Named | None = None) -> Launch:
     """Read the environment that `accelerate launch` made, and the YAML file behind it.
 
+    Args:
+        named: what the program's own command line names: the environment is made of it here.
+
     Raises:
-        UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not served.
+        UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not served; the
+            launcher and the program name different ones.
     """
     environment = os.environ
     # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
     # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command, config_file, threads_are_the_users = _launcher()
+    if named is not None:
+        hand_down(named, config_file)
+        config_file = named.config_file or config_file
     content = yaml.safe_load(Path(config_file).read_text()) if config_file else {}
     launch = Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
@@ -103,7 +111,11 @@ def _launcher() -> tuple[list[str], str | None, bool]:
 
     launcher = launcher_process()
     if launcher is None:
-        return [], None, "OMP_NUM_THREADS" in os.environ
+        threads = "OMP_NUM_THREADS" in os.environ
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which sets it to 1 where nobody has
+            with contextlib.suppress(psutil.Error):
+                threads = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
+        return [], None, threads
     words = launcher.cmdline()
     named = _option(words, "--config_file") or _default_config()
     threads = bool(_option(words, "--num_cpu_threads_per_process"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from train.recipe.errors import UserError, nearest
 
 CONFIGS = Path("accelerate_configs")
+ROOT = Path(__file__).resolve().parents[2]  # of the tree, whose pairs serve where the current folder has none
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
@@ -13,10 +14,11 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
     Raises:
         UserError: there is no such file.
     """
-    found = {name: Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml" for name in names}
+    configs = CONFIGS if CONFIGS.is_dir() else ROOT / CONFIGS
+    found = {name: Path(name) if name.endswith((".yaml", ".yml")) else configs / f"{name}.yaml" for name in names}
     missing = [name for name, path in found.items() if not path.is_file()]
     if missing:
-        known = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+        known = sorted(path.stem for path in configs.glob("*.yaml"))
         raise UserError([f"strategy {name!r}: there is no file {found[name]}. {_remedy(name, known)}"
                          for name in missing])  # fmt: skip
     return found

@@ -14,10 +14,11 @@ from train.recipe.options import Recipe
 from train.strategy.batches import BatchSizes, resolve_batches
 from train.strategy.builds import announce_builds, drop_abandoned_locks
 from train.strategy.deepspeed_json import read_config, refuse_another_optimizer, resolve_config, stated_precision
-from train.strategy.gpus import check_devices
+from train.strategy.gpus import check_devices, idle_devices
 from train.strategy.launch import Launch, read_launch, tell_deepspeed_of_a_cpu
 from train.strategy.layout import ParallelLayout
 from train.strategy.machines import everyones
+from train.strategy.named import take_named
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
 # that is read or written, an export. A rank that hangs is found by its watchdog.
@@ -57,6 +58,15 @@ class Strategy:
         return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
     @property
+    def name(self) -> str:
+        """The pair's name, else what the launcher's file or flags come to."""
+        if self.launch.pair:
+            return self.launch.pair
+        if self.deepspeed is not None:
+            return f"zero{self.deepspeed['zero_optimization'].get('stage')}"
+        return "ddp" if self.launch.world_size > 1 else "single"
+
+    @property
     def describe(self) -> str:
         """One line for the log."""
         b = self.batches
@@ -66,8 +76,10 @@ class Strategy:
     @property
     def describe_layout(self) -> str:
         """The same without the batches of training."""
-        processes = self.launch.world_size
-        return ", ".join([self.launch.name, f"{processes} process{'es' if processes > 1 else ''}", self.precision])
+        processes, launch = self.launch.world_size, self.launch
+        file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
+        name = self.name if launch.pair or not file else f"{self.name} ({file})"
+        return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", self.precision])
 
     # ------------------------------------------------------------------------------------------------------- building
 
@@ -123,6 +135,7 @@ class Strategy:
                 f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
             )
         self.device = accelerator.device
+        self.notes += filter(None, [idle_devices()])
         self._hint_at_precision()
         return accelerator
 
@@ -275,7 +288,7 @@ def read_strategy(recipe: Recipe) -> Strategy:
     Raises:
         UserError: any contradiction, with both values and both sources; a GPU that torch does not see.
     """
-    launch = read_launch()
+    launch = read_launch(take_named(recipe))
     check_devices()
     said = [_said_by_launcher(launch)]
     if not launch.deepspeed:

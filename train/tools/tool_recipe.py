@@ -40,6 +40,8 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
     cls = TASKS[task]
     joined = dataclasses.make_dataclass(tool.__name__, [], bases=(tool, cls))
     options = parse_recipe(joined, argv, prog=prog, tool=True)
+    if options.strategy or options.deepspeed_config:
+        raise UserError(f"{prog} takes --strategies: --strategies {options.strategy or 'NAME,NAME'}")
     if not options.trains:
         raise UserError(f"{prog} trains: leave evaluate_only and predict_file out")
     options.task = task

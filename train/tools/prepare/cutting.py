@@ -35,6 +35,13 @@ class Answer:
     bad: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Missing:
+    """What a record has in place of a text under a key that it lacks: what is said of it."""
+
+    what: str
+
+
 def work(encoder, setup: Setup, task: Task) -> Answer:
     """Cut a part of the input into documents and encode them. The first bad line ends it, unless they are skipped."""
     answer = Answer([])
@@ -104,7 +111,7 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
         raise _BadLine(f'no JSON object but a {type(record).__name__}: expected one like {{"{keys[0]}": "..."}}')
     for key in keys:
         if key not in record:
-            raise _BadLine(f"no key {key!r}; it has {', '.join(list(record)[:8]) or 'none'}")
+            raise _BadLine(no_key(key, record).what)
         _check_text(record[key], key)
     texts = [record[key] for key in keys]
     if b"\\u" in line:
@@ -116,7 +123,13 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
     return texts
 
 
+def no_key(key: str, record: dict) -> Missing:
+    return Missing(f"no key {key!r}; it has {', '.join(list(record)[:8]) or 'none'}")
+
+
 def _check_text(value: Any, key: str) -> None:
+    if isinstance(value, Missing):
+        raise _BadLine(value.what)
     if not isinstance(value, str):
         raise _BadLine(f"{key!r} is {'null' if value is None else 'a ' + type(value).__name__}, and no text")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from train.data.encodings import as_utf8, open_bytes
 from train.data.megatron.corpus import INDICES
 from train.recipe.errors import UserError, first_line
+from train.tools.prepare.cutting import Missing, no_key
 from train.tools.prepare.encode import Task
 
 PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own
@@ -178,7 +179,10 @@ def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Itera
     except ValueError as error:
         raise UserError(f"{file.path} begins as a JSON list and is none: {error}") from None
     for record in records:
-        yield [record.get(key) for key in keys] if isinstance(record, dict) else [record] * len(keys)
+        if isinstance(record, dict):
+            yield [record[key] if key in record else no_key(key, record) for key in keys]
+        else:
+            yield [record] * len(keys)
 
 
 def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
@@ -193,8 +197,9 @@ def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iter
             _check_columns(file.path, keys, header)
             places = [header.index(key) for key in keys]
             for record in records:
+                short = Missing(f"the record has {len(record)} fields, and the header {len(header)}")
                 if record:
-                    yield [record[place] if place < len(record) else None for place in places]
+                    yield [record[place] if place < len(record) else short for place in places]
         except (csv.Error, UnicodeDecodeError) as error:
             told = f"is not {encoding or 'UTF-8'} (see --encoding)" if isinstance(error, UnicodeError) else "is broken"
             raise UserError(f"{file.path} {told}, after line {records.line_num}: {first_line(error)}") from None

@@ -26,7 +26,7 @@ def join(options: JoinOptions) -> int:
     """
     prefix = str(Path(options.output_prefix).expanduser())
     check_free([prefix], options.overwrite)
-    corpora = [open_corpus("input", name) for name in options.input]
+    corpora = [open_corpus("input", name) for name in corpora_of(options.input, prefix)]
     _check_not_read_and_written(corpora, prefix)
     card = _joined_card(corpora)
     with CorpusWriter(prefix, np.dtype(corpora[0].dtype).name) as writer:
@@ -39,6 +39,29 @@ def join(options: JoinOptions) -> int:
     if card is None:
         print(f"note: none of them has a card, so there is no {prefix}.json", flush=True)
     return 0
+
+
+def corpora_of(inputs: list[str], left_out: str | None = None) -> list[str]:
+    """The prefixes that prefixes and folders name: of a folder all its corpora by name, as Megatron joins them.
+
+    Args:
+        left_out: a corpus of a folder that is not taken, as it is about to be written anew.
+
+    Raises:
+        UserError: a folder has no corpus.
+    """
+    prefixes = []
+    for name in inputs:
+        folder = Path(name).expanduser()
+        if not folder.is_dir() or folder.with_name(f"{folder.name}.bin").is_file():
+            prefixes.append(name)
+            continue
+        files = {file.with_suffix("") for ending in (".bin", ".idx") for file in folder.glob(f"*{ending}")}
+        found = [str(file) for file in sorted(files) if not left_out or file.resolve() != Path(left_out).resolve()]
+        if not found:
+            raise UserError(f"input = {name!r}: the folder has no corpus, no .bin with its .idx")
+        prefixes += found
+    return prefixes
 
 
 def _check_not_read_and_written(corpora: list[Corpus], prefix: str) -> None:
@@ -112,7 +135,7 @@ def _differences(first: Corpus, other: Corpus) -> list[str]:
 def info(options: InfoOptions) -> int:
     """Describe corpora and check them. Returns the exit code: 2 if something is wrong with one of them."""
     code = 0
-    for name in options.input:
+    for name in corpora_of(options.input):
         corpus = open_corpus("input", name)
         wrong = check(corpus)
         print("\n".join(_describe(corpus, options)), flush=True)

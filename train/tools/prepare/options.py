@@ -66,12 +66,14 @@ class PrepareOptions(Recipe):
 class CorporaOptions(Recipe):
     """Corpora that are there"""
 
-    input: list[str] | None = option(None, "Prefixes of corpora: what stands before .bin.")  # noqa: RUF009
+    input: list[str] | None = option(  # noqa: RUF009
+        None, "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names."
+    )
 
     def problems(self) -> list[str]:
         found = super().problems()
         if not self.input:
-            found.append("no input: set --input to the prefixes of corpora, what stands before .bin")
+            found.append("no input: set --input to the prefixes of corpora, what stands before .bin, or to a folder")
         return found
 
 

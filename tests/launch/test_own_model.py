@@ -1,0 +1,70 @@
+"""The model of one's own in docs/own-model, trained for real: the code travels with the weights, and loads again."""
+
+import pytest
+import torch
+from folders import small_tokenizer, tools_in_this_process
+from helpers import ROOT, launch, launched, updates
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from train.cli import main as zerofit
+
+pytestmark = pytest.mark.long
+FOLDER = ROOT / "docs" / "own-model"
+DATA = ["--train_file", f"{ROOT}/train/model/*.py", "--block_size", "32", "--per_device_train_batch_size", "2",
+        "--global_batch_size", "4", "--max_eval_samples", "8", "--validation_split_percentage", "20",
+        "--learning_rate", "1e-2", "--trust_remote_code", "--seed", "3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small_tokenizer(folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tokenizer, tmp_path_factory):
+    """(run folder, metrics) under ZeRO-3, with recomputed activations and packed documents."""
+    output = tmp_path_factory.mktemp("own") / "run"
+    model = ["--config_name", FOLDER, "--tokenizer_name", tokenizer, "--config_overrides", "vocab_size=300"]
+    lines = launch(output, *model, *DATA, "--max_train_steps", "12", "--gradient_checkpointing", strategy="zero3",
+                   processes=2)  # fmt: skip
+    return output, lines
+
+
+def test_it_learns_and_what_is_written_loads_again(trained):
+    output, lines = trained
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] - 0.5
+    assert (output / "model" / "modeling_small.py").read_text() == (FOLDER / "modeling_small.py").read_text()
+    model = AutoModelForCausalLM.from_pretrained(output / "model", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    assert type(model).__name__ == "SmallForCausalLM"
+    prompt = tokenizer("def forward(self, ", return_tensors="pt")
+    with torch.no_grad():
+        written = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+        plain = model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=False)
+    assert written.tolist() == plain.tolist(), "its cache is right"
+
+
+def test_its_figures_are_those_of_one_process(trained, tokenizer, tmp_path):
+    model = ["--config_name", FOLDER, "--tokenizer_name", tokenizer, "--config_overrides", "vocab_size=300"]
+    lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "12", strategy="single", processes=1)
+    for ours, theirs in zip(updates(lines), updates(trained[1]), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+def test_an_adapter_of_it_is_merged(trained, tmp_path):
+    flags = ["--model_name_or_path", trained[0] / "model", *DATA, "--max_train_steps", "2", "--lora"]
+    launch(tmp_path / "run", *flags, "--lora_target_modules", "qkv", "up")
+    merged = ["--adapter", tmp_path / "run" / "model", "--output", tmp_path / "merged", "--trust_remote_code"]
+    with tools_in_this_process():
+        assert zerofit(["merge", *map(str, merged)]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+
+
+def test_its_code_does_not_run_unasked(tokenizer, tmp_path):
+    flags = [flag for flag in DATA if flag != "--trust_remote_code"]
+    done = launched(tmp_path / "run", "--config_name", FOLDER, "--tokenizer_name", tokenizer, *flags)
+    assert done.returncode != 0
+    assert f"error: config_name = {str(FOLDER)!r} brings its own Python code" in done.stderr
+    assert "add --trust_remote_code" in done.stderr

@@ -1,0 +1,169 @@
+"""A strategy that the program's own command line names, as under torchrun."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from helpers import ROOT, refusal
+
+from train.recipe import ClmRecipe, parse_recipe
+from train.strategy import launch as launch_module
+from train.strategy.named import VARIABLES, environment_of, take_named
+from train.strategy.strategy import read_strategy
+from train.tools.options import VerifyOptions
+from train.tools.tool_recipe import read_with_recipe
+
+YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))
+GPT2 = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt"]
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """The environment of the first of two processes of torchrun."""
+    monkeypatch.chdir(ROOT)
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **names})
+    monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
+    monkeypatch.setattr("train.strategy.strategy.check_devices", lambda: None)
+    return os.environ
+
+
+def accelerate_launch(monkeypatch, *words: str) -> None:
+    process = SimpleNamespace(cmdline=lambda: ["accelerate", "launch", *words, "train/clm.py"], environ=dict)
+    monkeypatch.setattr(launch_module, "launcher_process", lambda: process)
+
+
+def recipe(*flags: str) -> ClmRecipe:
+    return parse_recipe(ClmRecipe, [*GPT2, *flags])
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_the_variables_are_those_of_accelerate(path, monkeypatch):
+    """What accelerate's own launcher would put into the environment, but for what has no effect here."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    kind = yaml.safe_load(path.read_text())["distributed_type"]
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    words = ["--config_file", str(path), "--num_processes", "2", "--main_process_port", "0", "train/clm.py"]
+    arguments = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    make = {"DEEPSPEED": lambda: launch.prepare_deepspeed_cmd_env(arguments)[1],
+            "MULTI_GPU": lambda: launch.prepare_multi_gpu_env(arguments),
+            "NO": lambda: launch.prepare_simple_launcher_cmd_env(arguments)[1]}[kind]  # fmt: skip
+    theirs = {name: value for name, value in make().items() if name.startswith("ACCELERATE_")}
+    ours = environment_of(yaml.safe_load(path.read_text()), str(path))
+    without_effect = {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_CPU_AFFINITY"}
+    theirs = {name: value for name, value in theirs.items()
+              if name not in without_effect and not name.startswith("ACCELERATE_DYNAMO")}  # fmt: skip
+    if kind == "DEEPSPEED":
+        assert "ACCELERATE_USE_DEEPSPEED" in ours
+        assert theirs == ours
+    else:
+        assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+def test_every_key_that_reaches_the_processes_is_known():
+    """The rest of accelerate's keys are of its launcher for several machines, or reach nobody (nvme paths)."""
+    rest = {"deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher", "offload_optimizer_nvme_path", "offload_param_nvme_path"}  # fmt: skip
+    assert VARIABLES.keys() == launch_module.DEEPSPEED_YAML_KEYS - rest
+
+
+def test_a_pair(torchrun):
+    options = recipe("--strategy", "zero1")
+    strategy = read_strategy(options)
+    assert strategy.deepspeed["zero_optimization"]["stage"] == 1
+    assert strategy.name == "zero1"
+    assert strategy.launch.json_path == "ds_configs/zero1.json"
+    assert options.strategy is None, "the recipe that is recorded can be started under any other"
+
+
+def test_a_pair_without_deepspeed(torchrun):
+    strategy = read_strategy(recipe("--strategy", "ddp"))
+    assert strategy.deepspeed is None
+    assert strategy.describe_layout.startswith("ddp, 2 processes, fp32")
+
+
+def test_a_json(torchrun):
+    strategy = read_strategy(recipe("--deepspeed_config", "ds_configs/zero2.json"))
+    assert strategy.describe_layout.startswith("zero2 (ds_configs/zero2.json), 2 processes")
+
+
+def test_a_precision_of_the_yaml(torchrun, tmp_path):
+    (tmp_path / "own.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    strategy = read_strategy(recipe("--strategy", str(tmp_path / "own.yaml")))
+    assert strategy.precision == "bf16"
+    assert strategy.describe_layout.startswith(f"ddp ({tmp_path}/own.yaml), 2 processes, bf16")
+    said = refusal(read_strategy, recipe("--strategy", str(tmp_path / "own.yaml"), "--precision", "fp32"))
+    assert "own.yaml" in said
+
+
+def test_one_process_without_a_launcher(torchrun):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del torchrun[name]
+    assert read_strategy(recipe("--strategy", "zero3")).launch.world_size == 1
+    assert torchrun["MASTER_PORT"].isdigit()
+
+
+def test_the_same_under_accelerate_launch(torchrun, monkeypatch):
+    """Named twice it is still one strategy; named by the program alone it is the program's."""
+    accelerate_launch(monkeypatch, "--num_processes", "2")
+    assert read_strategy(recipe("--strategy", "zero1")).name == "zero1"
+    accelerate_launch(monkeypatch, "--config_file", "accelerate_configs/zero1.yaml")
+    assert read_strategy(recipe("--strategy", "zero1")).name == "zero1"
+
+
+def test_two_strategies_are_refused(torchrun, monkeypatch):
+    accelerate_launch(monkeypatch, "--config_file", "accelerate_configs/zero2.yaml")
+    said = refusal(read_strategy, recipe("--strategy", "zero1"))
+    assert "--strategy zero1, and accelerate launch was told accelerate_configs/zero2.yaml" in said
+    assert "accelerate launch --config_file accelerate_configs/zero1.yaml" in said
+    accelerate_launch(monkeypatch, "--use_deepspeed")
+    torchrun["ACCELERATE_USE_DEEPSPEED"] = "true"
+    assert "was told to use DeepSpeed" in refusal(read_strategy, recipe("--deepspeed_config", "ds_configs/zero1.json"))
+
+
+def test_mistakes(torchrun, tmp_path):
+    (tmp_path / "r.yaml").write_text("strategy: zero1\n")
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\n")
+    (tmp_path / "dynamo.yaml").write_text("distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}\n")
+    for flags, said in (
+        (("--strategy", "zero9"), "strategy 'zero9': there is no file"),
+        (("--strategy", "zero1", "--deepspeed_config", "ds_configs/zero1.json"), "Keep one of the two"),
+        (("--deepspeed_config", "none.json"), "there is no such file. Name a DeepSpeed JSON"),
+        (("--config", str(tmp_path / "r.yaml")), "r.yaml, line 1: strategy = 'zero1': a recipe says what is trained"),
+        (("--strategy", "single"), "Use --strategy ddp"),
+        (("--strategy", str(tmp_path / "fsdp.yaml")), "distributed_type = FSDP is not served"),
+        (("--strategy", str(tmp_path / "dynamo.yaml")), "dynamo_config is not served without accelerate launch"),
+    ):
+        assert said in refusal(read_strategy, recipe(*flags))
+    tool = ["--config", str(ROOT / "recipes/clm/stdlib-gpt2.yaml"), "--strategy", "zero2"]
+    assert "--strategies zero2" in refusal(read_with_recipe, VerifyOptions, tool, "zerofit verify")
+
+
+def test_a_converted_pair_is_called_what_it_is(torchrun, monkeypatch, tmp_path):
+    """`zerofit convert megatron-args` writes accelerate.yaml: the log names the strategy, and then the file."""
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    accelerate_launch(monkeypatch, "--config_file", str(file))
+    assert read_strategy(recipe()).describe_layout == f"ddp ({file}), 2 processes, fp32"
+
+
+def test_threads_under_torchrun(torchrun, monkeypatch):
+    """torchrun sets OMP_NUM_THREADS to 1 where nobody has: that is nobody's wish."""
+    import psutil
+
+    torchrun["OMP_NUM_THREADS"] = "1"
+    for above, wish in (({}, False), ({"OMP_NUM_THREADS": "4"}, True)):
+        parent = SimpleNamespace(environ=lambda above=above: above)
+        monkeypatch.setattr(psutil, "Process", lambda parent=parent: SimpleNamespace(parent=lambda: parent))
+        assert launch_module.read_launch().threads_are_the_users == wish
+
+
+def test_nothing_named_is_nothing():
+    assert take_named(recipe()) is None
+    assert take_named(SimpleNamespace()) is None

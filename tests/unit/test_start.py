@@ -1,0 +1,186 @@
+"""`zerofit launch`: what it reads of machines and devices, and the line that it makes of them."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from helpers import ROOT, environment, refusal
+
+from train.recipe.repeat import is_accelerate_launch
+from train.strategy import gpus, start
+from train.tools.launch.schedulers import Machines, first_host, read_machines
+
+RECIPE = "recipes/clm/stdlib-gpt2.yaml"
+DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
+SLURM = {"SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2",
+         "SLURM_STEP_NODELIST": "gpu[07-09]"}  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the number of devices and the variables of a scheduler."""
+    monkeypatch.chdir(ROOT)
+    for name in [name for name in os.environ if name.startswith("SLURM_")] + [*DLC, "LOCAL_RANK"]:
+        monkeypatch.delenv(name, raising=False)
+
+    def make(devices: int, **variables: str) -> None:
+        monkeypatch.setattr(start, "num_devices", lambda: devices)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+def line(capsys, *words: str) -> tuple[list[str], str]:
+    """(the line that would be run, all that is printed)."""
+    assert start.main([*words, "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    printed = next(line for line in shown.splitlines() if line.startswith("accelerate launch"))
+    return shlex.split(printed)[2:], shown
+
+
+def told(words: list[str]):
+    """What accelerate's own parser makes of it."""
+    return launch_command_parser().parse_args(words)
+
+
+@pytest.mark.parametrize(("devices", "strategy", "processes"), [(0, "single", 1), (1, "single", 1), (8, "ddp", 8)])
+def test_one_process_a_device(machine, capsys, devices, strategy, processes):
+    machine(devices)
+    words, _ = line(capsys, RECIPE, "--learning_rate", "1e-4")
+    found = told(words)
+    assert found.config_file == f"accelerate_configs/{strategy}.yaml"
+    assert (found.num_processes, found.num_machines) == (processes, 1)
+    assert found.training_script == "train/clm.py"
+    assert found.training_script_args == ["--config", RECIPE, "--learning_rate", "1e-4"]
+
+
+def test_options_stand_before_or_behind_what_is_trained(machine, capsys):
+    machine(4)
+    program = ["train/cls.py", "--task_name", "mrpc"]
+    before, _ = line(capsys, "--strategy", "zero2", "--num_processes=2", *program)
+    behind, _ = line(capsys, *program, "--strategy=zero2", "--num_processes", "2")
+    assert before == behind
+    assert before[-3:] == program
+    assert told(before).config_file == "accelerate_configs/zero2.yaml"
+    assert told(before).num_processes == 2
+    named, _ = line(capsys, "--config", RECIPE)
+    assert named[-3:] == ["train/clm.py", "--config", RECIPE]
+
+
+def test_a_clouds_machines(machine, capsys):
+    """PAI-DLC's variables: WORLD_SIZE counts machines."""
+    machine(8, **DLC)
+    words, shown = line(capsys, "--strategy", "zero3", RECIPE)
+    found = told(words)
+    assert (found.num_processes, found.num_machines, found.machine_rank) == (16, 2, 1)
+    assert (found.main_process_ip, found.main_process_port) == ("dlc-master-0", 23456)
+    assert "WORLD_SIZE = 2, RANK = 1, MASTER_ADDR = dlc-master-0, MASTER_PORT = 23456" in shown
+    words, _ = line(capsys, "--num_machines", "1", RECIPE)
+    assert told(words).num_processes == 8, "an option goes before the environment"
+
+
+def test_slurms_machines(machine, capsys):
+    machine(4, **SLURM)
+    words, shown = line(capsys, RECIPE)
+    found = told(words)
+    assert (found.num_processes, found.num_machines, found.machine_rank) == (12, 3, 2)
+    assert (found.main_process_ip, found.main_process_port) == ("gpu07", 29500)
+    assert "SLURM_NODEID = 2" in shown
+
+
+def test_the_first_host_of_a_list():
+    lists = {
+        "gpu07": "gpu07",
+        "gpu07,gpu09": "gpu07",
+        "gpu[07-09,11]": "gpu07",
+        "a[3,5],b": "a3",
+        "n[1-2]-ib": "n1-ib",
+    }
+    assert {nodes: first_host(nodes) for nodes in lists} == lists
+    assert first_host("") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "a launcher has started this command"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' in the environment"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
+    ],
+)
+def test_an_environment_of_something_else_is_refused(variables, said):
+    assert said in refusal(read_machines, variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SLURM_NNODES": "1", "SLURM_NODEID": "0"}, {"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}],
+)
+def test_one_machine(variables):
+    assert read_machines(variables) == Machines(1)
+
+
+def test_mistakes(machine, tmp_path):
+    machine(8, **DLC)
+    (tmp_path / "mine.yaml").write_text("config_name: gpt2\n")
+    for words, said in (
+        ((), "nothing to train: zerofit launch recipes/clm/NAME.yaml"),
+        (("--learning_rate", "1"), "--learning_rate stands where a recipe or a program was expected"),
+        ((str(tmp_path / "mine.yaml"),), "does not tell the task"),
+        (("recipes/clm/none.yaml",), "there is no such recipe"),
+        (("train/none.py",), "there is no such file"),
+        ((RECIPE, "--strategy", "zero9"), "strategy 'zero9': there is no file"),
+        ((RECIPE, "--strategy"), "--strategy takes text, and was given nothing"),
+        ((RECIPE, "--strategy", "single"), "--strategy single and 16 processes: use ddp"),
+        ((RECIPE, "--num_processes", "15"), "Use --num_processes 14"),
+        ((RECIPE, "--machine_rank", "2"), "machine_rank 2 of 2"),
+        ((RECIPE, "--num_machines", "2"), "set --machine_rank N and --main_process_ip as well"),
+    ):
+        assert said in refusal(start.main, [*words, "--dry_run"])
+
+
+def test_it_becomes_the_launcher(machine, monkeypatch):
+    """Its signals and its exit code are the launcher's; the numbers of machines do not reach the processes."""
+    machine(2, **DLC, PATH="/usr/bin")
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
+    start.main([RECIPE])
+    ((program, words, variables),) = started
+    assert program == sys.executable
+    assert is_accelerate_launch(words)
+    assert not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} & variables.keys()
+    assert variables["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+def test_from_another_folder(tmp_path):
+    """Without the tree in the current folder, and without anything on PATH; with torch's own count of devices."""
+    command = [sys.executable, "-m", "train.cli", "launch", str(ROOT / RECIPE), "--num_processes", "2", "--dry_run"]
+    variables = environment(PATH="/usr/bin", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert told(words[2:]).config_file == str(ROOT / "accelerate_configs/ddp.yaml")
+    assert told(words[2:]).training_script == str(ROOT / "train/clm.py")
+
+
+def test_idle_devices(monkeypatch):
+    for name in sum(gpus.ALSO_VISIBLE.values(), tuple(gpus.VISIBLE.values())):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpus, "num_devices", lambda: 8)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert gpus.idle_devices() == "this machine has 8 GPUs, the run uses 2: --num_processes 8"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert gpus.idle_devices().endswith("uses 2: --num_processes 16"), "two machines"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(gpus, "num_devices", lambda: 4)
+    assert gpus.idle_devices().startswith("CUDA_VISIBLE_DEVICES leaves 4 GPUs, the run uses 2")
+    for there in (2, 0):
+        monkeypatch.setattr(gpus, "num_devices", lambda there=there: there)
+        assert gpus.idle_devices() is None

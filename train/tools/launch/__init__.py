@@ -1,0 +1,1 @@
+"""`zerofit launch`: a run on the accelerators and machines that are there."""
