@@ -125,7 +125,8 @@ def test_each_evaluation_has_its_own_clock():
 
     class Slow(Engine):
         def per_rank(self, values):
-            return [[value] for value in (*values, 4.0)] if len(values) == 1 else super().per_rank(values)
+            own = list(values)
+            return [own, [4.0]] if len(own) == 1 else super().per_rank(own)
 
     job = job_of(eval_steps=2)
     job.evaluate, job.num_held_out = lambda engine: {"eval_loss": 1.0}, 100

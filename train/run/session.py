@@ -408,8 +408,16 @@ class Session:
             else:
                 self.write_model(state, results, self.folder.model, self.tokenizer)
             picture = self.folder.path / "loss.png"
+            self.environment["held_out"] = self._held_out(results, load_best)
             plot_run(self.folder.metrics.read(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
             self.say("", *self._summary(results, load_best))
+
+    def _held_out(self, results: dict[str, Any], load_best: bool) -> dict[str, float]:
+        """The figures of the weights in model/, and of which update they are; empty where nothing is held out."""
+        figures, update = (
+            (self.best.figures, self.best.update) if load_best else (results["after"], results["updates"])
+        )
+        return {"update": update, **figures} if figures else {}
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
