@@ -118,7 +118,7 @@ def evaluating_one_batch(contenders: list[Contender], recipe: TrialRecipe, optio
     own = "per_device_eval_batch_size"
     return [
         replace(each, in_trials=("--max_eval_samples", str(_one_batch(options, int(each.overrides[own])))))
-        if own in each.overrides and "max_eval_samples" in recipe.values else each
+        if own in each.overrides and "max_eval_batches" not in recipe.values else each
         for each in contenders
     ]  # fmt: skip
 
