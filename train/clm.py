@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.model.parameters import flops_per_token
     from train.model.settle import check_masks, install_chosen_loss, settle_attention, settle_loss, settle_packing
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
-    from train.run.evaluate import eval_batches, held_out_loss
+    from train.run.evaluate import eval_batches, held_out_loss, num_evaluated
     from train.run.generation import predict_texts, writing_settings
     from train.run.job import Job
     from train.run.meters import make_meter
@@ -71,10 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         settings = writing_settings(recipe, engine.module.config, data.tokenizer, data.prompts.ends)
         return predict_texts(engine, batches, data.tokenizer, data.prompts, session.folder, settings)
 
+    size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
+
     def evaluate(engine):
-        size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
-        batches = eval_batches(engine, data.validation, collate, size, most)
-        return held_out_loss(engine, batches, model_loss)
+        return held_out_loss(engine, eval_batches(engine, data.validation, collate, size, most), model_loss)
 
     job = Job(
         recipe=recipe,
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         collate=collate,
         loss_sum=model_loss,  # over next tokens; the loop divides by their number in the global batch
         evaluate=evaluate if data.validation else None,
+        num_held_out=num_evaluated(engine, data.validation or (), size, most),
         longest={"input_ids": data.block_size},
         order=data.order,
         predict=predict,

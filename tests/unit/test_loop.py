@@ -14,6 +14,7 @@ from train.run.job import Job
 from train.run.loop import Hooks, fit, make_plan
 from train.run.progress import Progress
 from train.run.sentinel import Sentinel
+from train.run.session import about_evaluations
 from train.strategy.batches import Batches
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
@@ -79,7 +80,7 @@ def run(job: Job, engine: Engine, done: Progress | None = None) -> list[dict]:
     saves = SimpleNamespace(has_failed=False, look=lambda: None, news=[])
     hooks = Hooks(lines.append, None, nothing, nothing, nothing, nothing, saves)
     stop = SimpleNamespace(code=lambda: 0, clock=lambda: False)
-    meter = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0})
+    meter = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0}, evaluations=[])
     plan = make_plan(job.recipe, SAMPLES, Batches(2, 2, 2))
     sentinel = Sentinel(0.0, False, False)
     fit(job, engine, plan, meter, Best("loss"), hooks, done, sentinel, stop)
@@ -117,3 +118,31 @@ def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
     assert alone(run(job_of(on_fault="skip"), engine)) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1
+
+
+def test_each_evaluation_has_its_own_clock():
+    """That of the slowest rank; it is no held-out figure, and no part of the update's seconds."""
+
+    class Slow(Engine):
+        def per_rank(self, values):
+            own = list(values)
+            return [own, [4.0]] if len(own) == 1 else super().per_rank(own)
+
+    job = job_of(eval_steps=2)
+    job.evaluate, job.num_held_out = lambda engine: {"eval_loss": 1.0}, 100
+    done = Progress()
+    lines = run(job, Slow(), done)
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["update"] for line in evaluated] == [0, 2, 4, 5]
+    assert all(line["evaluation_seconds"] == 4.0 for line in evaluated)
+    assert all(line["evaluation_samples_per_s"] == 25.0 for line in evaluated)
+    assert all("evaluation_seconds" not in line for line in lines if line not in evaluated)
+    assert all(line["seconds"] < 4.0 for line in lines if line["update"])
+    assert done.before == done.after == {"eval_loss": 1.0}
+
+
+def test_training_and_evaluation_are_told_apart():
+    assert about_evaluations([]) == []
+    clocks = [{"evaluation_seconds": seconds, "evaluation_samples_per_s": 90 / seconds} for seconds in (70, 3)]
+    assert about_evaluations(clocks) == ["evaluated   2 times in 1:13, the last in 3 s: 30 samples/s"]
+    assert about_evaluations(clocks[1:]) == ["evaluated   once in 3 s: 30 samples/s"]

@@ -10,7 +10,10 @@ from train.limits.orders import add_line
 from train.run.launches import Launch
 
 ROOM = Path(__file__).resolve().parents[1]
-NOT_MEASURED_WITH = {"limits/report.py", "limits/page.py", "limits/plots.py", "limits/results.py", "cli.py"}
+NOT_MEASURED_WITH = {
+    "limits/report.py", "limits/page.py", "limits/plots.py", "limits/results.py", "limits/finish.py",
+    "limits/finished.py", "cli.py",
+}  # fmt: skip
 
 
 def code_hash() -> str:

@@ -19,10 +19,12 @@ from train.limits.orders import ANSWERS, LAST_WORDS, Orders, add_line
 from train.limits.search import next_size
 from train.limits.worst import WorstCase
 from train.recipe.errors import UserError, leave
+from train.run.evaluate import timed_evaluation
 from train.run.loop import Share, one_update
 from train.run.memory_report import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.run.sentinel import Sentinel
 from train.run.session import Session
+from train.strategy.devices import synchronise
 
 WARM_UP, WARM_UP_FIRST = 1, 2  # updates before those that are timed; of the first size the optimizer's state is made
 MEASURED = 7  # why such a run stops before it has trained (Session.stopped)
@@ -129,20 +131,21 @@ class TrialSession(Session):
             batches = self._batches(size)
             began = time.perf_counter()
             outcome = self._update(size, batches)
-            self._synchronise()
+            synchronise(self.device)
             if not math.isfinite(outcome.figures["grad_norm"]):
                 continue  # fp16 looks for its loss scale: no step was taken, and perhaps there is no state yet
             if to_warm_up:
                 to_warm_up -= 1
             else:
                 seconds.append(time.perf_counter() - began)
-        trained = dict(self.memory.note())
+        trained, evaluation = dict(self.memory.note()), {}
         if self.held is None:
             self.held = self.engine.held_bytes()
             if self.job.evaluate is not None:
                 self._phase("evaluate", self.done)
-                self.job.evaluate(self.engine)
-                self._synchronise()
+                self.job.evaluate(self.engine)  # warms up
+                evaluation = timed_evaluation(self.job, self.engine)[1]
+                evaluation["evaluation_samples"] = self.job.num_held_out
         peaks, names = self.memory.note(), list(trained)
         ranks = self.engine.per_rank([*trained.values(), *peaks.values(), *self.held.values()])
         figures, typical = outcome.figures, statistics.median(seconds)
@@ -152,7 +155,7 @@ class TrialSession(Session):
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
             "held": [dict(zip(self.held, map(int, rank[2 * len(names) :]))) for rank in ranks],
             "seconds": seconds, "samples_per_s": samples / typical, "tokens_per_s": figures["tokens"] / typical,
-            "loss": figures["loss"],
+            "loss": figures["loss"], **evaluation,
         }  # fmt: skip
 
     def _batches(self, size: int) -> list[Batch]:
@@ -171,10 +174,6 @@ class TrialSession(Session):
         if outcome.fault is not None:
             raise UserError(f"batch size {size}: {outcome.fault.reason} in update {self.done} of the trial")
         return outcome
-
-    def _synchronise(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def export(self, results):
         """Nothing is left behind."""

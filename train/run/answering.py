@@ -11,7 +11,7 @@ from train.recipe.answers import OF_DATA
 from train.recipe.errors import UserError
 from train.run.folder import RunFolder, describe_environment, differences
 from train.run.progress import duration
-from train.run.session import LONG, Session
+from train.run.session import LONG, Session, about_evaluations
 from train.strategy.gpus import describe_device
 
 NAMED_WITH = "adapter_config.json"
@@ -137,6 +137,8 @@ class AnsweringSession(Session):
         Raises:
             UserError: nothing is held out.
         """
+        from train.run.evaluate import timed_evaluation
+
         recipe, engine = self.recipe, self.engine
         if not recipe.predict_file and job.evaluate is None:
             raise UserError("evaluate_only: nothing is held out. Name a validation_file")
@@ -147,23 +149,23 @@ class AnsweringSession(Session):
         self.witness.phase("evaluate", patience=LONG)
         began = time.perf_counter()
         if recipe.predict_file:
-            files, figures = job.predict(engine), {}
+            files, figures, clock = job.predict(engine), {}, None
         else:
-            figures = job.evaluate(engine)
+            figures, clock = timed_evaluation(job, engine)
             written = [path.name for path in sorted(self.folder.path.glob("predictions*.jsonl"))]
             files = ["metrics.jsonl", *written]
             if self.main:
-                self.folder.metrics.add({"update": 0, **figures})
+                self.folder.metrics.add({"update": 0, **figures, **clock})
         seconds = time.perf_counter() - began
         if self.main:
             self.folder.metrics.close()
             environment |= {"seconds": seconds, "exit_code": 0}
             self.folder.write_environment(environment)
-            done = "answered" if recipe.predict_file else "evaluated"
+            done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
             for name, value in figures.items():
                 self.say(f"held out    {name.removeprefix('eval_')} {value:.4f}")
             if figures and job.baseline:
                 self.say(*job.baseline())
-            self.say(f"{done:<11} in {duration(seconds)}", f"run folder  {self.folder.path}  ({', '.join(files)})")
+            self.say(*done, f"run folder  {self.folder.path}  ({', '.join(files)})")
         engine.close()
         return 0

@@ -13,6 +13,7 @@ from train.data.collate import Batch
 from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader, samples_of_run
 from train.run.best import Best
 from train.run.checkpoints import ASKED, CLOCK, LEAVING
+from train.run.evaluate import timed_evaluation
 from train.run.faults import Fault
 from train.run.job import Job
 from train.run.meters import MemoryMeter, ThroughputMeter
@@ -99,8 +100,10 @@ def fit(
     memory = MemoryMeter(engine.device)
     if job.evaluate is not None and recipe.eval_on_start and not done.updates:
         hooks.phase("evaluate", 0)
-        done.before = done.after = job.evaluate(engine)
-        hooks.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **done.before})
+        done.before, clock = timed_evaluation(job, engine)
+        done.after = done.before
+        meter.evaluations.append(clock)
+        hooks.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **done.before, **clock})
     bar = Bar(plan.num_updates, recipe.logging_steps, engine.is_main, done.updates)
     engine.model.train()
     shares = _shares(job, engine, plan, done.updates)
@@ -139,8 +142,10 @@ def fit(
         is_best, figures = False, {}
         if job.evaluate is not None and _evaluation_is_due(recipe, plan, update):
             hooks.phase("evaluate", update)
-            figures = done.after = job.evaluate(engine)
-            line |= figures
+            figures, clock = timed_evaluation(job, engine)
+            done.after = figures
+            meter.evaluations.append(clock)
+            line |= {**figures, **clock}
             bar.note(f"update {update}: held-out " + ", ".join(f"{k[5:]} {rounded(v, 4)}" for k, v in figures.items()))
             is_best = best.is_best(update, figures)
             memory.reset()

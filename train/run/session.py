@@ -408,8 +408,16 @@ class Session:
             else:
                 self.write_model(state, results, self.folder.model, self.tokenizer)
             picture = self.folder.path / "loss.png"
+            self.environment["held_out"] = self._held_out(results, load_best)
             plot_run(self.folder.metrics.read(), picture, self.folder.path.name, self.job.unit, self.job.figures[0])
             self.say("", *self._summary(results, load_best))
+
+    def _held_out(self, results: dict[str, Any], load_best: bool) -> dict[str, float]:
+        """The figures of the weights in model/, and of which update they are; empty where nothing is held out."""
+        figures, update = (
+            (self.best.figures, self.best.update) if load_best else (results["after"], results["updates"])
+        )
+        return {"update": update, **figures} if figures else {}
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
@@ -432,11 +440,13 @@ class Session:
         made = results["updates"] - self.keeper.resumed_at
         of_them = f" ({made:,} of them now)" if made != results["updates"] else ""
         speed = f"median {tokens_per_s:,.0f} tokens/s, {rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padding}"
-        lines = [f"trained     {results['updates']:,} updates{of_them} in {duration(results['seconds'])}, {speed}"]
+        trained = results["seconds"] - sum(each["evaluation_seconds"] for each in self.meter.evaluations)
+        lines = [f"trained     {results['updates']:,} updates{of_them} in {duration(trained)}, {speed}"]
         if not made:
             lines = [
                 f"trained     {results['updates']:,} updates, all of them before: there was nothing left to train"
             ]
+        lines += about_evaluations(self.meter.evaluations)
         saves = self.keeper.saver.records
         if saves:
             size, stood = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
@@ -458,6 +468,16 @@ class Session:
                 f"best        {self.best.metric} {self.best.value:.4f} at update {self.best.update:,}{tie} ({where})"
             )
         return lines
+
+
+def about_evaluations(evaluations: list[dict[str, float]]) -> list[str]:
+    """For the log: the time that evaluations took, which is no time of training."""
+    if not evaluations:
+        return []
+    total, last = sum(each["evaluation_seconds"] for each in evaluations), evaluations[-1]
+    times = f"{len(evaluations)} times in {duration(total)}, the last" if len(evaluations) > 1 else "once"
+    rate = rounded(last["evaluation_samples_per_s"])
+    return [f"evaluated   {times} in {rounded(last['evaluation_seconds'])} s: {rate} samples/s"]
 
 
 def functions_of(error: BaseException) -> list[str]:
