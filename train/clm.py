@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
-    from train.training.evaluation import eval_batches, held_out_loss
+    from train.training.evaluation import eval_batches, held_out_loss, num_evaluated
     from train.training.generation import predict_texts, writing_settings
     from train.training.task import Task
 
@@ -72,10 +72,10 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         settings = writing_settings(recipe, engine.module.config, data.tokenizer, data.prompts.ends)
         return predict_texts(engine, batches, data.tokenizer, data.prompts, trainer.folder, settings)
 
+    size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
+
     def evaluate(engine):
-        size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
-        batches = eval_batches(engine, data.validation, collate, size, most)
-        return held_out_loss(engine, batches, model_loss)
+        return held_out_loss(engine, eval_batches(engine, data.validation, collate, size, most), model_loss)
 
     task = Task(
         recipe=recipe,
@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         collate=collate,
         loss_sum=model_loss,  # over next tokens; the loop divides by their number in the global batch
         evaluate=evaluate if data.validation else None,
+        num_held_out=num_evaluated(engine, data.validation or (), size, most),
         longest={"input_ids": data.block_size},
         order=data.order,
         predict=predict,

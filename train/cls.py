@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         collate=collate,
         loss_sum=loss_sum,
         evaluate=evaluate if data.held_out else None,
+        num_held_out=sum(len(part.samples) for part in data.held_out),
         figures=figures_of(data.labels, data.held_out, recipe.task_name),
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,

@@ -98,6 +98,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         collate=collate,
         loss_sum=model_loss,
         evaluate=evaluate if data.validation else None,
+        num_held_out=len(data.validation.samples) if data.validation else 0,
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),

@@ -1,5 +1,6 @@
 """`zerofit compare`, for real: it is interrupted in every way and goes on, over all three tasks."""
 
+import csv
 import json
 import os
 import signal
@@ -178,3 +179,28 @@ def test_mistakes_cost_no_launch(recipe, tmp_path):
     assert "Did you mean zero" in said
     assert "There are ddp" in said
     assert not (tmp_path / "unknown").exists()
+
+
+@pytest.mark.long
+def test_strategies_are_trained_to_the_end_and_not_again(recipe, tmp_path):
+    """One global batch, each evaluating in batches of its own: equal figures, and nothing is trained a second time."""
+    output = tmp_path / "finished"
+    flags = ("--strategies", "ddp,zero2:per_device_eval_batch_size=4", "--batch_sizes", "2", "--memory_limit",
+             "900MiB", "--finish", "--eval_steps", "2", "--max_train_steps", "3", "--config_overrides",
+             "n_layer=2,n_head=2,n_embd=32,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0")  # fmt: skip
+    code, said = run(recipe, output, *flags)
+    assert code == 0, said
+    with (output / "finished.csv").open() as file:
+        ddp, zero2 = csv.DictReader(file)
+    assert (ddp["global_batch"], ddp["updates"], ddp["evaluations"]) == ("64", "3", "3")
+    assert (ddp["eval_batch"], zero2["eval_batch"]) == ("2", "4")
+    assert float(ddp["eval_loss"]) == pytest.approx(float(zero2["eval_loss"]), rel=1e-5)
+    assert float(ddp["evaluation_samples_per_s"]) > 0
+    assert "One global batch of 64 for all" in said
+    assert "## Trained to the end" in (output / "report.md").read_text()
+    assert all(line["evaluation_seconds"] > 0 for line in journal(output, "size") if line["fresh"])
+    launches = len(journal(output, "launch"))
+    code, said = run(recipe, output, *flags)
+    assert code == 0, said
+    assert len(journal(output, "launch")) == launches
+    assert said.count("trained at 2 a process before") == 2

@@ -18,6 +18,7 @@ from helpers import ROOT, refusal
 from train.data.collate import CausalCollator, ExampleCollator, PairCollator
 from train.recipe.parse import parse_recipe
 from train.tools.compare.candidates import check_overrides, make_recipe, read_contenders
+from train.tools.compare.finished import Finished
 from train.tools.compare.journal import Journal, key_of
 from train.tools.compare.machine import Limits, Machine, settle_limits
 from train.tools.compare.memory_limits import cap_device
@@ -419,11 +420,17 @@ ABOUT = {"longest": {"input_ids": 128}, "mean_sample": 50, "num_samples": 1000, 
          "precision": "fp32", "parameters": 10**6}  # fmt: skip
 
 
+EVALUATED = {"evaluation_seconds": 0.5, "evaluation_samples_per_s": 32.0, "evaluation_samples": 16}
+
+
 def rows():
     sizes = list(range(1, 100))
     ddp = Row("ddp", sizes, [trial(4, 500, 8.0), trial(8, 600, 10.0), trial(9), trial(8, 590, 11.0, False)], ABOUT)
     zero2 = Row(
-        "zero2", sizes, [trial(8, 400, 9.0), trial(40, 900, 9.5), trial(32, 800, 12.0, False), trial(41)], ABOUT
+        "zero2",
+        sizes,
+        [trial(8, 400, 9.0) | EVALUATED, trial(40, 900, 9.5) | EVALUATED, trial(32, 800, 12.0, False), trial(41)],
+        ABOUT,
     )
     xl = Row("zero3|x", sizes, [trial(1)], ABOUT)
     return [ddp, zero2, xl]
@@ -494,6 +501,33 @@ def test_the_report_has_all_of_it(tmp_path):
     assert [line["outcome"] for line in lines].count("out_of_memory") == 3
     assert lines[1]["peak_with_evaluation_bytes"] == str(600 * MIB)
     assert "zero2" in report.for_terminal()
+    assert "(16 samples together)" in text
+    shown = [dict(zip(report.main_table()[0], row)) for row in report.main_table()[1:]]
+    assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
+    assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
+    assert not (tmp_path / "finished.csv").exists()
+
+
+def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
+    comparison = SimpleNamespace(
+        rows=rows, machine=machine(), limits=Limits(None, None, []),
+        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
+    )  # fmt: skip
+    report = Report(comparison, "zerofit compare --finish", [])
+    lines = [{"update": 0, "evaluation_seconds": 2.0, "evaluation_samples_per_s": 8.0},
+             {"update": 1, "epoch": 0.5, "consumed_samples": 32, "seconds": 4.0, "loss": 2.0,
+              "peak_memory_bytes": MIB}]  # fmt: skip
+    found = {"held_out": {"update": 1, "eval_f1": 0.625}}
+    report.finished = [Finished("ddp", 8, tmp_path, lines, found, {"global_batch_size": 32}),
+                       Finished("zero2", 40, tmp_path, problem="left with exit code 1")]  # fmt: skip
+    report.write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "## Trained to the end" in text
+    assert "zero2: left with exit code 1" in text
+    assert "0.6250" in text
+    assert "0.6250" in (tmp_path / "report.html").read_text()
+    assert "0.6250" in report.for_terminal()
+    assert "0.625" in (tmp_path / "finished.csv").read_text()
 
 
 def test_tables_are_markdown():

@@ -17,6 +17,7 @@ from train.training.best_metric import BestMetricTracker
 from train.training.length import run_length
 from train.training.loop import Ending, Run, train
 from train.training.step import Signals, TrainStep
+from train.training.summary import about_evaluations
 from train.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
@@ -93,11 +94,13 @@ class Recorder:
     def note(self, *texts):
         pass
 
+    show_held_out = note
+
 
 def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
     state, recorder = state or RunState(), Recorder()
     checkpoints = SimpleNamespace(messages=list, save=lambda *_: None)
-    throughput = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0})
+    throughput = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0}, evaluations=[])
     memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
     step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
     best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
@@ -137,3 +140,31 @@ def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
     assert alone(run(task_of(on_fault="skip"), engine)) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1
+
+
+def test_each_evaluation_has_its_own_clock():
+    """That of the slowest rank; it is no held-out figure, and no part of the update's seconds."""
+
+    class Slow(Engine):
+        def per_rank(self, values):
+            own = list(values)
+            return [own, [4.0]] if len(own) == 1 else super().per_rank(own)
+
+    task = task_of(eval_steps=2)
+    task.evaluate, task.num_held_out = lambda engine: {"eval_loss": 1.0}, 100
+    state = RunState()
+    lines = run(task, Slow(), state)
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["update"] for line in evaluated] == [0, 2, 4, 5]
+    assert all(line["evaluation_seconds"] == 4.0 for line in evaluated)
+    assert all(line["evaluation_samples_per_s"] == 25.0 for line in evaluated)
+    assert all("evaluation_seconds" not in line for line in lines if line not in evaluated)
+    assert all(line["seconds"] < 4.0 for line in lines if line["update"])
+    assert state.held_out_before == state.held_out == {"eval_loss": 1.0}
+
+
+def test_training_and_evaluation_are_told_apart():
+    assert about_evaluations([]) == []
+    clocks = [{"evaluation_seconds": seconds, "evaluation_samples_per_s": 90 / seconds} for seconds in (70, 3)]
+    assert about_evaluations(clocks) == ["evaluated   2 times in 1:13, the last in 3 s: 30 samples/s"]
+    assert about_evaluations(clocks[1:]) == ["evaluated   once in 3 s: 30 samples/s"]

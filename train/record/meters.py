@@ -71,11 +71,13 @@ class ThroughputMeter:
     Args:
         flops_per_token: of the model at this run's sequence length.
         peak: FLOP/s that all devices together could reach, None if not known.
+        evaluations: `evaluation_seconds` and `evaluation_samples_per_s` of each, in order.
     """
 
     flops_per_token: float
     peak: float | None
     rates: list[float] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
 
     def of_update(self, tokens: int, samples: int, seconds: float) -> dict[str, float]:
         """The figures of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""

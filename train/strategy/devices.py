@@ -29,6 +29,12 @@ def has_fused_adamw(device: torch.device) -> bool:
     return True
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for, so that a clock tells of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 def device_name(device: torch.device) -> str | None:
     """What the device calls itself; None for the CPU."""
     if device.type == "cpu":

@@ -25,6 +25,9 @@ from train.strategy.named import take_named
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 
 
+SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`, where one device stands for several
+
+
 @dataclass
 class Strategy:
     """How the run is laid out. `deepspeed` is the resolved DeepSpeed configuration, or None under DDP and alone."""
@@ -156,7 +159,7 @@ class Strategy:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if processes <= num_devices:
             return False
-        if not welcome:
+        if not (welcome or os.environ.get(SHARES_DEVICES)):
             raise UserError(
                 f"num_processes: {processes} on this machine, which has {num_devices} "
                 f"device{'s' if num_devices > 1 else ''}. Use --num_processes {num_devices}"

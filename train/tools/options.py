@@ -190,6 +190,11 @@ class CompareOptions(LaunchOptions):
     max_batch_size: int = option(4096, "No larger batch is tried.", positive=True)
     steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
     trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
+    finish: bool = option(
+        False,
+        "Then train each strategy at its best batch, as the recipe says, and compare times and held-out figures.",
+        common=True,
+    )
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
 
     @property

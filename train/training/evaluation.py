@@ -4,6 +4,7 @@ Logits are never gathered: what leaves a rank is two sums, and a few numbers or 
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from train.data.collate import Batch
 from train.data.order import FILLER, FixedOrder, MicroBatches, loader
 from train.data.pack import SampleSet
-from train.strategy.devices import pins_memory
+from train.strategy.devices import pins_memory, synchronise
+from train.training.task import Task
 
 
 def eval_batches(
@@ -25,16 +27,34 @@ def eval_batches(
     Args:
         most: batches of each rank; samples beyond these, in the order of the data, are left out. None: all are read.
     """
-    layout = engine.layout
-    count = len(samples) if most is None else min(len(samples), most * batch_size * layout.data_size)
+    count = num_evaluated(engine, samples, batch_size, most)
     key = None if samples.sort_key is None else samples.sort_key[:count]
-    order = FixedOrder(count, key)
+    order, layout = FixedOrder(count, key), engine.layout
     micro_batches = MicroBatches(order, count, 0, batch_size, 1, layout.data_size, layout.data_rank, key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()
         yield batch.to(engine.device)
     engine.model.train()
+
+
+def num_evaluated(engine, samples: SampleSet, batch_size: int, most: int | None = None) -> int:
+    """How many samples such an evaluation reads, on all ranks together."""
+    return len(samples) if most is None else min(len(samples), most * batch_size * engine.layout.data_size)
+
+
+def timed_evaluation(task: Task, engine) -> tuple[dict[str, float], dict[str, float]]:
+    """The task's evaluation and how long it took, on the slowest rank: from before the first batch until the figures
+    are there, generation and predictions.jsonl included.
+
+    Returns: the held-out figures; `evaluation_seconds`, and `evaluation_samples_per_s` of all ranks together.
+    """
+    synchronise(engine.device)  # an update that is still being computed is not evaluation
+    began = time.perf_counter()
+    figures = task.evaluate(engine)
+    synchronise(engine.device)
+    seconds = max(own for (own,) in engine.per_rank([time.perf_counter() - began]))
+    return figures, {"evaluation_seconds": seconds, "evaluation_samples_per_s": task.num_held_out / seconds}
 
 
 @torch.no_grad()

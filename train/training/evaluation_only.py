@@ -15,6 +15,8 @@ from train.record.run_folder import RunFolder, describe_environment, differences
 from train.record.terminal import duration
 from train.record.timeline import Timeline
 from train.strategy.gpus import describe_device
+from train.training.evaluation import timed_evaluation
+from train.training.summary import about_evaluations
 from train.training.task import Task
 from train.training.trainer import LONG, Trainer
 
@@ -148,24 +150,24 @@ class EvaluationTrainer(Trainer):
         self.watchdog.phase("evaluate", patience=LONG)
         began = time.perf_counter()
         if recipe.predict_file:
-            files, figures = task.predict(engine), {}
+            files, figures, clock = task.predict(engine), {}, None
         else:
-            figures = task.evaluate(engine)
+            figures, clock = timed_evaluation(task, engine)
             written = [path.name for path in sorted(self.folder.path.glob("predictions*.jsonl"))]
             files = ["metrics.jsonl", *written]
             if self.is_main:
-                self.folder.metrics.add({"update": 0, **figures})
+                self.folder.metrics.add({"update": 0, **figures, **clock})
         seconds = time.perf_counter() - began
         if self.is_main:
             self.folder.metrics.close()
             environment |= {"seconds": seconds, "exit_code": 0}
             self.folder.write_environment(environment)
-            done = "answered" if recipe.predict_file else "evaluated"
+            done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
             for name, value in figures.items():
                 self.say(f"held out    {name.removeprefix('eval_')} {value:.4f}")
             if figures and task.baseline:
                 self.say(*task.baseline())
-            self.say(f"{done:<11} in {duration(seconds)}", f"run folder  {self.folder.path}  ({', '.join(files)})")
+            self.say(*done, f"run folder  {self.folder.path}  ({', '.join(files)})")
         engine.close()
         return 0
 

@@ -17,6 +17,7 @@ from train.health.shutdown import StopReason
 from train.record.meters import MemoryMeter, ThroughputMeter
 from train.record.recorder import RunRecorder
 from train.training.best_metric import BestMetricTracker
+from train.training.evaluation import timed_evaluation
 from train.training.length import RunLength
 from train.training.step import StepResult, TrainStep
 from train.training.stream import UpdateStream
@@ -68,8 +69,8 @@ def train(run: Run) -> Ending:
         if result.anomaly and refuse(run, result):
             return Ending(StopReason.ANOMALY, result.anomaly)
         state.anomalies_in_a_row = state.anomalies_in_a_row if result.anomaly else 0
-        held_out = maybe_evaluate(run, update)
-        line |= held_out
+        held_out, clock = maybe_evaluate(run, update)
+        line |= {**held_out, **clock}
         is_best = bool(held_out) and run.best.is_best(update, held_out) and run.best.keeps
         state.updates = update
         state.tokens, state.positions = state.tokens + line["tokens"], state.positions + result.positions
@@ -88,8 +89,10 @@ def evaluate_before_training(run: Run) -> None:
     if run.task.evaluate is None:
         return
     run.phase("evaluate", 0)
-    run.state.held_out_before = run.state.held_out = run.task.evaluate(run.engine)
-    run.recorder.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **run.state.held_out})
+    figures, clock = timed_evaluation(run.task, run.engine)
+    run.state.held_out_before = run.state.held_out = figures
+    run.throughput.evaluations.append(clock)
+    run.recorder.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **figures, **clock})
 
 
 def metrics_line(run: Run, result: StepResult, seconds: float) -> dict[str, Any]:
@@ -113,17 +116,18 @@ def refuse(run: Run, result: StepResult) -> bool:
     return action != "skip" or run.state.anomalies_in_a_row >= MAX_IN_A_ROW
 
 
-def maybe_evaluate(run: Run, update: int) -> dict[str, float]:
-    """The held-out figures, where an evaluation is due after this update; empty elsewhere."""
+def maybe_evaluate(run: Run, update: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The held-out figures and how long they took, where an evaluation is due after this update; empty elsewhere."""
     steps = run.task.recipe.eval_steps
     is_due = run.length.is_last(update) or run.length.is_due("steps" if steps else "epoch", steps, update)
     if run.task.evaluate is None or not is_due:
-        return {}
+        return {}, {}
     run.phase("evaluate", update)
-    figures = run.state.held_out = run.task.evaluate(run.engine)
-    run.recorder.show_held_out(update, figures)
+    run.state.held_out, clock = timed_evaluation(run.task, run.engine)
+    run.throughput.evaluations.append(clock)
+    run.recorder.show_held_out(update, run.state.held_out)
     run.memory.reset()
-    return figures
+    return run.state.held_out, clock
 
 
 def maybe_checkpoint(run: Run, result: StepResult, is_best: bool, held_out: dict[str, float]) -> None:

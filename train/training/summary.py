@@ -65,7 +65,8 @@ def summary(
         saves: a record of each checkpoint.
         baseline: held-out figures of answers that take no learning.
     """
-    lines = [_trained(state, made, seconds, throughput)]
+    trained = seconds - sum(each["evaluation_seconds"] for each in throughput.evaluations)
+    lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
     if saves:
         size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
         number = f"{len(saves)} checkpoints" if len(saves) > 1 else "1 checkpoint"
@@ -84,6 +85,16 @@ def summary(
         tie = f", no better than before training ({start:.4f})" if start is not None else ""
         lines.append(f"best        {best.metric} {best.best.value:.4f} at update {best.best.update:,}{tie} ({where})")
     return lines
+
+
+def about_evaluations(evaluations: list[dict[str, float]]) -> list[str]:
+    """For the log: the time that evaluations took, which is no time of training."""
+    if not evaluations:
+        return []
+    total, last = sum(each["evaluation_seconds"] for each in evaluations), evaluations[-1]
+    times = f"{len(evaluations)} times in {duration(total)}, the last" if len(evaluations) > 1 else "once"
+    rate = rounded(last["evaluation_samples_per_s"])
+    return [f"evaluated   {times} in {rounded(last['evaluation_seconds'])} s: {rate} samples/s"]
 
 
 def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputMeter) -> str:

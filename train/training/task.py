@@ -21,6 +21,7 @@ class Task:
         train_set: None where nothing is trained.
         evaluate: (engine) -> held-out figures, the same on every rank; `eval_loss` among them. All ranks call
             it together. None where nothing is held out.
+        num_held_out: samples that an evaluation reads, on all ranks together.
         figures: the names of the held-out figures, without their `eval_`; the first says which evaluation is the best.
         unit: what the loss is a mean over, for the plot.
         grouping: who shares a batch (`length_grouping` of the recipe).
@@ -44,3 +45,4 @@ class Task:
     order: Order | None = None
     predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None
+    num_held_out: int = 0

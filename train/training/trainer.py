@@ -268,7 +268,7 @@ class Trainer:
         launch, engine, task = self.strategy.launch, self.engine, self.task
         data = fingerprint(task.train_set, task.grouping)
         check_same({"training data": data}, "Give all machines the same data and the same packages")
-        run = {**self.config.resume.identity, "num_processes": launch.world_size, "strategy": launch.name}
+        run = {**self.config.resume.identity, "num_processes": launch.world_size, "strategy": self.strategy.name}
         checkpoints = CheckpointManager(
             self.folder, engine, self.recipe, self.state, self.exporter, run, data, self.best.keeps, self.advise
         )
@@ -365,6 +365,9 @@ class Trainer:
                 shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
         else:
             self.exporter.write(weights, self.state.held_out, self.folder.model)
+        figures = self.state.best.figures if loads_best else self.state.held_out
+        updates = self.state.best.update if loads_best else self.state.updates
+        self.environment["held_out"] = {"update": updates, **figures} if figures else {}
         picture, task = self.folder.path / "loss.png", self.task
         plot_run(self.folder.metrics.read(), picture, self.folder.path.name, task.unit, task.figures[0])
         made = self.state.updates - self.checkpoints.resumed_at

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from train.strategy.pairs import find_strategies
 from train.tools.tool_recipe import NOT_KEPT, QUIET, settled_values
 
 LEFT_OUT = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size"}
+OF_THE_RUN = {  # what a run of --finish has of its own
+    "output_dir", "overwrite_output_dir", "resume", "run_name", "per_device_train_batch_size",
+}  # fmt: skip
 INSTEAD = QUIET | {
     "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "max_eval_batches": 1,
     "record_samples": False, "watchdog_minutes": 0.0,
@@ -29,11 +32,13 @@ class Candidate:
         name: as the user wrote it, e.g. zero2 or zero2:lora=true.
         config: the strategy's accelerate YAML.
         overrides: options of the recipe that this line sets, as texts.
+        in_trials: further flags, of its trials alone.
     """
 
     name: str
     config: Path
     overrides: dict[str, str] = field(default_factory=dict)
+    in_trials: tuple[str, ...] = ()
 
     @property
     def flags(self) -> list[str]:
@@ -84,15 +89,15 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     Raises:
         UserError: a flag sets what has no effect here.
     """
-    useless = [name for name in sorted(LEFT_OUT - {"global_batch_size"}) if options.source(name) == f"--{name}"]
+    without_use = OF_THE_RUN if options.finish else LEFT_OUT - {"global_batch_size"}
+    useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
         raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
                          for name in useless])  # fmt: skip
     values, notes = settled_values(options, cls, LEFT_OUT, INSTEAD), []
-    if "max_eval_batches" not in values:  # of examples and pairs a number of batches is a number of samples
-        most = options.per_device_eval_batch_size * options.num_processes
-        values["max_eval_samples"] = min(options.max_eval_samples or most, most)
+    if "max_eval_batches" not in values:
+        values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(
@@ -100,6 +105,22 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
             "accumulate 2 micro-batches, so that gradients are held while the second is computed"
         )
     return TrialRecipe(values, notes)
+
+
+def _one_batch(options, batch_size: int) -> int:
+    """Held-out samples of one batch on each process: of examples and pairs there is no number of batches to set."""
+    most = batch_size * options.num_processes
+    return min(options.max_eval_samples or most, most)
+
+
+def evaluating_one_batch(candidates: list[Candidate], recipe: TrialRecipe, options) -> list[Candidate]:
+    """The contenders, their trials evaluating one batch of the size that each of them sets for itself."""
+    own = "per_device_eval_batch_size"
+    return [
+        replace(each, in_trials=("--max_eval_samples", str(_one_batch(options, int(each.overrides[own])))))
+        if own in each.overrides and "max_eval_batches" not in recipe.values else each
+        for each in candidates
+    ]  # fmt: skip
 
 
 def check_overrides(candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
@@ -114,7 +135,7 @@ def check_overrides(candidates: list[Candidate], recipe: TrialRecipe, cls: type[
         except UserError as error:
             problems += [f"{candidate.name}: {problem}" if candidate.overrides else problem
                          for problem in error.problems]  # fmt: skip
-        own = sorted(candidate.overrides.keys() & (LEFT_OUT | {"per_device_eval_batch_size"} | INSTEAD.keys()))
+        own = sorted(candidate.overrides.keys() & (LEFT_OUT | INSTEAD.keys()))
         problems += [f"{candidate.name}: {name} is settled by the comparison itself" for name in own]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

@@ -3,6 +3,7 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
     zerofit compare --config recipes/cls/deberta-xl-mrpc.yaml --strategies ddp,zero2 --num_processes 2 \
         --memory_limit 24GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
+    zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --memory_limit 1GiB --finish
 
 Every trial is a real launch of the task with the recipe, on the longest rows that the recipe allows. The journal in
 the output folder keeps what was found: the same command goes on where it was interrupted, and repeats nothing.
@@ -16,8 +17,16 @@ from pathlib import Path
 from train.recipe.paths import check_paths
 from train.record.run_folder import RunFolder, check_folder_of
 from train.record.terminal import say, size
-from train.tools.compare.candidates import check_overrides, make_recipe, read_contenders
+from train.tools.compare.candidates import (
+    TrialRecipe,
+    check_overrides,
+    evaluating_one_batch,
+    make_recipe,
+    read_contenders,
+)
 from train.tools.compare.comparison import Comparison
+from train.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
+from train.tools.compare.finish import Finish, values_to_finish
 from train.tools.compare.machine import Limits, Machine, look, settle_limits
 from train.tools.compare.report import Report
 from train.tools.launches import ending_in_order
@@ -37,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     check_paths(options, output, "output")
     made = make_recipe(options, cls)
     check_overrides(candidates, made, cls)
+    to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
+    if to_finish:
+        check_overrides(candidates, to_finish, cls)
+    candidates = evaluating_one_batch(candidates, made, options)
     machine = look()
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
@@ -50,16 +63,22 @@ def main(argv: list[str] | None = None) -> int:
         f"machine   {machine.describe()}", f"folder    {output}",
         *(f"note      {note}" for note in (*made.notes, *limits.notes)))  # fmt: skip
     comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output)
+    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", made.notes)
     with ending_in_order():
         try:
             comparison.run()
+            report.write(output)
+            if to_finish:
+                (output / RECIPE_TO_FINISH).write_text(to_finish.to_yaml(), encoding="utf-8")
+                say("", report.for_terminal(), "")
+                report.finished = Finish(comparison, output / RECIPE_TO_FINISH).run()
         except KeyboardInterrupt:
             say("", f"interrupted. What was found is in {output / JOURNAL}: the same command goes on from there")
             raise
-    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", made.notes)
     report.write(output)
-    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, report.md, results.csv")
-    return 1 if comparison.problems else 0
+    files = "report.md, results.csv" + (", finished.csv" if report.finished else "")
+    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, {files}")
+    return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
 
 
 def limits_of(options, machine: Machine, output: Path) -> Limits:

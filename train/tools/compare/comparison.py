@@ -130,7 +130,7 @@ class Comparison:
             started=me.create_time(), fits=known.fits, fails=known.fails, visit=self._wanted(),
             points=known.points, memory_limit=self.limits.device, host_memory_limit=self.limits.host,
         )  # fmt: skip
-        flags = (*candidate.flags, "--per_device_train_batch_size", str(step.first))
+        flags = (*candidate.flags, *candidate.in_trials, "--per_device_train_batch_size", str(step.first))
         program = ("-m", "train.tools.compare.trial", options.task, str(request.write(folder)))
         trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         launch = TrialLaunch(
@@ -150,15 +150,19 @@ class Comparison:
 
     def _key(self, candidate: Candidate, code: str) -> str:
         options = self.options
+        return key_of(
+            code=code, recipe=self.recipe.read_text(), task=options.task, pair=self.pair_of(candidate),
+            overrides=candidate.overrides, num_processes=options.num_processes, device=self.limits.device,
+            host=self.limits.host, steps=options.steps, machine=self.machine.identity,
+        )  # fmt: skip
+
+    def pair_of(self, candidate: Candidate) -> dict[str, Any]:
+        """What the contender's YAML and JSON say."""
         pair = {"yaml": yaml.safe_load(candidate.config.read_text()) or {}}
         json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
         if json_file and Path(json_file).is_file():
             pair["json"] = Path(json_file).read_text()
-        return key_of(
-            code=code, recipe=self.recipe.read_text(), task=options.task, pair=pair,
-            overrides=candidate.overrides, num_processes=options.num_processes, device=self.limits.device,
-            host=self.limits.host, steps=options.steps, machine=self.machine.identity,
-        )  # fmt: skip
+        return pair
 
     # ---------------------------------------------------------------------------------------------------------- saying
 

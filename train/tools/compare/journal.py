@@ -10,7 +10,9 @@ from train.tools.compare.trial_request import add_line
 from train.tools.launches import Launch
 
 ROOM = Path(__file__).resolve().parents[2]
-NOT_MEASURED_WITH = {f"tools/compare/{name}.py" for name in ("report", "html_report", "plots", "results")} | {"cli.py"}
+NOT_MEASURED_WITH = {
+    f"tools/compare/{name}.py" for name in ("report", "html_report", "plots", "results", "finish", "finished")
+} | {"cli.py"}
 
 
 def code_hash() -> str:

@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from train.record.terminal import duration, rounded, screen_width, size, table
+from train.tools.compare.finished import Finished, agreement, finished_table, write_csv
 from train.tools.compare.html_report import page
 from train.tools.compare.journal import peak_of
 from train.tools.compare.plots import memory_plot, throughput_plot
 from train.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
 COLUMNS = (
     "strategy", "batch_size", "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
-    "total_bytes", "host_bytes", "peak_with_evaluation_bytes", "samples_per_s", "tokens_per_s", "loss", "launch",
+    "total_bytes", "host_bytes", "peak_with_evaluation_bytes", "samples_per_s", "tokens_per_s", "loss", *EVALUATION,
+    "launch",
 )  # fmt: skip
 
 
@@ -27,11 +30,20 @@ class Report:
     """
 
     def __init__(self, comparison, command: str, notes: list[str]):
-        self.rows: list[Row] = comparison.rows()
+        self.comparison = comparison
         self.options, self.machine, self.limits = comparison.options, comparison.machine, comparison.limits
         self.command, self.notes = command, notes
-        self.common = common_size(self.rows)
+        self.finished: list[Finished] = []  # the runs of --finish
         self.title = Path(self.options.source("config") or self.options.task).stem
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is known by now."""
+        return self.comparison.rows()
+
+    @property
+    def common(self) -> int | None:
+        return common_size(self.rows)
 
     def write(self, output: Path) -> None:
         """All files, into the folder."""
@@ -46,6 +58,8 @@ class Report:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows(_values(row, line) for row in self.rows for line in row.trials)
+        if self.finished:
+            write_csv(self.finished, output / "finished.csv")
 
     @property
     def conclusion(self) -> str:
@@ -54,7 +68,16 @@ class Report:
     def for_terminal(self) -> str:
         """The table and the sentence."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        return "\n".join([table(self.main_table(), screen_width()), "", *problems, self.conclusion])
+        lines = [table(self.main_table(), screen_width()), "", *problems, self.conclusion]
+        if self.finished:
+            lines += ["", "trained to the end, each at its best batch:", table(finished_table(self.finished),
+                      screen_width()), "", self._about_runs()]  # fmt: skip
+        return "\n".join(lines)
+
+    def _about_runs(self) -> str:
+        problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
+        agree = agreement(self.finished)
+        return "\n".join([*([f"{agree}."] if agree else []), *problems])
 
     # ---------------------------------------------------------------------------------------------------------- tables
 
@@ -63,19 +86,20 @@ class Report:
         first = self.rows[0]
         common = f"peak at {self.common}" if self.common else "peak"
         head = ("strategy", "largest batch", "factor", "its peak", common, "samples/s", "tokens/s", "best batch",
-                "samples/s there", "an epoch", "speed-up")  # fmt: skip
+                "samples/s there", "an epoch", "speed-up", "evaluation samples/s", "its seconds")  # fmt: skip
         return [head, *(self._row(row, first) for row in self.rows)]
 
     def _row(self, row: Row, first: Row) -> tuple[str, ...]:
         at, common, best = row.at(row.largest), row.at(self.common), row.best
         if not (at and best):
-            return (row.name, row.limit_text, *["-"] * 9)
+            return (row.name, row.limit_text, *["-"] * 11)
         times, faster = factor(row, first), speed_up(row, first)
         return (
             row.name, row.limit_text, f"{times:.2f}" if times else "-", size(peak_of(at)),
             size(peak_of(common)) if common else "-", rounded(at["samples_per_s"]), rounded(at["tokens_per_s"]),
             str(best["size"]), rounded(best["samples_per_s"]), duration(row.epoch_s) if row.epoch_s else "-",
             f"{faster:.2f}" if faster else "-",
+            *([rounded(row.evaluation[name]) for name in EVALUATION] if row.evaluation else ["-", "-"]),
         )  # fmt: skip
 
     def held_table(self) -> list[tuple[str, ...]]:
@@ -112,9 +136,11 @@ class Report:
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return [
             ("Largest batches", " ".join([self._about_batches(), *problems]), self.main_table()),
+            *([("Trained to the end", f"{_ABOUT_RUNS} {self._about_runs()}", finished_table(self.finished))]
+              if self.finished else []),
             ("What a process holds", _ABOUT_HELD, self.held_table()),
             ("All trials", _ABOUT_TRIALS, self.trials_table()),
-        ]
+        ]  # fmt: skip
 
     def _about_batches(self) -> str:
         about = next((row.about for row in self.rows if row.about), {})
@@ -131,6 +157,17 @@ class Report:
             f"{about['precision']}; all rows at their maximum of {lengths} tokens{shorter}; accumulation "
             f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates are of all processes "
             "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best."
+            f"{self._about_evaluation()}"
+        )
+
+    def _about_evaluation(self) -> str:
+        found = [row.evaluation for row in self.rows if row.evaluation]
+        if not found:
+            return ""
+        samples = " or ".join(dict.fromkeys(f"{line['evaluation_samples']:,}" for line in found))
+        return (
+            f" Evaluation is one batch on each process ({samples} samples together), its second time in a process, in "
+            "the seconds that it took, generation included: no whole evaluation."
         )
 
     # ------------------------------------------------------------------------------------------------------------ foot
@@ -168,6 +205,12 @@ _ABOUT_HELD = (
     "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample. What "
     "is shared out among processes is there as one share."
 )
+_ABOUT_RUNS = (
+    "A run of the task for each strategy, as the recipe says, at its best batch (with a global batch: the largest up "
+    "to it by which that divides), and without the limit of the trials. Training is the sum of all updates' seconds, "
+    "without evaluations and checkpoints; an evaluation reads all that is held out, and is the one of median "
+    "duration; the loss is the last update's; the other figures are held out, of the weights that the run leaves."
+)
 _ABOUT_TRIALS = (
     "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "
     "what the limit counts; total: of the whole device (on a CPU, of the process)."
@@ -191,6 +234,6 @@ def _values(row: Row, line: dict[str, Any]) -> list[Any]:
     fits = line["outcome"] == "fits"
     peaks = [peak_of(line, name, with_evaluation=False) if fits else "" for name in
              ("allocated", "reserved", "total", "host")]  # fmt: skip
-    rates = [line.get(name, "") for name in ("samples_per_s", "tokens_per_s", "loss")]
+    rates = [line.get(name, "") for name in ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)]
     return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
             *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip

@@ -72,6 +72,11 @@ class Row:
         return max(self.fitting, key=lambda line: line["samples_per_s"], default=None)
 
     @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The trial of the largest size in a process of which an evaluation was timed."""
+        return next((line for line in reversed(self.fitting) if "evaluation_seconds" in line), None)
+
+    @property
     def epoch_s(self) -> float | None:
         """Seconds of an epoch at that throughput, all rows at the greatest length."""
         return self.about["num_samples"] / self.best["samples_per_s"] if self.best and self.about else None

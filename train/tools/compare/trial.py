@@ -21,10 +21,12 @@ from train.data.collate import Batch
 from train.health.anomaly import AnomalyDetector
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.recipe.errors import UserError, leave
+from train.strategy.devices import synchronise
 from train.tools.compare.memory_limits import DataSegment, TrialMemory, cap_device
 from train.tools.compare.search import next_size
 from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCase
+from train.training.evaluation import timed_evaluation
 from train.training.step import Signals, TrainStep
 from train.training.stream import UpdateBatches
 from train.training.trainer import Trainer
@@ -133,20 +135,21 @@ class TrialTrainer(Trainer):
             batches = self._batches(size)
             began = time.perf_counter()
             result = self._update(size, batches)
-            self._synchronise()
+            synchronise(self.device)
             if not math.isfinite(result.figures["grad_norm"]):
                 continue  # fp16 looks for its loss scale: no step was taken, and perhaps there is no state yet
             if to_warm_up:
                 to_warm_up -= 1
             else:
                 seconds.append(time.perf_counter() - began)
-        trained = dict(self.memory.note())
+        trained, evaluation = dict(self.memory.note()), {}
         if self.held is None:
             self.held = self.engine.held_bytes()
             if self.task.evaluate is not None:
                 self._phase("evaluate", self.done)
-                self.task.evaluate(self.engine)
-                self._synchronise()
+                self.task.evaluate(self.engine)  # warms up
+                evaluation = timed_evaluation(self.task, self.engine)[1]
+                evaluation["evaluation_samples"] = self.task.num_held_out
         peaks, names = self.memory.note(), list(trained)
         ranks = self.engine.per_rank([*trained.values(), *peaks.values(), *self.held.values()])
         figures, typical = result.figures, statistics.median(seconds)
@@ -156,7 +159,7 @@ class TrialTrainer(Trainer):
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
             "held": [dict(zip(self.held, map(int, rank[2 * len(names) :]))) for rank in ranks],
             "seconds": seconds, "samples_per_s": samples / typical, "tokens_per_s": figures["tokens"] / typical,
-            "loss": figures["loss"],
+            "loss": figures["loss"], **evaluation,
         }  # fmt: skip
 
     def _batches(self, size: int) -> list[Batch]:
@@ -173,10 +176,6 @@ class TrialTrainer(Trainer):
         if result.anomaly is not None:
             raise UserError(f"batch size {size}: {result.anomaly.reason} in update {self.done} of the trial")
         return result
-
-    def _synchronise(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     stopped = True  # before it has trained: nothing is exported
 

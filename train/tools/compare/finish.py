@@ -1,0 +1,113 @@
+"""`zerofit compare --finish`: each strategy trained to the end of the recipe at its best batch, by runs of the task.
+
+A run has a folder of its own, named after what it is made of. One that is finished is not made again; one that was
+interrupted goes on from its last checkpoint.
+"""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from train.recipe.errors import UserError
+from train.recipe.options import TrainingRecipe
+from train.record.run_folder import RunFolder
+from train.record.terminal import duration, rounded, say
+from train.strategy.strategy import SHARES_DEVICES
+from train.tools.compare.candidates import OF_THE_RUN, Candidate
+from train.tools.compare.finished import Finished, read_finished
+from train.tools.compare.journal import key_of
+from train.tools.compare.results import Row
+from train.tools.launches import UPDATE, Launch, Trial, failure, launched, mistake
+from train.tools.tool_recipe import settled_values
+
+RECIPE, RUNS = "recipe-finish.yaml", "runs"
+SAY_S = 600.0
+
+
+def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
+    """The user's recipe but for what is of each run's own. The accumulation follows from a global batch.
+
+    Raises:
+        UserError: the global batch does not divide by the processes.
+    """
+    size, processes = options.global_batch_size, options.num_processes
+    if size and size % processes:
+        raise UserError(
+            f"global_batch_size = {size} ({options.source('global_batch_size')}): --finish trains with "
+            f"num_processes = {processes}, by which it does not divide. Make it a multiple of {processes}"
+        )
+    return settled_values(options, cls, OF_THE_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
+
+
+def batch_to_train(row: Row, global_batch: int | None, num_processes: int) -> int:
+    """The micro-batch of the run: the best one; with a global batch the largest up to that by which it divides."""
+    best = row.best["size"]
+    if not global_batch:
+        return best
+    of_process = global_batch // num_processes
+    return next(size for size in range(min(best, of_process), 0, -1) if of_process % size == 0)
+
+
+class Finish:
+    """All runs of one `zerofit compare --finish`.
+
+    Args:
+        comparison: train.tools.compare.comparison.Comparison, which has found the best batches.
+        recipe: the file of the recipe that the runs have.
+    """
+
+    def __init__(self, comparison, recipe: Path):
+        self.comparison, self.options, self.recipe = comparison, comparison.options, recipe
+        self.journal, self.machine = comparison.journal, comparison.machine
+        self.folder = comparison.output / RUNS
+        self.environment = dict(self.machine.settings)
+        if 0 < len(self.machine.devices) < self.options.num_processes:
+            self.environment[SHARES_DEVICES] = "1"
+
+    def run(self) -> list[Finished]:
+        """Train under every strategy for which a batch was found."""
+        rows = zip(self.comparison.candidates, self.comparison.rows())
+        return [self._finish(candidate, row) for candidate, row in rows if row.best]
+
+    def _finish(self, candidate: Candidate, row: Row) -> Finished:
+        size = batch_to_train(row, self.options.global_batch_size, self.options.num_processes)
+        key = key_of(
+            recipe=self.recipe.read_text(encoding="utf-8"), task=self.options.task, size=size,
+            pair=self.comparison.pair_of(candidate), overrides=candidate.overrides,
+            num_processes=self.options.num_processes, machine=self.machine.identity,
+        )  # fmt: skip
+        folder = self.folder / f"{candidate.folder_name}-{size}-{key[:8]}"
+        if RunFolder(folder).is_finished:
+            say(f"{candidate.name}: trained at {size} a process before ({folder})")
+            return read_finished(candidate.name, size, folder)
+        flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
+        trial = Trial(self.options.task, candidate.config, self.recipe, folder, flags)
+        log = folder.with_name(f"{folder.name}.log")
+        say(f"{candidate.name}: trains at {size} a process; its output is {log}")
+        problem = self._launch(trial, candidate, key, log)
+        finished = read_finished(candidate.name, size, folder, problem)
+        took = problem or f"{finished.updates:,} updates in {duration(finished.training_s)}"
+        say(f"{candidate.name}: {took}")
+        return finished
+
+    def _launch(self, trial: Trial, candidate: Candidate, key: str, log: Path) -> str:
+        """Wait for the run's end. Returns why it has not come to its own; empty: it has."""
+        about = {"launch": self.journal.launches + 1, "key": key}
+        mark = uuid.uuid4().hex
+        self.journal.add("launch", **about, candidate=candidate.name, mark=mark, folder=trial.output.name)
+        command = trial.command(self.options.num_processes)
+        with launched(command, trial.output, log, mark=mark, environment=self.environment) as launch:
+            while launch.wait(launch.seconds + SAY_S) == "late":
+                say(f"  {_newest(launch)}")
+            seconds = launch.seconds
+            problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
+        self.journal.add("end", **about, how="failed" if problem else "done", seconds=round(seconds, 1))
+        return problem
+
+
+def _newest(launch: Launch) -> str:
+    """The last update that a run has told of."""
+    found = UPDATE.findall(launch.text.encode())
+    return f"update {found[-1].decode()}, after {duration(launch.seconds)}" if found else (
+        f"no update yet, after {rounded(launch.seconds / 60)} minutes"
+    )  # fmt: skip
