@@ -75,7 +75,7 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def check_launch(words: list[str]) -> None:
-    words = [re.sub(r"^\$[A-Z_]+$", "0", word) for word in words]  # of a job's own environment: $RANK
+    words = [re.sub(r"^\$[A-Z_]+$|^\$\{[A-Z_]+\}$", "0", word) for word in words]  # of a job's own environment: $RANK
     told = launch_command_parser().parse_args(words)
     assert told.config_file is None or (ROOT / told.config_file).is_file(), told.config_file
     check_program([told.training_script, *told.training_script_args])

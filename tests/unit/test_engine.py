@@ -1,5 +1,6 @@
 """Parts of the engine and of loading that need no launch: the gradient norm, where weights go, and which are drawn."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -38,10 +39,11 @@ class Untouchable:
 def test_the_main_process_alone_copies_the_model_to_the_host(kind, stage):
     """accelerate's get_state_dict copies it on every rank under ZeRO-1 and ZeRO-2."""
     engine = kind.__new__(kind)
-    engine.strategy, engine.accelerator = strategy_of(stage), SimpleNamespace(is_main_process=False)
+    engine.strategy = replace(strategy_of(stage), launch=SimpleNamespace(world_size=2, rank=1))
     engine.module = engine.model = engine.engine = Untouchable()
     assert engine.state_dict() is None
-    engine.accelerator.is_main_process, engine.module = True, torch.nn.Linear(3, 2)
+    engine.strategy = replace(engine.strategy, launch=SimpleNamespace(world_size=2, rank=0))
+    engine.module = torch.nn.Linear(3, 2)
     flat = torch.arange(9.0)  # as ZeRO lays parameters out: end to end
     engine.module.weight.data, engine.module.bias.data = flat[:6].view(2, 3), flat[6:8]
     state = engine.state_dict()

@@ -18,6 +18,7 @@ from train.data.megatron.blend import put_in_place
 from train.recipe import ClmRecipe, cache
 from train.recipe.files import appears, is_shared, is_there
 from train.strategy import machines
+from train.strategy.layout import ParallelLayout
 from train.strategy.machines import check_same
 from train.strategy.strategy import COLLECTIVE_TIMEOUT
 
@@ -76,7 +77,7 @@ class OneOf(Alone):
 
     def __init__(self, rank: int):
         super().__init__()
-        self.world_size, self.is_main, self.accelerator = 2, rank == 0, SimpleNamespace(process_index=rank)
+        self.layout, self.is_main = ParallelLayout(2, rank), rank == 0
 
     def from_main(self, value):
         return machines.everyones(value)[0]
@@ -86,7 +87,7 @@ def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(rank
     alone = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), Alone())
     for update in (5, 9):
         alone.save(update, ASKED, fill, alone.engine.weights, {"updates": update}, False)
-        assert not alone.settle()
+        assert not alone.wait()
     read, whole = [], saving.flaw
 
     def flaw(folder: Path, rank: int, num_ranks: int):

@@ -19,6 +19,7 @@ from train.record.meters import MemoryMeter
 from train.record.terminal import size
 from train.strategy.batches import BatchSizes
 from train.strategy.engine import TorchEngine
+from train.strategy.layout import ParallelLayout
 
 GIB = 2**30
 CUDA = (
@@ -269,8 +270,10 @@ def tiny_run():
     """(recipe, strategy, engine) of a tiny GPT-2 on the CPU."""
     recipe = ClmRecipe(config_name="gpt2", block_size=64, per_device_train_batch_size=4)
     launch = SimpleNamespace(rank=0, world_size=1)
-    strategy = SimpleNamespace(name="single", deepspeed=None, batches=BatchSizes(4, 1, 1), launch=launch,
-                               precision="fp32", shards_parameters=False)  # fmt: skip
+    strategy = SimpleNamespace(
+        layout=ParallelLayout(), name="single", deepspeed=None, batches=BatchSizes(4, 1, 1), launch=launch,
+        precision="fp32", shards_parameters=False,
+    )  # fmt: skip
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=True)
     accelerator.prepare = lambda model, optimizer: (model, SimpleNamespace(optimizer=optimizer))
     model = tiny_model("gpt2")

@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from helpers import refusal
 from train.checkpoint import writer as saving
 from train.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from train.checkpoint.writer import AsyncCheckpointWriter
+from train.strategy.layout import ParallelLayout
 from train.strategy.state import KINDS, WholeState
 
 
@@ -25,7 +25,7 @@ class Alone:
         torch.manual_seed(seed)
         self.module = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2, weight_decay=0.1)
-        self.accelerator, self.world_size, self.is_main = SimpleNamespace(process_index=0), 1, True
+        self.layout, self.is_main = ParallelLayout(), True
         self.state = WholeState(self)
 
     def train(self, updates: range) -> list[float]:

@@ -20,7 +20,7 @@ from train.strategy.pairs import find_strategies
 from train.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
 from train.tools.options import StartOptions
 
-TRAIN = Path(__file__).resolve().parents[1]
+TRAIN = Path(__file__).resolve().parents[2]
 TASKS = ("clm", "cls", "seq2seq")
 WHAT = "zerofit launch recipes/clm/NAME.yaml, or zerofit launch train/clm.py --config FILE"
 LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")  # `accelerate` need not be on PATH
