@@ -75,7 +75,6 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def check_launch(words: list[str]) -> None:
-    words = [re.sub(r"^\$[A-Z_]+$|^\$\{[A-Z_]+\}$", "0", word) for word in words]  # of a job's own environment: $RANK
     told = launch_command_parser().parse_args(words)
     assert told.config_file is None or (ROOT / told.config_file).is_file(), told.config_file
     check_program([told.training_script, *told.training_script_args])
@@ -122,6 +121,7 @@ def check_benchmark(words: list[str]) -> None:
 
 def check(words: list[str]) -> None:
     """Raises whatever the program would raise."""
+    words = [re.sub(r"^\$[A-Z_]+$|^\$\{[A-Z_]+\}$", "1", word) for word in words]  # of a job's own environment: $RANK
     if words[0] == "accelerate":
         if any(word.endswith(".py") for word in words):  # else it is only spoken of
             check_launch(words[2:])
