@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.data.prompts import read_sources
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_pair_token
-    from train.model.settle import avoid_fp16_overflow, install_chosen_loss, settle_loss, settle_start_token
+    from train.model.settle import install_chosen_loss, safe_precision, settle_loss, settle_start_token
     from train.model.tokenizer import check_vocabulary, padding_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     notes = [
         *data.notes,
         check_vocabulary(config, data.tokenizer, recipe),
-        avoid_fp16_overflow(trainer.strategy, config),
+        trainer.use_precision(*safe_precision(trainer.strategy, config)),
     ]
     settle_start_token(config, data.tokenizer)
     trainer.plan(len(data.train or ()))

@@ -35,14 +35,15 @@ def engine_of(rank: int, world_size: int):
     from train.recipe import ClmRecipe
     from train.recipe.schedule import make_schedule
     from train.strategy.batches import BatchSizes
-    from train.strategy.engine import prepare_engine
     from train.strategy.launch import Launch
+    from train.strategy.prepare import prepare_engine
+    from train.strategy.processes import start_processes
     from train.strategy.strategy import Strategy
 
     recipe = ClmRecipe(learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.0)
     launch = Launch(world_size, rank, deepspeed=False, precision=None, json_path=None, config_file=None)
     strategy = Strategy(launch, BatchSizes(2, MICRO_BATCHES, world_size), "fp32", None, "a test")
-    accelerator = strategy.accelerator()
+    accelerator, _ = start_processes(strategy)
     return prepare_engine(strategy, accelerator, Model(), recipe, make_schedule(recipe, UPDATES)[0])
 
 

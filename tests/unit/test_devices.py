@@ -10,7 +10,7 @@ from helpers import ROOT, environment
 
 from train.record import meters
 from train.record.run_folder import describe_environment
-from train.strategy import devices
+from train.strategy import devices, processes
 from train.strategy.batches import BatchSizes
 from train.strategy.launch import Launch
 from train.strategy.strategy import Strategy
@@ -75,11 +75,11 @@ def test_peaks_are_those_of_the_device_by_name_whatever_its_kind(other, monkeypa
 
 
 @pytest.mark.parametrize(("precision", "hinted"), [("fp32", True), ("bf16", False)])
-def test_fp32_on_a_device_that_has_bf16_is_hinted_at(other, precision, hinted):
-    strategy = Strategy(launch=None, batches=None, precision=precision, deepspeed=None, source="")
-    strategy.device = other
-    strategy._hint_at_precision()
-    assert [("--precision bf16" in note) for note in strategy.notes] == ([True] if hinted else [])
+def test_fp32_on_a_device_that_has_bf16_is_hinted_at(other, monkeypatch, precision, hinted):
+    monkeypatch.setattr(processes, "Accelerator", lambda **options: SimpleNamespace(num_processes=1, device=other))
+    launch = Launch(1, 0, False, None, None, None, threads_are_the_users=True)
+    _, notes = processes.start_processes(Strategy(launch, BatchSizes(1, 1, 1), precision, None, ""))
+    assert [("--precision bf16" in note) for note in notes] == ([True] if hinted else [])
 
 
 THREADS = """
@@ -105,14 +105,14 @@ def test_threads_are_given_back_to_torch_and_to_what_is_parallel_through_openmp(
 ])  # fmt: skip
 def test_with_a_gpu_threads_are_given_back_where_the_optimizer_is_offloaded(monkeypatch, offload, of_user, given):
     calls = []
-    monkeypatch.setattr("train.strategy.devices.use_threads_of_share", lambda: calls.append(1))
+    monkeypatch.setattr(processes, "use_threads_of_share", lambda: calls.append(1))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr("accelerate.Accelerator", lambda **options: SimpleNamespace(num_processes=1, device=CPU))
-    monkeypatch.setattr(Strategy, "_deepspeed_plugin", lambda self: None)
-    monkeypatch.setattr("train.strategy.strategy.drop_abandoned_locks", list)
+    monkeypatch.setattr(processes, "Accelerator", lambda **options: SimpleNamespace(num_processes=1, device=CPU))
+    monkeypatch.setattr(processes, "_deepspeed_plugin", lambda strategy: None)
+    monkeypatch.setattr(processes, "drop_abandoned_locks", list)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     zero = {"stage": 2} | ({"offload_optimizer": {"device": offload}} if offload else {})
     launch = Launch(1, 0, True, None, None, None, threads_are_the_users=of_user)
-    Strategy(launch, BatchSizes(1, 1, 1), "bf16", {"zero_optimization": zero}, "").accelerator()
+    processes.start_processes(Strategy(launch, BatchSizes(1, 1, 1), "bf16", {"zero_optimization": zero}, ""))
     assert bool(calls) == given

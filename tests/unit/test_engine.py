@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from train.model.load import build_model, weights_of_head
 from train.recipe import ClsRecipe
-from train.strategy.engine import DeepSpeedEngine, TorchEngine, gradient_norm
+from train.strategy.deepspeed_engine import DeepSpeedEngine
 from train.strategy.strategy import Strategy
+from train.strategy.torch_engine import TorchEngine, gradient_norm
 
 
 def test_the_gradient_norm_is_exact_on_a_cpu():
@@ -56,9 +57,9 @@ def test_the_main_process_alone_copies_the_model_to_the_host(kind, stage):
     (None, "cpu", None), (None, "cuda:1", {"": torch.device("cuda:1")}), (2, "xpu:0", {"": torch.device("xpu:0")}),
     (3, "cuda:1", None),
 ])  # fmt: skip
-def test_pretrained_weights_go_to_the_device_as_they_are_read(stage, device, map_, three_labels):
+def test_pretrained_weights_go_to_the_device_as_they_are_read(monkeypatch, stage, device, map_, three_labels):
     strategy, asked = strategy_of(stage), {}
-    strategy.device = torch.device(device)
+    monkeypatch.setattr("train.strategy.strategy.current_device", lambda: torch.device(device))
 
     def from_pretrained(name, **options):
         asked.update(options)
@@ -109,8 +110,8 @@ def test_a_new_head_follows_from_the_seed_alone(three_labels):
 @pytest.mark.parametrize(("room", "whole"), [(900, True), (700, False)])
 def test_random_weights_are_drawn_whole_where_the_container_has_room(monkeypatch, room, whole):
     strategy = strategy_of(3)
-    monkeypatch.setattr("train.strategy.host_memory.host_memory", lambda: (room, 2**40))
-    monkeypatch.setattr(Strategy, "_whole", lambda self: "whole")
+    monkeypatch.setattr("train.strategy.strategy.host_memory", lambda: (room, 2**40))
+    monkeypatch.setattr("train.strategy.strategy._without_sharding", lambda: "whole")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert (strategy.building_from_scratch(100) == "whole") == whole
-    assert len(strategy.notes) == (not whole)
+    assert bool(strategy.drawn_sharded(100)) == (not whole)

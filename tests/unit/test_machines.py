@@ -20,7 +20,7 @@ from train.recipe.files import appears, is_shared, is_there
 from train.strategy import machines
 from train.strategy.layout import ParallelLayout
 from train.strategy.machines import check_same
-from train.strategy.strategy import COLLECTIVE_TIMEOUT
+from train.strategy.processes import COLLECTIVE_TIMEOUT
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from train.recipe import ClmRecipe, Seq2SeqRecipe
 from train.record.meters import MemoryMeter
 from train.record.terminal import size
 from train.strategy.batches import BatchSizes
-from train.strategy.engine import TorchEngine
 from train.strategy.layout import ParallelLayout
+from train.strategy.torch_engine import TorchEngine
 
 GIB = 2**30
 CUDA = (

@@ -10,7 +10,7 @@ from helpers import ROOT, refusal
 from train.recipe import ClmRecipe, parse_recipe
 from train.strategy import launch as launch_module
 from train.strategy.named import VARIABLES, environment_of, take_named
-from train.strategy.strategy import read_strategy
+from train.strategy.read import read_strategy
 from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
 
@@ -27,7 +27,7 @@ def torchrun(monkeypatch):
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     monkeypatch.setattr(os, "environ", {**os.environ, **names})
     monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
-    monkeypatch.setattr("train.strategy.strategy.check_devices", lambda: None)
+    monkeypatch.setattr("train.strategy.read.check_devices", lambda: None)
     return os.environ
 
 

@@ -9,9 +9,10 @@ from helpers import ROOT
 from train.recipe import ClmRecipe, UserError
 from train.strategy import launch as launch_module
 from train.strategy.batches import resolve_batches
-from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config, resolve_config
+from train.strategy.deepspeed_config import resolve_config
+from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
 from train.strategy.launch import Launch, read_launch
-from train.strategy.strategy import read_strategy
+from train.strategy.read import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))

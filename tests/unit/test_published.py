@@ -14,9 +14,9 @@ from helpers import ROOT, refusal
 from train.recipe import ClmRecipe
 from train.recipe.schedule import make_schedule
 from train.strategy import launch as launch_module
-from train.strategy.deepspeed_json import resolve_scheduler
-from train.strategy.engine import check_deepspeed_schedule
-from train.strategy.strategy import Strategy, read_strategy
+from train.strategy.deepspeed_schedule import with_schedule
+from train.strategy.read import read_strategy
+from train.strategy.strategy import Strategy
 
 PRINTED = ROOT / "tests" / "published"
 PAIRS = {  # YAML: the JSON that it names
@@ -73,12 +73,9 @@ def recipe(**options) -> ClmRecipe:
     return made
 
 
-def schedule(strategy: Strategy, options: ClmRecipe, updates: int = 40) -> list[str]:
+def schedule(strategy: Strategy, options: ClmRecipe, updates: int = 40) -> tuple[Strategy, list[str]]:
     """What a run does with the block of the schedule as its length is known."""
-    config, warmup = strategy.deepspeed, options.num_warmup_steps
-    notes = resolve_scheduler(config, strategy.source, options, updates, warmup)
-    check_deepspeed_schedule(config, strategy.source, make_schedule(options, updates)[0])
-    return notes
+    return with_schedule(strategy, options, make_schedule(options, updates)[0])
 
 
 def parsed(strategy: Strategy):
@@ -136,9 +133,9 @@ def test_the_zero2_pair(read):
     assert zero["allgather_bucket_size"] == zero["reduce_bucket_size"] == 200_000_000
     optimizer = strategy.deepspeed["optimizer"]["params"]
     assert (optimizer["lr"], optimizer["weight_decay"], optimizer["torch_adam"]) == (1e-6, 0.0, True)
-    assert schedule(strategy, options, 25) == [], "10,000 samples in batches of 2 x 200: its warm-up is longer"
-    strategy = read("zero2.yaml", options)
-    assert schedule(strategy, options, 200) == []
+    assert schedule(strategy, options, 25)[1] == [], "10,000 samples in batches of 2 x 200: its warm-up is longer"
+    strategy, notes = schedule(strategy, options, 200)
+    assert notes == []
     block = strategy.deepspeed["scheduler"]["params"]
     assert (block["warmup_num_steps"], block["total_num_steps"], block["warmup_max_lr"]) == (100, 200, 1e-6)
 
@@ -148,7 +145,7 @@ def test_the_zero2_pair(read):
 def test_no_warmup_where_deepspeeds_schedule_needs_two(read, name, warmup):
     options = recipe(num_warmup_steps=warmup) if warmup else recipe()
     strategy = read(name, options)
-    (note,) = schedule(strategy, options)
+    strategy, (note,) = schedule(strategy, options)
     assert (
         f"{PAIRS[name]}: DeepSpeed's WarmupDecayLR warms up for at least 2 updates, and this run for {warmup}" in note
     )

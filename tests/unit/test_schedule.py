@@ -9,8 +9,7 @@ from transformers import get_scheduler
 
 from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.recipe.schedule import Schedule, make_schedule
-from train.strategy.deepspeed_json import adopt_scheduler, resolve_scheduler
-from train.strategy.engine import check_deepspeed_schedule
+from train.strategy.deepspeed_schedule import adopt_scheduler, check_deepspeed_schedule, resolve_scheduler
 
 
 def curve(schedule: Schedule) -> list[float]:
@@ -81,7 +80,7 @@ def test_the_published_345m_recipe_decays_until_320000_of_500000():
 
 def test_deepspeeds_schedule_ends_where_the_recipes_does():
     config = deepspeed("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto")
-    settle(config, recipe(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
+    _, config = settle(config, recipe(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
     assert config["scheduler"]["params"]["total_num_steps"] == 60
 
 
@@ -100,18 +99,18 @@ def recipe(**options) -> ClmRecipe:
     return made
 
 
-def settle(config: dict, options: ClmRecipe, updates: int = 100) -> Schedule:
+def settle(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Schedule, dict]:
     adopt_scheduler(config, "ds.json", options)
-    resolve_scheduler(config, "ds.json", options, updates, options.num_warmup_steps)
+    config, _ = resolve_scheduler(config, "ds.json", options, updates, options.num_warmup_steps)
     schedule, _ = make_schedule(options, updates)
     check_deepspeed_schedule(config, "ds.json", schedule)
-    return schedule
+    return schedule, config
 
 
 def test_deepspeeds_linear_schedule_is_the_recipes():
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     config = deepspeed("WarmupDecayLR", **auto)
-    settle(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
+    _, config = settle(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
     params = config["scheduler"]["params"]
     assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (100, 10, 1e-3)
 

@@ -189,7 +189,7 @@ def _on_the_way(sizes: Held, here: Held, where: str, strategy, program_bytes: in
     if where == "device":
         import torch
 
-        taken, before = torch.accelerator.memory_allocated(strategy.device), 0
+        taken, before = torch.accelerator.memory_allocated(), 0
     weights = min(max(0, taken - before), here.weights * sizes.weights)
     due = Held(here.weights * sizes.weights, here.gradients * sizes.gradients, here.optimizer * sizes.optimizer)
     return Held(weights, rest=taken - weights) if sizes.weights else Held(), due

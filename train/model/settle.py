@@ -104,8 +104,8 @@ def check_masks(engine) -> None:
         )
 
 
-def avoid_fp16_overflow(strategy, config) -> str | None:
-    """Take bf16 where fp16 was asked for a model that it gives NaN. Returns a warning where that was done.
+def safe_precision(strategy, config) -> tuple[str, str | None]:
+    """The precision that was asked for, or bf16 in place of fp16 for a model that it gives NaN; and a warning then.
 
     T5 was trained in bf16, and its activations leave fp16's range (above 65,504) in the larger sizes.
 
@@ -113,13 +113,12 @@ def avoid_fp16_overflow(strategy, config) -> str | None:
         UserError: this GPU has no bf16.
     """
     if strategy.precision != "fp16" or config.model_type not in BEYOND_FP16:
-        return None
+        return strategy.precision, None
     if strategy.lacks_bf16:
         raise UserError(
             f"precision = fp16: a {config.model_type} gives NaN in it, and this GPU has no bf16. Use --precision fp32"
         )
-    strategy.use_precision("bf16")
-    return (
+    return "bf16", (
         f"warning   bf16 is used in place of fp16: a {config.model_type} was trained in bf16, and its activations "
         "leave fp16's range, which gives NaN"
     )

@@ -8,7 +8,8 @@ from train.recipe.options import TrainingRecipe
 from train.recipe.paths import output_folder
 from train.record.run_folder import RunFolder
 from train.record.trackers import wanted_trackers
-from train.strategy.strategy import Strategy, read_strategy
+from train.strategy.read import read_strategy
+from train.strategy.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,14 @@ from train.checkpoint.exporter import ModelExporter
 from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.resume import fingerprint
 from train.checkpoint.run_state import RunState
-from train.data.sources import files_and_sizes
 from train.health.anomaly import AnomalyDetector
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, host_advice, is_out_of_memory, resident_bytes
 from train.health.shutdown import ShutdownHandler, StopReason
 from train.health.watchdog import Watchdog, died_elsewhere
 from train.recipe.errors import UserError, explain_failures_with, first_line
-from train.recipe.files import appears, is_there
 from train.recipe.options import TrainingRecipe
 from train.recipe.repeat import repeat_after_launcher
-from train.recipe.schedule import make_schedule, warmup_updates
+from train.recipe.schedule import make_schedule
 from train.record.meters import MemoryMeter
 from train.record.plot import plot_run
 from train.record.recorder import RunRecorder
@@ -30,14 +28,15 @@ from train.record.run_folder import describe_environment
 from train.record.terminal import Bar, rounded, say
 from train.record.timeline import Timeline
 from train.record.trackers import start_trackers
-from train.strategy.deepspeed_json import resolve_scheduler
+from train.strategy.deepspeed_schedule import with_schedule
 from train.strategy.gpus import describe_device
-from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same
-from train.strategy.strategy import COLLECTIVE_TIMEOUT
+from train.strategy.machines import check_same
+from train.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
 from train.training.best_metric import make_best_tracker
 from train.training.configuration import resolve
 from train.training.length import run_length
 from train.training.loop import Run, train
+from train.training.machine_checks import check_machines, check_output_folder
 from train.training.step import Signals, TrainStep
 from train.training.summary import summary, why_stopped
 from train.training.task import Task
@@ -82,13 +81,18 @@ class Trainer:
 
         return load_configuration(self.recipe, auto_class)
 
+    def use_precision(self, precision: str, warning: str | None) -> str | None:
+        """Train in a precision that suits the model better than the one that was asked for. Returns the warning."""
+        self.strategy = self.strategy.with_precision(precision)
+        return warning
+
     def plan(self, num_samples: int) -> None:
         """Fix the length of the run and its schedule.
 
         Raises:
             UserError: there are fewer samples than one global batch takes; DeepSpeed's schedule is not the recipe's.
         """
-        sizes, deepspeed, source = self.strategy.batches, self.strategy.deepspeed, self.strategy.source
+        sizes = self.strategy.batches
         if num_samples < sizes.global_batch:
             raise UserError(
                 f"the training data gives {num_samples} samples, fewer than one global batch of {sizes.global_batch} "
@@ -97,16 +101,10 @@ class Trainer:
                 "block_size)"
             )
         self.length = run_length(self.recipe, num_samples, sizes)
-        updates = self.length.num_updates
-        if deepspeed is not None:
-            warmup = warmup_updates(self.recipe, updates)
-            self.notes += resolve_scheduler(deepspeed, source, self.recipe, updates, warmup)
-        self.schedule, warnings = make_schedule(self.recipe, updates)
+        self.schedule, warnings = make_schedule(self.recipe, self.length.num_updates)
         self.say(*(f"warning: {warning}" for warning in warnings))
-        if deepspeed is not None and "scheduler" in deepspeed:
-            from train.strategy.engine import check_deepspeed_schedule
-
-            check_deepspeed_schedule(deepspeed, source, self.schedule)
+        self.strategy, notes = with_schedule(self.strategy, self.recipe, self.schedule)
+        self.notes += notes
 
     def start_processes(self):
         """The Accelerator, its process group running."""
@@ -120,31 +118,18 @@ class Trainer:
         )
         self.watchdog.phase("load", patience=LONG)
         silence = timedelta(minutes=self.recipe.watchdog_minutes)
-        self.accelerator = self.strategy.accelerator(
+        self.accelerator, notes = start_processes(
+            self.strategy,
             max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the watchdog is to speak first
             self.shares_devices,
             log_with=list(self.config.trackers) or None,
             project_dir=str(self.folder.path),
         )
+        self.notes += notes
         self.program_bytes = resident_bytes()
-        self._check_machines()
+        check_machines(self.config)
         self.timeline.mark("process group")
         return self.accelerator
-
-    def _check_machines(self) -> None:
-        """See that all ranks train the same run on the same files.
-
-        Raises:
-            UserError: one does not; it names the machine.
-        """
-        plan = self.config.resume
-        check_same({f"option {name}": value for name, value in plan.identity.items()},
-                   "Start all machines with the same recipe and options")  # fmt: skip
-        files = files_and_sizes(self.recipe)
-        check_same({f"{name} (files and their bytes)": found for name, found in files.items()},
-                   "Copy the data to all machines, or put it where all of them see it")  # fmt: skip
-        check_same({f"run to resume in output_dir = {str(self.folder.path)!r}": plan.sources},
-                   SHARED_FOLDER_REMEDY)  # fmt: skip
 
     def load(self, auto_class, config, left_out: Sequence[str] = ()):
         """The model, see build_model for the arguments. Its size is known before: loading may take all memory."""
@@ -152,6 +137,8 @@ class Trainer:
 
         self.parameters = size_of_model(auto_class, config, self.strategy, self.recipe.trust_remote_code)
         self.advise()
+        if not self.recipe.model_name_or_path:
+            self.notes += filter(None, [self.strategy.drawn_sharded(self.parameters)])
         return build_model(auto_class, config, self.recipe, self.strategy, self.recipe.seed, left_out, self.parameters)
 
     def advise(self, copied: int = 0) -> None:
@@ -182,7 +169,7 @@ class Trainer:
 
         from train.model.parameters import count_parameters
         from train.model.settle import recompute_activations
-        from train.strategy.engine import prepare_engine
+        from train.strategy.prepare import prepare_engine
 
         recipe = self.recipe
         disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
@@ -200,33 +187,18 @@ class Trainer:
 
     def announce(self, *lines: str) -> None:
         """Say what is about to happen: the model, the strategy, and what the task has to say."""
-        recipe, length = self.recipe, self.length
-        origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
-        all_of_them = self.trainable == self.parameters
-        trained = "all" if all_of_them else f"{self.trainable:,} ({self.trainable / self.parameters:.2%})"
         warmup = f", {self.schedule.num_warmup} warm-up" if self.schedule.num_warmup else ""
+        recipe, length = self.recipe, self.length
         self.say(
-            f"model     {origin}: {self.parameters:,} parameters, {trained} trained",
-            *self._about_the_adapter(),
+            *about_the_model(recipe, self.parameters, self.trainable, self.adapter),
             f"strategy  {self.strategy.describe}",
             f"device    {describe_device(self.engine.device)}",
             *lines,
-            f"run       {length.num_updates:,} updates, {rounded(length.total_samples / length.num_samples)} epochs; "
+            f"run       {length.num_updates:,} updates, {rounded(length.epoch(length.num_updates))} epochs; "
             f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
             f"folder    {self.folder.path}",
             *(f"note      {note}" for note in [*self.strategy.notes, *self.notes]),
         )
-
-    def _about_the_adapter(self) -> list[str]:
-        if not self.adapter:
-            return []
-        random = (
-            ["warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
-             "them: good for measuring only"]
-            if not self.recipe.model_name_or_path
-            else []
-        )  # fmt: skip
-        return [f"adapter   {self.adapter.note}", *random]
 
     def train(self, task: Task, throughput, tokenizer) -> None:
         """Run the loop and keep its record.
@@ -278,19 +250,9 @@ class Trainer:
                 self.recipe, self.strategy.batches.global_batch, engine.effective_strategy(), self.environment,
                 self.state.updates, checkpoints.resumed_from,
             )  # fmt: skip
-        self._check_output_folder()
+        check_output_folder(self.config, engine)
         checkpoints.restore_best_checkpoint()
         return checkpoints
-
-    def _check_output_folder(self) -> None:
-        """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
-        if self.recipe.save_strategy == "no":
-            return
-        written = self.folder.path / "recipe.yaml"
-        text = self.engine.from_main(written.read_text() if self.is_main else None)
-        seen = appears(lambda: is_there(written) and written.read_text() == text)
-        view = f"view of output_dir = {str(self.folder.path)!r}"
-        check_same({view: "the run" if seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
 
     def _run(self, tokenizer) -> Run:
         """The parts that the loop works with, at the update that the state is at."""
@@ -392,3 +354,18 @@ class Trainer:
 def functions_of(error: BaseException) -> list[str]:
     """The names of the functions through which an error came."""
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter) -> list[str]:
+    """Lines for the log."""
+    origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
+    trained = "all" if num_trained == num_parameters else f"{num_trained:,} ({num_trained / num_parameters:.2%})"
+    lines = [f"model     {origin}: {num_parameters:,} parameters, {trained} trained"]
+    if adapter is not None:
+        lines.append(f"adapter   {adapter.note}")
+    if adapter is not None and not recipe.model_name_or_path:
+        lines.append(
+            "warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
+            "them: good for measuring only"
+        )
+    return lines

@@ -12,7 +12,7 @@ from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 from train.record.run_folder import RunFolder
 from train.record.terminal import duration, rounded, say
-from train.strategy.strategy import SHARES_DEVICES
+from train.strategy.processes import SHARES_DEVICES
 from train.tools.compare.candidates import OF_THE_RUN, Candidate
 from train.tools.compare.finished import Finished, read_finished
 from train.tools.compare.journal import key_of

@@ -1,0 +1,98 @@
+"""The DeepSpeed configuration of a run: its "auto" filled in from the recipe, contradictions refused."""
+
+import json
+
+from train.recipe.errors import UserError
+from train.strategy.batches import BatchSizes, resolve_batches
+from train.strategy.deepspeed_schedule import adopt_scheduler
+from train.strategy.launch import Launch
+from train.strategy.option_resolver import OptionResolver
+
+ADAM_NAMES = ("adam", "adamw")
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's DtypeEnum
+
+
+def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[dict, BatchSizes]:
+    """Fill every "auto" that the recipe owns, in a copy.
+
+    The number of updates and so the scheduler's own "auto" are not known yet: see `resolve_scheduler`.
+
+    Raises:
+        UserError: every statement of the configuration that the recipe contradicts, both values and sources named.
+    """
+    config = json.loads(json.dumps(config))
+    resolver = OptionResolver(config, source, recipe)
+    resolver.resolve("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+    accumulation = config.get("gradient_accumulation_steps", "auto")
+    if recipe.global_batch_size is None and recipe.gradient_accumulation_steps is None and accumulation == "auto":
+        resolver.resolve("global_batch_size", "train_batch_size", default="auto")  # the accumulation follows from it
+    if recipe.global_batch_size is None:
+        resolver.resolve("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
+    resolver.resolve("max_grad_norm", "gradient_clipping")
+    _resolve_optimizer(resolver)
+    if config["zero_optimization"].get("stage") not in (1, 2, 3):
+        stage = json.dumps(config["zero_optimization"].get("stage"))
+        resolver.problems.append(
+            f"{source}: zero_optimization.stage = {stage}: it must be 1, 2 or 3. For 0 use ddp.yaml"
+        )
+    resolver.raise_problems()
+    adopt_scheduler(config, source, recipe)
+
+    batches = resolve_batches(recipe, launch.world_size)
+    resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
+    resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps")
+    resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes")
+    resolver.fill("gradient_clipping", recipe.max_grad_norm, "max_grad_norm")
+    zero = config["zero_optimization"]
+    if zero.get("stage") == 3:
+        resolver.fill(
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            True,
+            "saving the model, else its tensors are empty",
+        )
+    resolver.raise_problems()
+    config.setdefault("steps_per_print", 2**31)
+    return config, batches
+
+
+def _resolve_optimizer(resolver: OptionResolver) -> None:
+    optimizer = resolver.config.get("optimizer")
+    if not optimizer:
+        return
+    if str(optimizer.get("type", "")).lower() not in ADAM_NAMES:
+        known = "the recipe's optimizer is AdamW. Name AdamW, or remove the block: then the recipe's own is used"
+        resolver.problems.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
+        return
+    params = optimizer.setdefault("params", {})
+    for key in ("lr", "weight_decay", "betas", "eps"):
+        params.setdefault(key, "auto")
+    if params["betas"] != "auto" and not (isinstance(params["betas"], list) and len(params["betas"]) == 2):
+        resolver.problems.append(
+            f"{resolver.source}: optimizer.params.betas = {params['betas']!r}: expected two numbers"
+        )
+        return
+    if params["betas"] != "auto":
+        resolver.resolve_value("adam_beta1", "optimizer.params.betas[0]", params["betas"][0])
+        resolver.resolve_value("adam_beta2", "optimizer.params.betas[1]", params["betas"][1])
+    params["betas"] = [resolver.recipe.adam_beta1, resolver.recipe.adam_beta2]
+    resolver.resolve("learning_rate", "optimizer.params.lr")
+    resolver.resolve("weight_decay", "optimizer.params.weight_decay")
+    resolver.resolve("adam_epsilon", "optimizer.params.eps")
+
+
+def refuse_another_optimizer(config: dict, source: str, precision: str) -> None:
+    """Refuse what makes DeepSpeed take its BF16_Optimizer (runtime/engine.py, _do_optimizer_sanity_check).
+
+    That one has neither the norm nor the decision about overflow between which an update is judged (engine.py).
+
+    Raises:
+        UserError: gradients are to be added up in fp32 under ZeRO-1 and bf16, without offload.
+    """
+    zero, accumulated = config["zero_optimization"], config.get("data_types", {}).get("grad_accum_dtype")
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if zero.get("stage") == 1 and precision == "bf16" and accumulated in FP32_NAMES and not offloads:
+        raise UserError(
+            f"{source}: data_types.grad_accum_dtype = {accumulated!r} under ZeRO-1 and bf16 is not supported: there "
+            "DeepSpeed uses another optimizer, in which no update can be refused. Set zero_optimization.stage to 2, "
+            "or remove grad_accum_dtype"
+        )

@@ -1,0 +1,115 @@
+"""ZeRO of any stage, through DeepSpeed's engine."""
+
+import contextlib
+import math
+
+from train.model.parameters import decay_groups
+from train.strategy.adamw import adamw
+from train.strategy.buckets import fill_bucket_size
+from train.strategy.engine import Engine
+from train.strategy.state import FlatState, ShardedState
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO of any stage, with or without offload."""
+
+    def _prepare(self, model, recipe):
+        from accelerate.utils import DummyOptim, DummyScheduler
+
+        config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
+        fill_bucket_size(plugin["zero_optimization"], model)
+        if "optimizer" in config:  # DeepSpeed builds it from the JSON
+            groups = decay_groups(model.parameters(), recipe.weight_decay)
+            optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+        else:
+            optimizer = adamw(model, recipe, self.device)
+        self.has_scheduler = "scheduler" in config
+        prepared = [model, optimizer]
+        if self.has_scheduler:
+            plugin["scheduler"] = config["scheduler"]  # resolved by now
+            prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
+        self.engine = self.accelerator.prepare(*prepared)[0]
+        self._judge_before_moving(self.engine.optimizer)
+        return self.engine
+
+    def _judge_before_moving(self, optimizer) -> None:
+        """Have the judge asked within DeepSpeed's step, between the norm and the move.
+
+        Every ZeRO optimizer settles there, in `_update_scale`, whether the step overflowed, and drops the gradients if
+        so: what the judge refuses is dropped in the same way, but leaves the loss scale as it is.
+        """
+        norm_of = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
+        take_norm, update_scale = getattr(optimizer, norm_of), optimizer._update_scale
+
+        def noted(*args, **kwargs):
+            self._norm = take_norm(*args, **kwargs)
+            return self._norm
+
+        def judged(has_overflow=False):
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = self._norm if self._norm is not None else math.inf
+            if isinstance(norm, list):
+                norm = combine_grad_norm_groups(norm)
+            if self._judge(float(norm) / optimizer.loss_scale) or has_overflow:
+                update_scale(has_overflow)
+            else:
+                optimizer.overflow = True
+
+        setattr(optimizer, norm_of, noted)
+        optimizer._update_scale = judged
+
+    def accumulate(self, last):
+        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def update(self, number, judge):
+        rate = self.schedule(number)
+        if self.has_scheduler:
+            self.engine.lr_scheduler.step(number)  # its own start lags one update behind, and it misses dropped steps
+        else:
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = rate
+        self._rate = self.engine.optimizer.param_groups[0]["lr"]
+        if abs(self._rate - rate) > 1e-6 * self.schedule.peak:
+            raise RuntimeError(
+                f"update {number + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
+            )
+        self._norm, self._judge = None, judge
+        self.engine.step()
+
+    @property
+    def learning_rate(self):
+        return self._rate
+
+    @property
+    def torch_optimizer(self):
+        return self.engine.optimizer.optimizer
+
+    def _state(self):
+        return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)
+
+    def loss_scale(self):
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        numbers = {name: value for name, value in vars(scaler).items() if isinstance(value, (int, float))}
+        return numbers if self.strategy.precision == "fp16" else {}
+
+    def continue_from(self, loss_scale):
+        if loss_scale and self.strategy.precision == "fp16":
+            vars(self.engine.optimizer.loss_scaler).update(loss_scale)
+
+    def _before_gathering(self):
+        # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
+        # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
+        if self.strategy.shards_parameters:
+            self.engine.empty_partition_cache()
+
+    def state_dict(self):
+        if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
+            return super().state_dict()
+        self._before_gathering()
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None

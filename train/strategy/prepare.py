@@ -1,0 +1,27 @@
+"""The engine that a strategy asks for."""
+
+import torch
+
+from train.recipe.options import OptimizerOptions
+from train.recipe.schedule import Schedule
+from train.strategy.deepspeed_engine import DeepSpeedEngine
+from train.strategy.engine import Engine
+from train.strategy.inference import InferenceEngine
+from train.strategy.strategy import Strategy
+from train.strategy.torch_engine import TorchEngine
+
+# Freeing a DDP model frees its process group, and torch's destructor of a gloo group waits, with the interpreter's
+# lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some
+# hundreds of launches. So neither is ever freed nor the group destroyed; train.recipe.errors.leave ends the process.
+NEVER_FREED: list[Engine] = []
+
+
+def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule) -> Engine:
+    """Shard, wrap and place the model and its optimizer as the strategy says."""
+    kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    if not recipe.trains:
+        kind = InferenceEngine
+    engine = kind(strategy, accelerator, model, recipe, schedule)
+    if torch.distributed.is_initialized():
+        NEVER_FREED.append(engine)
+    return engine

@@ -1,0 +1,106 @@
+"""The processes of a run: their process group, and accelerate's Accelerator over it."""
+
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from train.recipe.errors import UserError
+from train.strategy.builds import announce_builds, drop_abandoned_locks
+from train.strategy.devices import faster_precisions, use_threads_of_share
+from train.strategy.gpus import idle_devices
+from train.strategy.launch import tell_deepspeed_of_a_cpu
+from train.strategy.strategy import Strategy
+
+# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
+# that is read or written, an export. A rank that hangs is found by its watchdog.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
+
+
+SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`, where one device stands for several
+FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
+
+
+def start_processes(
+    strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, shares_devices: bool = False, **kwargs
+) -> tuple[Accelerator, list[str]]:
+    """Start the process group and build the Accelerator.
+
+    Args:
+        timeout: of what the processes do together.
+        shares_devices: more processes than devices are welcome.
+        kwargs: further arguments of the Accelerator.
+
+    Returns: it, and notes for the log.
+
+    Raises:
+        UserError: fp16 without a GPU; more processes than devices.
+        RuntimeError: the processes do not find each other (each would train alone, without a word).
+    """
+    # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    strategy.check_precision()
+    launch, notes, on_cpu = strategy.launch, [], not torch.accelerator.is_available()
+    if on_cpu:
+        tell_deepspeed_of_a_cpu()
+    if (on_cpu or strategy.offloads_optimizer) and not launch.threads_are_the_users:
+        use_threads_of_share()
+    grouped = launch.world_size > 1 or strategy.deepspeed is not None
+    shared = not on_cpu and _share_devices(torch.accelerator.device_count(), shares_devices)
+    backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}
+    if strategy.deepspeed is not None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
+        announce_builds()
+        kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
+        kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
+    # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
+    # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    accelerator = Accelerator(
+        cpu=on_cpu and strategy.deepspeed is None,
+        mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **backend), ddp],
+        **kwargs,
+    )
+    if accelerator.num_processes != launch.world_size:
+        raise RuntimeError(
+            f"the launcher started {launch.world_size} processes, and accelerate sees "
+            f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
+        )
+    notes += filter(None, [idle_devices()])
+    faster = [FASTER[name] for name in faster_precisions(accelerator.device)] if strategy.precision == "fp32" else []
+    if faster:
+        notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
+    return accelerator, notes
+
+
+def _share_devices(num_devices: int, welcome: bool) -> bool:
+    """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
+
+    Raises:
+        UserError: they would have to, and nobody has allowed it.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes <= num_devices:
+        return False
+    if not (welcome or os.environ.get(SHARES_DEVICES)):
+        raise UserError(
+            f"num_processes: {processes} on this machine, which has {num_devices} "
+            f"device{'s' if num_devices > 1 else ''}. Use --num_processes {num_devices}"
+        )
+    # Both accelerate and DeepSpeed take LOCAL_RANK for the number of the device.
+    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_devices)
+    return True
+
+
+def _deepspeed_plugin(strategy: Strategy) -> DeepSpeedPlugin:
+    # accelerate's own comparison of YAML and JSON is ours by now (launch.py, deepspeed_json.py), and it would take the
+    # resolved configuration for a second opinion.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
+    return DeepSpeedPlugin(hf_ds_config=strategy.deepspeed, zero3_init_flag=init and strategy.shards_parameters)
