@@ -15,7 +15,8 @@ from train.strategy.batches import BatchSizes
 from train.strategy.layout import ParallelLayout
 from train.training.best_metric import BestMetricTracker
 from train.training.length import run_length
-from train.training.loop import Ending, Run, train
+from train.training.loop import train
+from train.training.run import Ending, Run
 from train.training.step import Signals, TrainStep
 from train.training.summary import about_evaluations
 from train.training.task import Task

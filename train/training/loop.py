@@ -5,48 +5,15 @@ step, unless the update is refused (step.py). All ranks run the loop together an
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from train.checkpoint.directory import ASKED, CLOCK, LEAVING
-from train.checkpoint.manager import CheckpointManager
-from train.checkpoint.run_state import RunState
-from train.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
+from train.health.anomaly import ACTIONS, MAX_IN_A_ROW
 from train.health.shutdown import StopReason
-from train.record.meters import MemoryMeter, ThroughputMeter
-from train.record.recorder import RunRecorder
-from train.training.best_metric import BestMetricTracker
 from train.training.evaluation import timed_evaluation
-from train.training.length import RunLength
-from train.training.step import StepResult, TrainStep
+from train.training.run import Ending, Run
+from train.training.step import StepResult
 from train.training.stream import UpdateStream
-from train.training.task import Task
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run that the loop works with; what changes is in `state`."""
-
-    task: Task
-    engine: Any
-    length: RunLength
-    state: RunState
-    step: TrainStep
-    checkpoints: CheckpointManager
-    recorder: RunRecorder
-    best: BestMetricTracker
-    throughput: ThroughputMeter
-    memory: MemoryMeter
-    phase: Callable[[str, int], None]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Why training stopped. `reason` is NONE after the last update, and where patience has run out."""
-
-    reason: StopReason = StopReason.NONE
-    anomaly: Anomaly | None = None
 
 
 def train(run: Run) -> Ending:

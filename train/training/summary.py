@@ -1,4 +1,4 @@
-"""What is said at the end of a run: what came of it, or why it stopped early and what to do."""
+"""What is said of the model before a run, and at its end: what came of it, or why it stopped early."""
 
 import statistics
 from pathlib import Path
@@ -7,10 +7,26 @@ from typing import Any
 from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.run_state import RunState
 from train.health.shutdown import StopReason
+from train.recipe.options import TrainingRecipe
 from train.record.meters import ThroughputMeter
 from train.record.terminal import duration, rounded
 from train.training.best_metric import BestMetricTracker
-from train.training.loop import Ending
+from train.training.run import Ending
+
+
+def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter) -> list[str]:
+    """Lines for the log."""
+    origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
+    trained = "all" if num_trained == num_parameters else f"{num_trained:,} ({num_trained / num_parameters:.2%})"
+    lines = [f"model     {origin}: {num_parameters:,} parameters, {trained} trained"]
+    if adapter is not None:
+        lines.append(f"adapter   {adapter.note}")
+    if adapter is not None and not recipe.model_name_or_path:
+        lines.append(
+            "warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
+            "them: good for measuring only"
+        )
+    return lines
 
 
 def why_stopped(

@@ -5,7 +5,6 @@ import math
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,10 +13,11 @@ from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.resume import fingerprint
 from train.checkpoint.run_state import RunState
 from train.health.anomaly import AnomalyDetector
-from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, host_advice, is_out_of_memory, resident_bytes
+from train.health.failure import explain_failure
+from train.health.out_of_memory import host_advice, resident_bytes
 from train.health.shutdown import ShutdownHandler, StopReason
-from train.health.watchdog import Watchdog, died_elsewhere
-from train.recipe.errors import UserError, explain_failures_with, first_line
+from train.health.watchdog import Watchdog
+from train.recipe.errors import UserError, explain_failures_with
 from train.recipe.options import TrainingRecipe
 from train.recipe.repeat import repeat_after_launcher
 from train.recipe.schedule import make_schedule
@@ -38,10 +38,9 @@ from train.training.length import run_length
 from train.training.loop import Run, train
 from train.training.machine_checks import check_machines, check_output_folder
 from train.training.step import Signals, TrainStep
-from train.training.summary import summary, why_stopped
+from train.training.summary import about_the_model, summary, why_stopped
 from train.training.task import Task
 
-EXIT_OTHER_DIED = 1  # whoever died first has the cause
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 PATIENCE = {"save": 4.0}  # the same, of the loop's phases
 
@@ -281,25 +280,11 @@ class Trainer:
 
     def _explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone; of any other error nothing is known here."""
-        phase, update = self.watchdog.at
-        rank = self.strategy.layout.rank
-        if is_out_of_memory(error):
-            if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
-                phase = "loss"
-            text = explain(
-                error, phase=phase, update=update, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
-                row_tokens=self.row_tokens, program_bytes=self.program_bytes, parameters=self.parameters,
-                copied=self.checkpoints.writer.bytes_of_copies if self.checkpoints else 0,
-            )  # fmt: skip
-            print(f"\n{text}", file=sys.stderr, flush=True)
-            repeat_after_launcher(text)
-            return EXIT_OUT_OF_MEMORY
-        if died_elsewhere(error):
-            at = f" of update {update}" if update else ""
-            cause = f"another process is gone ({first_line(error).split('. ')[0]})"
-            print(f"\nrank {rank} leaves in phase {phase}{at}: {cause}", file=sys.stderr, flush=True)
-            return EXIT_OTHER_DIED
-        return None
+        return explain_failure(
+            error, self.watchdog.at, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
+            row_tokens=self.row_tokens, program_bytes=self.program_bytes, parameters=self.parameters,
+            copied=self.checkpoints.writer.bytes_of_copies if self.checkpoints else 0,
+        )  # fmt: skip
 
     @property
     def stopped(self) -> bool:
@@ -349,23 +334,3 @@ class Trainer:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
         return code
-
-
-def functions_of(error: BaseException) -> list[str]:
-    """The names of the functions through which an error came."""
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter) -> list[str]:
-    """Lines for the log."""
-    origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
-    trained = "all" if num_trained == num_parameters else f"{num_trained:,} ({num_trained / num_parameters:.2%})"
-    lines = [f"model     {origin}: {num_parameters:,} parameters, {trained} trained"]
-    if adapter is not None:
-        lines.append(f"adapter   {adapter.note}")
-    if adapter is not None and not recipe.model_name_or_path:
-        lines.append(
-            "warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
-            "them: good for measuring only"
-        )
-    return lines

@@ -1,0 +1,39 @@
+"""An error that ends a rank, explained where something is known of it."""
+
+import sys
+import traceback
+
+from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
+from train.health.watchdog import died_elsewhere
+from train.recipe.errors import first_line
+from train.recipe.repeat import repeat_after_launcher
+
+EXIT_OTHER_DIED = 1  # whoever died first has the cause
+
+
+def explain_failure(error: Exception, at: tuple[str, int | None], *, strategy, **facts) -> int | None:
+    """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
+
+    Args:
+        at: the phase and the update in which the error came.
+        facts: what the out-of-memory report is made of, see `explain`.
+    """
+    phase, update = at
+    if is_out_of_memory(error):
+        if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
+            phase = "loss"
+        text = explain(error, phase=phase, update=update, strategy=strategy, **facts)
+        print(f"\n{text}", file=sys.stderr, flush=True)
+        repeat_after_launcher(text)
+        return EXIT_OUT_OF_MEMORY
+    if died_elsewhere(error):
+        where = f"phase {phase} of update {update}" if update else f"phase {phase}"
+        cause = f"another process is gone ({first_line(error).split('. ')[0]})"
+        print(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}", file=sys.stderr, flush=True)
+        return EXIT_OTHER_DIED
+    return None
+
+
+def functions_of(error: BaseException) -> list[str]:
+    """The names of the functions through which an error came."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
