@@ -378,7 +378,7 @@ def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch)
 ENDINGS = [
     ("", 0, "failed", ""),
     ("error: task_name = 'x': no such task\n", 1, "refused", ""),
-    ("\nrank 0 (pid 7) ended without a word in forward\n  cause    the kernel's out-of-memory killer ended it\n", 1,
+    ("\nrank 0 (pid 7) ended without a message in forward\n  cause    the kernel's out-of-memory killer ended it\n", 1,
      "out_of_memory", "host"),
     ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1, "out_of_memory", "device"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),

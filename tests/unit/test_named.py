@@ -137,8 +137,8 @@ def test_mistakes(torchrun, tmp_path):
         (("--deepspeed_config", "none.json"), "there is no such file. Name a DeepSpeed JSON"),
         (("--config", str(tmp_path / "r.yaml")), "r.yaml, line 1: strategy = 'zero1': a recipe says what is trained"),
         (("--strategy", "single"), "Use --strategy ddp"),
-        (("--strategy", str(tmp_path / "fsdp.yaml")), "distributed_type = FSDP is not served"),
-        (("--strategy", str(tmp_path / "dynamo.yaml")), "dynamo_config is not served without accelerate launch"),
+        (("--strategy", str(tmp_path / "fsdp.yaml")), "distributed_type = FSDP is not supported"),
+        (("--strategy", str(tmp_path / "dynamo.yaml")), "dynamo_config is not supported without accelerate launch"),
     ):
         assert said in refusal(read_strategy, recipe(*flags))
     tool = ["--config", str(ROOT / "recipes/clm/stdlib-gpt2.yaml"), "--strategy", "zero2"]

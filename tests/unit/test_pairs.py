@@ -323,7 +323,7 @@ def test_precision_of_a_json(launched, tmp_path):
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
     assert read_strategy(recipe()).precision == "bf16", "DeepSpeed's older name"
     launched({}, ACCELERATE_MIXED_PRECISION="fp8")
-    with pytest.raises(UserError, match="fp8 is not served"):
+    with pytest.raises(UserError, match="fp8 is not supported"):
         read_strategy(recipe())
 
 

@@ -55,7 +55,7 @@ def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
     options = recipe("--gradient_accumulation_steps", "3")
     Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
     message = refusal(resolve_batches, options, 4)
-    assert "global_batch_size = 24 (the run that goes on, of 2 processes)" in message
+    assert "global_batch_size = 24 (the run that resumes, of 2 processes)" in message
     assert "per_device_train_batch_size could be 1, 2, 3, 6, or the number of processes could be 1, 2, 3, 6" in message
 
 
@@ -131,7 +131,8 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
     now = recipe("--resume", str(checkpoint), "--learning_rate", "1e-3", "--num_train_epochs", "9")
     origin = Resume(now, RunFolder(tmp_path / "other"), 2)
     assert sorted(origin.plan(8)) == [
-        "goes on otherwise: learning_rate was 5e-05, now 0.001", "goes on otherwise: num_train_epochs was 3.0, now 9.0"
+        "resumes with a change: learning_rate was 5e-05, now 0.001",
+        "resumes with a change: num_train_epochs was 3.0, now 9.0"
     ]  # fmt: skip
     assert origin.sources == [str(checkpoint)]
     recorded = {**identity(before, 8), "num_processes": 2}

@@ -13,13 +13,13 @@ from train.health import watchdog_process as watch
 from train.health.watchdog import Watchdog, died_elsewhere
 from train.health.watchdog_process import (
     GIB,
-    Heard,
+    RankMessages,
     Sample,
     cause,
     cgroups,
+    crash_report,
     headroom,
     lock_files,
-    obituary,
     stale_locks,
     take_sample,
 )
@@ -69,7 +69,7 @@ def test_a_killed_rank_is_reported():
     done = run("witness.advise(['use less']); os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
     lines = [line.strip() for line in done.stderr.strip().splitlines()]
-    assert lines[0] == f"rank 3 (pid {done.stdout.split()[0]}) ended without a word in phase backward of update 17"
+    assert lines[0] == f"rank 3 (pid {done.stdout.split()[0]}) ended without a message in phase backward of update 17"
     assert lines[1].startswith("cause")
     assert "SIGKILL" in lines[1]
     assert "GiB" in lines[2]
@@ -259,30 +259,32 @@ def test_the_cause(status, last, kills, words, for_memory):
 
 
 def test_a_rank_that_was_asked_to_end_is_not_reported():
-    asked = Heard().after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
-    assert obituary(1, 42, asked, None, [PLENTY], PLENTY) == ""
-    assert obituary(1, 42, Heard(), signal.SIGTERM, [PLENTY], PLENTY) == ""
-    assert obituary(1, 42, Heard(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
-    assert obituary(1, 42, Heard(), None, [PLENTY], PLENTY)
+    asked = RankMessages().after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
+    assert crash_report(1, 42, asked, None, [PLENTY], PLENTY) == ""
+    assert crash_report(1, 42, RankMessages(), signal.SIGTERM, [PLENTY], PLENTY) == ""
+    assert crash_report(1, 42, RankMessages(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
+    assert crash_report(1, 42, RankMessages(), None, [PLENTY], PLENTY)
 
 
 def test_want_of_memory_brings_the_remedies():
-    heard = Heard().after("phase\tload\t\t1").after("advice\t--dataloader_num_workers 0: two fewer processes")
-    message = obituary(1, 42, heard, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
-    assert "rank 1 (pid 42) ended without a word in phase load\n" in message
+    messages = (
+        RankMessages().after("phase\tload\t\t1").after("advice\t--dataloader_num_workers 0: two fewer processes")
+    )
+    message = crash_report(1, 42, messages, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
+    assert "rank 1 (pid 42) ended without a message in phase load\n" in message
     assert "--dataloader_num_workers 0: two fewer" in message
     assert "2.00 GiB when last seen; 20.00 of the host's 32.00 GiB" in message
-    later = heard.after("advice\t").after("advice\tmodel    of 7 GiB").after("advice\t--lora: less")
-    message = obituary(1, 42, later, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
+    later = messages.after("advice\t").after("advice\tmodel    of 7 GiB").after("advice\t--lora: less")
+    message = crash_report(1, 42, later, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
     assert "\n  model    of 7 GiB\n  remedy   --lora: less\n" in message
     assert "two fewer" not in message, "what is said later holds in its place"
-    general = obituary(1, 42, Heard(), signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
+    general = crash_report(1, 42, RankMessages(), signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
     assert "zero3_offload" in general
 
 
 def test_a_rank_that_was_told_to_stop_gets_one_line():
-    heard = Heard().after("phase\tbackward\t4\t1").after("told\tSIGTERM")
-    message = obituary(1, 42, heard, signal.SIGKILL, [PLENTY], PLENTY)
+    messages = RankMessages().after("phase\tbackward\t4\t1").after("told\tSIGTERM")
+    message = crash_report(1, 42, messages, signal.SIGKILL, [PLENTY], PLENTY)
     assert message == "rank 1 (pid 42) had been told to stop (SIGTERM), and was killed in phase backward of update 4"
 
 

@@ -4,7 +4,7 @@ checkpoints/update_00000100/
   manifest.json   why it was written, and size and checksum (XXH3, 128 bits) of every other file; a checkpoint without
                   it, or that fails it, is never used
   model/          what transformers (an adapter: peft) loads
-  state/          what the run goes on from; absent where only the model was to be kept
+  state/          what the run resumes from; absent where only the model was to be kept
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 STATE = "state"
-# Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to go on
-# from, and the last two of them are enough.
+# Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to
+# resume from, and the last two of them are enough.
 ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
 AT_LEAST = 2  # if the newest has come to harm there is one before it
 

@@ -123,7 +123,7 @@ class CheckpointManager:
             self.save(START, False, {})
 
     def rewind(self, anomaly: Anomaly) -> bool:
-        """Go back to the last good checkpoint, to go on without the samples of the update that was refused.
+        """Go back to the last good checkpoint, and skip the update that was refused from then on.
 
         Returns: False where that is not wanted, not possible, or no remedy any more.
         """
@@ -137,7 +137,7 @@ class CheckpointManager:
         skipped = sorted({*self.state.skipped_updates, anomaly.update})
         self._restore(checkpoint)
         self.state.skipped_updates = skipped
-        self._say(f"rewound   to {checkpoint}; left out: update {', '.join(map(str, skipped))}")
+        self._say(f"rewound   to {checkpoint}; skipped: update {', '.join(map(str, skipped))}")
         if self._engine.is_main:
             self.folder.metrics.start(self.state.updates)
             if self.recipe.record_samples:

@@ -1,4 +1,4 @@
-"""Going on: which run it is that goes on, and whether a checkpoint's place in the data is a place in this data."""
+"""Which earlier run this one resumes, and whether its position in the data is a position in this data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ class EarlierRuns:
         size, before = (recorded or {}).get("global_batch_size"), (recorded or {}).get("num_processes")
         if size is None or before in (None, world_size) or recipe.source("global_batch_size"):
             return None
-        recipe.adopt("global_batch_size", size, f"the run that goes on, of {before} processes")
+        recipe.adopt("global_batch_size", size, f"the run that resumes, of {before} processes")
         recipe.adopt("gradient_accumulation_steps", None, "")
         return (
             f"{world_size} processes, before it were {before}: the global batch stays {size}, and the accumulation "
@@ -110,7 +110,7 @@ class EarlierRuns:
                 )
             sources += [] if folder.is_finished else ["auto"]
         if self.checkpoint is not None:
-            notes += [f"goes on otherwise: {text}" for text in differences_from(recipe, global_batch, self.named)]
+            notes += [f"resumes with a change: {text}" for text in differences_from(recipe, global_batch, self.named)]
             sources.append(str(self.checkpoint))
         return ResumePlan(folder, now, tuple(sources), tuple(notes))
 

@@ -1,6 +1,6 @@
 """The state of a run in files: pieces of the optimizer's state from every rank, and how far the run had come.
 
-    state/progress.json            what the run goes on from, beside the optimizer's state
+    state/progress.json            what the run resumes from, beside the optimizer's state
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
     state/rank_00000.json          which part of which parameter that is, and the checksum of the above
 
@@ -35,8 +35,8 @@ def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str,
 
 def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
     """What the ranks say of their .safetensors: {file in `folder`: its entry for the manifest}."""
-    shares = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
-    return {name: json.loads(index.read_text())["data"] for name, index in shares.items()}
+    shards = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
+    return {name: json.loads(index.read_text())["data"] for name, index in shards.items()}
 
 
 def missing_shards(folder: Path, world_size: int) -> list[int]:

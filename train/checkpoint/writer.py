@@ -1,9 +1,9 @@
 """Saving and resuming, on all ranks together.
 
-A save has two halves. While training stands still, each rank copies what it owns to the host's memory. Then a thread
-of each rank writes its copy while training goes on; the main process's thread waits for the files of the others, makes
-model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model alone
-is. Ranks meet in `wait` only: before the next save, where one has failed, and at the end.
+A save has two halves. While training pauses, each rank copies what it owns to the host's memory. Then a thread
+of each rank writes its copy while training continues; the main process's thread waits for the files of the others,
+makes model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model
+alone is. Ranks meet in `wait` only: before the next save, where one has failed, and at the end.
 """
 
 import os
@@ -41,7 +41,7 @@ class AsyncCheckpointWriter:
 
     Args:
         whole: model/ holds the whole model, and not only what is trained.
-        asynchronous: write while training goes on; None: where the host's memory has room for the copies.
+        asynchronous: write while training continues; None: where the host's memory has room for the copies.
     """
 
     def __init__(self, checkpoints: CheckpointDirectory, engine, whole: bool = True, asynchronous: bool | None = None):
@@ -54,12 +54,12 @@ class AsyncCheckpointWriter:
         self._save: _Save | None = None
         self._copies = {part: HostCopies() for part in ("state", "model")}
         self.messages: list[str] = []  # what has become of saves, on the main process
-        self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training stood still, seconds in all
+        self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training paused, seconds in all
         self.last_failed = False
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's share of the save under way has failed. Ranks tell each other, and then `wait`."""
+        """Whether this rank's shard of the save under way has failed. Ranks tell each other, and then `wait`."""
         return self._save is not None and self._save.failure is not None
 
     def save(
@@ -79,7 +79,7 @@ class AsyncCheckpointWriter:
                 on the main process, in a thread.
             weights: gathers what is exported, on the main process; called on all ranks, and only where the state does
                 not hold it.
-            progress: what the run goes on from, beside the optimizer's state; None: only the model is kept.
+            progress: what the run resumes from, beside the optimizer's state; None: only the model is kept.
         """
         began = time.perf_counter()
         self.wait()
@@ -115,7 +115,7 @@ class AsyncCheckpointWriter:
         return {name: buffer for name, buffer in buffers.items() if name in kept}
 
     def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
-        """Tensors on the CPU; where training goes on meanwhile, copies in memory that the next save uses again."""
+        """Tensors on the CPU; where training continues meanwhile, copies in memory that the next save uses again."""
         if copied:
             return self._copies[part].of(tensors)
         return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -133,7 +133,7 @@ class AsyncCheckpointWriter:
         return self._asynchronous
 
     def _bytes_to_copy(self) -> int:
-        """The most that a rank copies: its share of the state, and the main process puts the model together."""
+        """The most that a rank copies: its shard of the state, and the main process puts the model together."""
         trained = sum(piece.stop - piece.start for piece in self.engine.state.own())
         return 4 * len(KINDS) * trained + (self._bytes_of_weights() if self.engine.is_main else 0)
 
@@ -279,7 +279,7 @@ class _Save:
         return not self._thread.is_alive()
 
     def conclude(self, failure: str | None) -> str | None:
-        """On the main process, once every rank's share is written or has failed. Returns what failed, if anything."""
+        """On the main process, once every rank's shard is written or has failed. Returns what failed, if anything."""
         self._until = 0.0 if failure else time.perf_counter() + SECONDS_TO_APPEAR
         self._thread.join()
         failure = failure or self.failure
@@ -292,7 +292,7 @@ class _Save:
         return {"update": self.update, "bytes": self._bytes, "stood_still": stood_still, "seconds": self._seconds}
 
     def _work(self, pieces, tensors, progress: dict | None, fill: Fill | None, exported, dtypes) -> None:
-        """Write this rank's share; on the main process (where there is a `fill`) the rest, too.
+        """Write this rank's shard; on the main process (where there is a `fill`) the rest, too.
 
         Args:
             exported: what of the exported model is not in the state.

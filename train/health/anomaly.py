@@ -29,8 +29,8 @@ MAX_OVERFLOWS = 50
 SHOWN_CHARACTERS = 160  # of a sample
 ACTIONS = {  # what on_fault does, as the log has it
     "stop": "The weights are as they were before it",
-    "skip": "It is left out",
-    "rewind": "Back to the last checkpoint, and on without it",
+    "skip": "It is skipped",
+    "rewind": "Back to the last checkpoint; this update is skipped",
 }
 
 

@@ -101,7 +101,7 @@ def explain(
 
 
 def host_advice(recipe, strategy, engine=None, row_tokens: int | None = None, **more) -> list[str]:
-    """What a rank's witness is to propose should the rank die for want of host memory (Witness.advise)."""
+    """What a rank's watchdog is to propose, should the rank be killed for want of host memory (Watchdog.advise)."""
     phase = "backward" if engine is not None else "load"
     situation = take_stock(MemoryError(), phase, None, recipe, strategy, engine, row_tokens, **more)
     model = [f"model    {line}" for line in about_the_model(situation)]
@@ -177,7 +177,7 @@ def _held(engine, here: Held, program_bytes: int) -> tuple[Held, Held]:
     gradients = here.gradients * _gradients(engine)
     weights, optimizer = here.weights * sizes["parameters"], here.optimizer * sizes["optimizer"]
     peak = MemoryMeter(engine.device).peak_bytes() if here.rest else resident_bytes()
-    if engine.device.type == "cpu":  # a device's allocator has never heard of the program
+    if engine.device.type == "cpu":  # a device's allocator knows nothing of the program
         peak -= program_bytes
     held = Held(weights, gradients, optimizer, max(0, peak - weights - gradients - optimizer))
     return held, Held(gradients=here.gradients * gradients_due, optimizer=here.optimizer * optimizer_due)
@@ -228,7 +228,7 @@ def _gradients(engine) -> int:
 
 def _due(engine) -> tuple[int, int]:
     """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
-    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, shared out as its stage says."""
+    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, sharded as its stage says."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     count, element = sum(map(true_numel, trained)), max((parameter.element_size() for parameter in trained), default=0)
     config = engine.strategy.deepspeed

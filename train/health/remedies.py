@@ -79,7 +79,7 @@ class Situation:
     can_chunk: bool = False
     gradient_checkpointing: bool = False
     lora: bool = False
-    quantised: bool = False  # such weights cannot be shared out by ZeRO-3
+    quantised: bool = False  # such weights cannot be sharded by ZeRO-3
     pretrained: bool = False
     dataloader_workers: int = 0
     copies: dict[str, int] = field(default_factory=dict)
@@ -214,7 +214,7 @@ def _of_loading(s: Situation) -> list[Remedy]:
 
 
 def _of_state(s: Situation) -> list[Remedy]:
-    """Weights, gradients and optimizer state: shared out over the processes, moved to the host, or not there."""
+    """Weights, gradients and optimizer state: sharded over the processes, moved to the host, or not needed."""
     known = s.weights > 0
     shared = 1 - 1 / s.world_size
     optimizer = 0 if s.offload_optimizer and s.where == "device" else s.optimizer

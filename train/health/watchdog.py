@@ -1,9 +1,9 @@
-"""A witness of each rank: a small process beside it, which tells how the rank ended when the rank itself cannot.
+"""The watchdog of a rank: a small process beside it, which tells how the rank ended when the rank itself cannot.
 
 A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a rank that is no more waits
-for good. The witness (train/health/watchdog_process.py) learns of the first by the end of a pipe, of the second by
+for good. The watchdog process (watchdog_process.py) learns of the first by the end of a pipe, of the second by
 silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started, or
-dies, the run goes on without.
+dies, the run continues without it.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST = 1000  # bytes of a message: less than PIPE_BUF anywhere, so it is written whole or not at all
-PIPE_BYTES = 2**20  # the witness reads twice a second: room for some 40,000 messages
+PIPE_BYTES = 2**20  # the watchdog process reads twice a second: room for some 40,000 messages
 STDERR = 2
 
 # What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
@@ -63,7 +63,7 @@ class Watchdog:
         self._message, self._pipe, self._child, self._pid = b"", None, None, os.getpid()
 
     def start(self) -> None:
-        """Start the witness; once, as early as the rank is known. On Windows there is none."""
+        """Start the watchdog process; once, as early as the rank is known. On Windows there is none."""
         if os.name != "posix":
             return
         with contextlib.suppress(OSError, ValueError):
@@ -91,7 +91,7 @@ class Watchdog:
 
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._pipe = writer
-        # A launcher that asks its ranks to end knows why. faulthandler tells the witness of it even while the main
+        # A launcher that asks its ranks to end knows why. faulthandler tells the watchdog of it even while the main
         # thread waits in native code, and then lets the signal do what it would have done. A handler of Python's that
         # is set later takes its place.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -119,12 +119,12 @@ class Watchdog:
         self._send(f"told\t{signal_name}\n".encode())
 
     def advise(self, lines: Iterable[str]) -> None:
-        """What the witness is to propose from here on, a line each, should the rank die for want of host memory."""
+        """What the watchdog is to propose from here on, a line each, should the rank die for want of host memory."""
         for line in ("", *lines):  # an empty one: what was said before holds no more
             self._send(b"advice\t" + " ".join(line.split()).encode()[: LONGEST - 8] + b"\n")
 
     def leave(self) -> None:
-        """The rank leaves in order: the witness ends without a word."""
+        """The rank leaves in order: the watchdog process ends and says nothing."""
         if self._child is None or os.getpid() != self._pid:
             return
         self._child.kill()
@@ -134,7 +134,7 @@ class Watchdog:
 
     def _send(self, message: bytes) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(OSError):  # the pipe is full, or the witness is gone
+            with contextlib.suppress(OSError):  # the pipe is full, or the watchdog is gone
                 os.write(self._pipe, message)
 
     def _forget(self) -> None:

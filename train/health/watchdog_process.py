@@ -1,6 +1,6 @@
-"""What the witness of a rank does, as a script that train/health/watchdog.py starts: it tells how its rank ended.
+"""The watchdog process of a rank, a script that train/health/watchdog.py starts: it tells how its rank ended.
 
-    python -I -S watch.py PID RANK LIMIT_S LOCKS_AFTER_S     (the rank's messages come in on stdin)
+    python -I -S watchdog_process.py PID RANK LIMIT_S LOCKS_AFTER_S     (the rank's messages come in on stdin)
 
 It is the rank's child. It sleeps until the pipe's last writer is gone, and looks around twice a second: at the rank's
 memory and the host's, and at how long the rank has been silent. It imports neither torch nor anything outside the
@@ -30,7 +30,7 @@ STACKS_S = 2.0  # from the request for the rank's stacks to its end
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 COMPILERS = {"ninja", "nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "c++", "g++", "gcc", "clang", "clang++", "hipcc"}
-RESUME = "the same command goes on from the newest checkpoint (where there is none yet it starts over)"
+RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
 GENERAL_ADVICE = (
     "use less host memory: a strategy pair without offload (zero3, not zero3_offload: offload moves the optimizer's "
     "state to the host), --dataloader_num_workers 0, fewer processes on this host (--num_processes)"
@@ -48,8 +48,8 @@ class Sample(NamedTuple):
     oom_kills: int | None = None  # by the kernel so far, in the rank's cgroup; of the host where it has none
 
 
-class Heard(NamedTuple):
-    """What the rank has said."""
+class RankMessages(NamedTuple):
+    """What the rank has told its watchdog."""
 
     phase: str = "start"
     update: str = ""
@@ -58,7 +58,7 @@ class Heard(NamedTuple):
     asked: bool = False  # it was ended by a signal that asks
     advice: tuple[str, ...] = ()
 
-    def after(self, line: str) -> "Heard":
+    def after(self, line: str) -> "RankMessages":
         """The same with one more message."""
         kind, *words = line.split("\t")
         if kind == "phase":
@@ -67,7 +67,7 @@ class Heard(NamedTuple):
             return self._replace(told=words[0])
         if kind == "advice":
             return self._replace(advice=(*self.advice, words[0]) if words[0] else ())
-        return self._replace(asked=self.asked or kind.startswith("Stack ("))  # of faulthandler, see witness.py
+        return self._replace(asked=self.asked or kind.startswith("Stack ("))  # of faulthandler, see watchdog.py
 
     @property
     def where(self) -> str:
@@ -167,21 +167,23 @@ def describe_memory(sample: Sample) -> str:
     return "; ".join(parts) or "unknown on this system"
 
 
-def obituary(rank: int, pid: int, heard: Heard, status: int | None, samples: list[Sample], now: Sample) -> str:
+def crash_report(
+    rank: int, pid: int, messages: RankMessages, status: int | None, samples: list[Sample], now: Sample
+) -> str:
     """What is said of a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
-    if ended_by == 0 or ended_by in ORDERLY or heard.asked:
+    if ended_by == 0 or ended_by in ORDERLY or messages.asked:
         return ""
     why, for_memory = cause(status, samples, now)
-    if heard.told and not for_memory:
-        return f"rank {rank} (pid {pid}) had been told to stop ({heard.told}), and was killed in {heard.where}"
+    if messages.told and not for_memory:
+        return f"rank {rank} (pid {pid}) had been told to stop ({messages.told}), and was killed in {messages.where}"
     lines = [
-        f"rank {rank} (pid {pid}) ended without a word in {heard.where}",
+        f"rank {rank} (pid {pid}) ended without a message in {messages.where}",
         f"cause    {why}",
         f"memory   {describe_memory(samples[-1])}",
         *(
             line if line.startswith("model ") else f"remedy   {line}"
-            for line in (heard.advice or (GENERAL_ADVICE,))
+            for line in (messages.advice or (GENERAL_ADVICE,))
             if for_memory
         ),
         f"resume   {RESUME}",
@@ -190,7 +192,7 @@ def obituary(rank: int, pid: int, heard: Heard, status: int | None, samples: lis
 
 
 def say(text: str) -> None:
-    """One write, so that the messages of several witnesses do not mix."""
+    """One write, so that the messages of several ranks do not mix."""
     if text:
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}\n".encode())
@@ -211,7 +213,7 @@ class Watch:
         self.pid, self.rank, self.limit_s, self.locks_after_s = pid, rank, limit_s, locks_after_s
         self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
         self.state = open_state(pid)
-        self.heard, self.rest, self.heard_at = Heard(), b"", time.monotonic()
+        self.messages, self.rest, self.messages_at = RankMessages(), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.end = select.poll()
         self.end.register(0, 0)  # wakes when no writer is left, not for every message
@@ -228,12 +230,12 @@ class Watch:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
             self.samples = [*self.samples[1 - HISTORY :], take_sample(self.pid, self.groups)]
             if state and state[0] in "Tt":
-                self.heard_at = time.monotonic()  # Ctrl-Z, or a debugger
+                self.messages_at = time.monotonic()  # Ctrl-Z, or a debugger
             slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
-            self.heard_at += slept_s if slept_s > SLEPT_S else 0
-            silent_s = self.looked_at - self.heard_at
+            self.messages_at += slept_s if slept_s > SLEPT_S else 0
+            silent_s = self.looked_at - self.messages_at
             self.look_for_locks(silent_s)
-            if silent_s > self.limit_s * self.heard.patience and self.give_up(silent_s):
+            if silent_s > self.limit_s * self.messages.patience and self.give_up(silent_s):
                 return None
 
     def listen(self) -> None:
@@ -245,19 +247,19 @@ class Watch:
                 return
             if not read_now:
                 return
-            self.heard_at = time.monotonic()
+            self.messages_at = time.monotonic()
             *lines, self.rest = (self.rest + read_now).split(b"\n")
             for line in lines:
-                self.heard = self.heard.after(line.decode(errors="replace"))
+                self.messages = self.messages.after(line.decode(errors="replace"))
 
     def tell_end(self, state: tuple[str, bool, int] | None) -> None:
         status = state[2] if state and state[1] else None
         now = take_sample(self.pid, self.groups)
-        say(obituary(self.rank, self.pid, self.heard, status, self.samples, now))
+        say(crash_report(self.rank, self.pid, self.messages, status, self.samples, now))
 
     def look_for_locks(self, silent_s: float) -> None:
         """Warn once of a lock that a killed build has left, while no update has begun."""
-        if silent_s < self.locks_after_s or self.heard.update:
+        if silent_s < self.locks_after_s or self.messages.update:
             return
         files = lock_files()
         compiling = bool(files) and compilers_running()
@@ -266,8 +268,8 @@ class Watch:
             self.locks_after_s = math.inf
             unless = " (something is being compiled on this host: unless that is what it waits for)" * compiling
             say(
-                f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.heard.where}, and there is "
-                f"{' and '.join(locks)}: a build that was killed leaves such a file, and every run that needs this "
+                f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.messages.where}, and there "
+                f"is {' and '.join(locks)}: a build that was killed leaves such a file, and every run that needs this "
                 f"extension waits for it for good. Delete it{unless}, and start again"
             )
 
@@ -275,7 +277,7 @@ class Watch:
         """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""
         span = f"{silent_s / 60:.0f} minutes" if silent_s >= 90 else f"{silent_s:.0f} s"
         say(
-            f"rank {self.rank} (pid {self.pid}) has shown no sign of life for {span} in {self.heard.where}, most "
+            f"rank {self.rank} (pid {self.pid}) has shown no sign of life for {span} in {self.messages.where}, most "
             "likely because another rank has died or waits elsewhere. Where it stands, by its Python stacks:"
         )
         asked_at = time.monotonic()
@@ -285,8 +287,8 @@ class Watch:
             self.listen()
             if os.getppid() != self.pid:
                 return True
-        if self.heard_at > asked_at:
-            say(f"rank {self.rank} goes on after all, in {self.heard.where}")
+        if self.messages_at > asked_at:
+            say(f"rank {self.rank} continues after all, in {self.messages.where}")
             return False
         say(f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs for good (--watchdog_minutes); "
             f"{RESUME}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A file of one JSON object a line that a killed run leaves whole, and a resumed run goes on with."""
+"""A file of one JSON object a line which a kill cannot break, and which a resumed run continues."""
 
 import json
 import os

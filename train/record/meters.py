@@ -93,6 +93,6 @@ class ThroughputMeter:
         return figures
 
     def typical(self) -> float:
-        """Median tokens/s, the first updates (caches, compilation) left out where there are enough others."""
+        """Median tokens/s, without the first updates (caches, compilation) where there are enough others."""
         steady = self.rates[3:] if len(self.rates) >= 10 else self.rates
         return statistics.median(steady) if steady else 0.0

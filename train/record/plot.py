@@ -9,11 +9,11 @@ FEW = 12  # updates that are shown as points, and not smoothed
 
 def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, figure_of_merit: str) -> None:
     """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm.
-    Updates that were left out after a fault are marked; their figures are in metrics.jsonl.
+    Updates that were skipped after an anomaly are marked; their figures are in metrics.jsonl.
 
     Args:
         unit: what the loss is a mean over: token or example.
-        figure_of_merit: the held-out figure that the task is judged by; it gets a panel of its own if it is no loss.
+        figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is no loss.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -23,9 +23,9 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
     held = [line for line in metrics if "eval_loss" in line]
     figure = Figure(figsize=(8, 5.6 + 1.4 * (figure_of_merit != "loss")), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    judged = [line for line in metrics if f"eval_{figure_of_merit}" in line] if figure_of_merit != "loss" else []
+    evaluated = [line for line in metrics if f"eval_{figure_of_merit}" in line] if figure_of_merit != "loss" else []
     upper, *middle, lower = figure.subplots(
-        2 + bool(judged), 1, sharex=True, height_ratios=[3, *[1.5] * bool(judged), 1]
+        2 + bool(evaluated), 1, sharex=True, height_ratios=[3, *[1.5] * bool(evaluated), 1]
     )
     updates, losses = ([line[name] for line in train] for name in ("update", "loss"))
     points = {"marker": "o", "markersize": 3} if len(train) <= FEW else {}
@@ -35,15 +35,13 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
     if held:
         upper.plot([line["update"] for line in held], [line["eval_loss"] for line in held],
                    "o-", color="#d94801", markersize=4, linewidth=1, label="held out")  # fmt: skip
-    if judged:
-        middle[0].plot([line["update"] for line in judged], [line[f"eval_{figure_of_merit}"] for line in judged],
+    if evaluated:
+        middle[0].plot([line["update"] for line in evaluated], [line[f"eval_{figure_of_merit}"] for line in evaluated],
                        "o-", color="#d94801", markersize=4, linewidth=1)  # fmt: skip
         middle[0].set(ylabel=f"{figure_of_merit}\n(held out)")
         middle[0].grid(alpha=0.3)
     for number, update in enumerate(faults):
-        upper.axvline(
-            update, color="#cb181d", linestyle=":", linewidth=1, label=None if number else "left out (fault)"
-        )
+        upper.axvline(update, color="#cb181d", linestyle=":", linewidth=1, label=None if number else "skipped (fault)")
     upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}", title=title)
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)

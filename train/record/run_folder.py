@@ -142,12 +142,12 @@ class RunFolder:
         strategy: dict[str, Any],
         environment: dict[str, Any],
         updates: int = 0,
-        goes_on_from: Path | None = None,
+        resumed_from: Path | None = None,
     ) -> None:
-        """Write what the run is, and begin its record anew, or go on with it after so many updates.
+        """Write what the run is, and begin its record anew, or continue it after `updates` updates.
 
         Args:
-            goes_on_from: the folder of the run that goes on: this one, or another whose record is copied.
+            resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
 
         Raises:
             UserError: the folder cannot be written.
@@ -155,7 +155,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
-            self._clear(goes_on_from)
+            self._clear(resumed_from)
             self._write_all(recipe, global_batch, strategy, environment, updates)
         except OSError as error:
             raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
@@ -180,17 +180,17 @@ class RunFolder:
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
         self.write_environment(environment)
 
-    def _clear(self, goes_on_from: Path | None) -> None:
+    def _clear(self, resumed_from: Path | None) -> None:
         shutil.rmtree(self.model, ignore_errors=True)
         (self.path / "loss.png").unlink(missing_ok=True)
-        if goes_on_from is not None and goes_on_from.resolve() == self.path.resolve():
+        if resumed_from is not None and resumed_from.resolve() == self.path.resolve():
             return
         shutil.rmtree(self.path / "checkpoints", ignore_errors=True)  # what the run that stood here has left
         for left in (self.metrics.path, self.samples.path, self.faults.path, *self.path.glob("predictions*.jsonl")):
             left.unlink(missing_ok=True)
-        for lines in (self.metrics, self.samples) if goes_on_from is not None else ():
-            if (goes_on_from / lines.path.name).is_file():
-                shutil.copyfile(goes_on_from / lines.path.name, lines.path)
+        for lines in (self.metrics, self.samples) if resumed_from is not None else ():
+            if (resumed_from / lines.path.name).is_file():
+                shutil.copyfile(resumed_from / lines.path.name, lines.path)
 
     def _write_all(self, recipe, global_batch: int, strategy: dict, environment: dict, updates: int) -> None:
         self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)

@@ -35,7 +35,7 @@ def fitted(pieces: list[str], width: int | None) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text (a path, say) with its middle left out, where it is longer than `width`: most of its end stays."""
+    """A text (a path, say) without its middle, where it is longer than `width`: most of its end stays."""
     if len(text) <= width:
         return text
     head = (width - 3) // 3
@@ -47,7 +47,7 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
 
     Args:
         width: of the screen. A table that is wider gets a narrower first column; where that would be too narrow to
-            read, it goes on below itself.
+            read, it continues below itself.
     """
     first, *others = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if width is not None:
@@ -100,7 +100,7 @@ class Bar:
             self.bar = tqdm(total=total, initial=done, **self._look(done))
 
     def update(self, line: dict[str, Any], shown: bool = True) -> None:
-        """One update more; its figures are shown, unless they are those of an update that was left out."""
+        """One update more; its figures are shown, unless they are those of a skipped update."""
         if not self.main:
             return
         number = line["update"]

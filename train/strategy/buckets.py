@@ -7,7 +7,7 @@ MOST = 200_000_000  # elements; beyond this a bucket only takes memory
 
 
 def fill_bucket_size(zero: dict, model: torch.nn.Module) -> None:
-    """Settle `reduce_bucket_size` (elements) of ZeRO-1 and ZeRO-2 in place, where "auto" or nothing stands there.
+    """Set `reduce_bucket_size` (elements) of ZeRO-1 and ZeRO-2 in place, where "auto" or nothing stands there.
 
     accelerate would make the square of the hidden size of "auto", so that each matrix is sent for itself; DeepSpeed
     makes two buffers of 5e8 elements of nothing. A sixteenth of the model makes some twenty messages of a backward

@@ -29,14 +29,14 @@ class DeepSpeedEngine(Engine):
             plugin["scheduler"] = config["scheduler"]  # resolved by now
             prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
         self.engine = self.accelerator.prepare(*prepared)[0]
-        self._judge_before_moving(self.engine.optimizer)
+        self._ask_before_step(self.engine.optimizer)
         return self.engine
 
-    def _judge_before_moving(self, optimizer) -> None:
-        """Have the judge asked within DeepSpeed's step, between the norm and the move.
+    def _ask_before_step(self, optimizer) -> None:
+        """Have `accept_update` called within DeepSpeed's step, between the norm and the move.
 
-        Every ZeRO optimizer settles there, in `_update_scale`, whether the step overflowed, and drops the gradients if
-        so: what the judge refuses is dropped in the same way, but leaves the loss scale as it is.
+        Every ZeRO optimizer decides there, in `_update_scale`, whether the step overflowed, and drops the gradients if
+        so: what is refused is dropped in the same way, but leaves the loss scale as it is.
         """
         norm_of = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
         take_norm, update_scale = getattr(optimizer, norm_of), optimizer._update_scale
@@ -45,19 +45,19 @@ class DeepSpeedEngine(Engine):
             self._norm = take_norm(*args, **kwargs)
             return self._norm
 
-        def judged(has_overflow=False):
+        def decide(has_overflow=False):
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             norm = self._norm if self._norm is not None else math.inf
             if isinstance(norm, list):
                 norm = combine_grad_norm_groups(norm)
-            if self._judge(float(norm) / optimizer.loss_scale) or has_overflow:
+            if self._accept_update(float(norm) / optimizer.loss_scale) or has_overflow:
                 update_scale(has_overflow)
             else:
                 optimizer.overflow = True
 
         setattr(optimizer, norm_of, noted)
-        optimizer._update_scale = judged
+        optimizer._update_scale = decide
 
     def accumulate(self, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
@@ -66,7 +66,7 @@ class DeepSpeedEngine(Engine):
     def backward(self, loss):
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def update(self, number, judge):
+    def update(self, number, accept_update):
         rate = self.schedule(number)
         if self.has_scheduler:
             self.engine.lr_scheduler.step(number)  # its own start lags one update behind, and it misses dropped steps
@@ -78,7 +78,7 @@ class DeepSpeedEngine(Engine):
             raise RuntimeError(
                 f"update {number + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
             )
-        self._norm, self._judge = None, judge
+        self._norm, self._accept_update = None, accept_update
         self.engine.step()
 
     @property

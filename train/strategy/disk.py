@@ -1,7 +1,7 @@
 """Offload to disk (DeepSpeed's `device: nvme`): refused, since a run could be saved and not resumed.
 
 Seen with DeepSpeed 0.19.8 on two CPU ranks: with the optimizer on disk, updates and a checkpoint's moments are those
-of zero3. But a run that goes on from it fails: before its first update the moments have size 0 in memory, and nothing
+of zero3. But a run that resumes from it fails: before its first update the moments have size 0 in memory, and nothing
 can be written into them (runtime/zero/stage3.py, line 3163, _get_fp32_opt_state_partition). And of each parameter that
 a checkpoint takes, the whole sub-group is read. By reading: weights on disk have no tensor that state.py could fill.
 """

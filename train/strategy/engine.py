@@ -15,7 +15,7 @@ from train.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from train.recipe.schedule import Schedule
 
-Judge = Callable[[float], bool]
+AcceptUpdate = Callable[[float], bool]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -59,13 +59,13 @@ class Engine:
         """Add this micro-batch's gradients."""
         raise NotImplementedError
 
-    def update(self, number: int, judge: Judge) -> None:
-        """Ask `judge`, then clip and move the weights at update `number`'s learning rate, or drop the gradients.
+    def update(self, number: int, accept_update: AcceptUpdate) -> None:
+        """Ask `accept_update`, then clip and move the weights at this update's learning rate, or drop the gradients.
 
         Args:
-            judge: called once on all ranks together, before anything has moved, with the gradient's norm before
-                clipping; returns whether the weights are to be moved. In fp16 they are not moved where the norm is
-                infinite: then the loss scale is lowered.
+            accept_update: called once on all ranks together, before anything has moved, with the gradient's norm
+                before clipping; returns whether the weights are to be moved. In fp16 they are not moved where the norm
+                is infinite: then the loss scale is lowered.
         """
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class Engine:
         return {}
 
     def continue_from(self, loss_scale: dict[str, Any]) -> None:
-        """Go on with fp16's loss scaling as it was."""
+        """Restore fp16's loss scaling."""
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole weights by name on the CPU, on the main process; None elsewhere. All ranks must call it."""
@@ -117,13 +117,13 @@ class Engine:
         """The values of each rank, one list a rank."""
         return self._gathered(values).tolist()
 
-    def gather_objects(self, share: Any) -> list[Any] | None:
-        """Each rank's share, one a rank, on the main process; None elsewhere. For small things only."""
+    def gather_objects(self, own: Any) -> list[Any] | None:
+        """What each rank has, one a rank, on the main process; None elsewhere. For small things only."""
         if self.layout.world_size == 1:
-            return [share]
-        shares = [None] * self.layout.world_size if self.is_main else None
-        torch.distributed.gather_object(share, shares, dst=0)
-        return shares
+            return [own]
+        ranks = [None] * self.layout.world_size if self.is_main else None
+        torch.distributed.gather_object(own, ranks, dst=0)
+        return ranks
 
     def from_main(self, value: Any) -> Any:
         """What the main process has, on every rank."""
@@ -142,7 +142,7 @@ class Engine:
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
         """`generate` of the model on this rank's rows (B, T), on all ranks together.
 
-        Under ZeRO-3 every rank takes part in every forward pass, so ranks that have finished go on until all have.
+        Under ZeRO-3 every rank takes part in every forward pass, so ranks that have finished continue until all have.
         """
         self.model.eval()
         input_ids = input_ids.to(self.device)
@@ -160,10 +160,10 @@ class Engine:
             tracker.finish()
 
     def held_bytes(self) -> dict[str, int]:
-        """What this rank holds from update to update, on the device or on the host: its share of the weights
+        """What this rank holds from update to update, on the device or on the host: its shard of the weights
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
-        shares = [(p, getattr(p, "ds_tensor", None)) for p in self.module.parameters()]
-        held = [tensor for pair in shares for tensor in pair if tensor is not None]
+        shards = [(p, getattr(p, "ds_tensor", None)) for p in self.module.parameters()]
+        held = [tensor for pair in shards for tensor in pair if tensor is not None]
         state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
         weights, optimizer = _storages(held), _storages(filter(torch.is_tensor, states))
@@ -171,11 +171,11 @@ class Engine:
         return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
 
     def frozen_checksum(self) -> list[int]:
-        """The sums of the bit patterns of the frozen weights, one a weight, of this rank's share under ZeRO-3."""
+        """The sums of the bit patterns of the frozen weights, one a weight, of this rank's shard under ZeRO-3."""
         frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
-        shares = [getattr(parameter, "ds_tensor", parameter.data) for parameter in frozen]
+        shards = [getattr(parameter, "ds_tensor", parameter.data) for parameter in frozen]
         patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        return [int(share.view(patterns[share.element_size()]).sum(dtype=torch.int64)) for share in shares]
+        return [int(shard.view(patterns[shard.element_size()]).sum(dtype=torch.int64)) for shard in shards]
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:

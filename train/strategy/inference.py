@@ -1,4 +1,4 @@
-"""The prepared model where nothing is trained: no optimizer, no gradients, nothing to share out but weights."""
+"""The prepared model where nothing is trained: no optimizer, no gradients, nothing to shard but weights."""
 
 from train.strategy.engine import Engine
 
@@ -6,8 +6,8 @@ from train.strategy.engine import Engine
 class InferenceEngine(Engine):
     """Evaluates and generates under every strategy.
 
-    ZeRO-1 and ZeRO-2 share out what training holds beside the weights, and DeepSpeed has no such stage without an
-    optimizer: each rank has the whole model, as in training. ZeRO-3 shares out the weights here as well.
+    ZeRO-1 and ZeRO-2 shard what training holds beside the weights, and DeepSpeed has no such stage without an
+    optimizer: each rank has the full model, as in training. ZeRO-3 shards the weights here as well.
     """
 
     def _prepare(self, model, recipe):

@@ -61,7 +61,7 @@ def read_launch(named: Named | None = None) -> Launch:
         named: what the program's own command line names: the environment is made of it here.
 
     Raises:
-        UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not served; the
+        UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not supported; the
             launcher and the program name different ones.
     """
     environment = os.environ
@@ -86,9 +86,9 @@ def read_launch(named: Named | None = None) -> Launch:
     )
     problems = _yaml_problems(launch)
     if environment.get("ACCELERATE_USE_FSDP") == "true":
-        problems.append(f"{launch.source}: FSDP is not served. Use one of accelerate_configs/, e.g. zero3.yaml")
+        problems.append(f"{launch.source}: FSDP is not supported. Use one of accelerate_configs/, e.g. zero3.yaml")
     if launch.precision == "fp8":
-        problems.append(f"{launch.source}: mixed_precision = fp8 is not served. Use bf16, fp16 or no")
+        problems.append(f"{launch.source}: mixed_precision = fp8 is not supported. Use bf16, fp16 or no")
     if problems:
         raise UserError(problems)
     return launch

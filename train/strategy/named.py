@@ -29,8 +29,8 @@ VARIABLES = {
     "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
-SERVED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED")
-NOT_SERVED = ("dynamo_config", "fp8_config", "parallelism_config", "megatron_lm_config", "fsdp_config")
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED")
+NOT_SUPPORTED = ("dynamo_config", "fp8_config", "parallelism_config", "megatron_lm_config", "fsdp_config")
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -116,9 +116,11 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
         UserError: it asks for what only accelerate launch can do.
     """
     kind, world = str(content.get("distributed_type", "NO")), int(os.environ.get("WORLD_SIZE", "1"))
-    problems = [f"{source}: {key} is not served without accelerate launch" for key in NOT_SERVED if content.get(key)]
-    if kind not in SERVED:
-        problems.append(f"{source}: distributed_type = {kind} is not served. Use one of accelerate_configs/")
+    problems = [
+        f"{source}: {key} is not supported without accelerate launch" for key in NOT_SUPPORTED if content.get(key)
+    ]
+    if kind not in SUPPORTED:
+        problems.append(f"{source}: distributed_type = {kind} is not supported. Use one of accelerate_configs/")
     if kind == "NO" and world > 1:
         problems.append(f"{source} is of one process, and the launcher has started {world}. Use --strategy ddp")
     if problems:

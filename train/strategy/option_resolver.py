@@ -8,7 +8,7 @@ from train.recipe.errors import UserError
 
 
 class OptionResolver:
-    """Settles who says what: fills "auto", adopts what the recipe leaves unset, collects contradictions."""
+    """Fills "auto" from the recipe, lets the recipe adopt what it leaves unset, and collects contradictions."""
 
     def __init__(self, config: dict, source: str, recipe):
         self.config, self.source, self.recipe = config, source, recipe

@@ -1,7 +1,7 @@
 """What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
 
 A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments. Each rank holds
-pieces of these: all of them under DDP, a share under ZeRO. A piece is named by its parameter and the range of the
+pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter and the range of the
 flattened parameter that it covers, so what N ranks wrote under one strategy, M ranks read under another.
 """
 
@@ -113,7 +113,7 @@ class OptimizerState:
 
 
 class WholeState(OptimizerState):
-    """One process, or DDP: every rank holds everything. Writing is shared out."""
+    """One process, or DDP: every rank holds everything, and writes a part."""
 
     def held(self):
         return [Piece(name, tuple(p.shape), 0, p.numel()) for name, p in self.parameters.items()]
@@ -157,14 +157,14 @@ class FlatState(OptimizerState):
 
 
 class ShardedState(OptimizerState):
-    """ZeRO-3: each rank holds an equal share of each parameter, the last one's filled up."""
+    """ZeRO-3: each rank holds an equal shard of each parameter, the last one's filled up."""
 
     def held(self):
         pieces = []
         for name, parameter in self.parameters.items():
-            share = parameter.ds_tensor.numel()
-            start = min(self.engine.layout.rank * share, parameter.ds_numel)
-            stop = min(start + share, parameter.ds_numel)
+            shard = parameter.ds_tensor.numel()
+            start = min(self.engine.layout.rank * shard, parameter.ds_numel)
+            stop = min(start + shard, parameter.ds_numel)
             if start < stop:
                 pieces.append(Piece(name, tuple(parameter.ds_shape), start, stop))
         return pieces
@@ -184,12 +184,12 @@ class ShardedState(OptimizerState):
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         parameter = self.parameters[piece.name]
-        share = torch.zeros(parameter.ds_tensor.numel())
-        share[: len(values)] = values
+        shard = torch.zeros(parameter.ds_tensor.numel())
+        shard[: len(values)] = values
         if kind == "weight":
-            safe_set_local_fp32_param(parameter, share)
+            safe_set_local_fp32_param(parameter, shard)
         else:
-            safe_set_local_optimizer_state(parameter, share, kind)
+            safe_set_local_optimizer_state(parameter, shard, kind)
 
     def _optimized(self):
         return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
@@ -202,7 +202,7 @@ class ShardedState(OptimizerState):
         optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
         for piece in self.held():
-            share = self.parameters[piece.name].ds_tensor
-            share[: piece.stop - piece.start].copy_(read("weight", piece.name, piece.start, piece.stop))
+            shard = self.parameters[piece.name].ds_tensor
+            shard[: piece.stop - piece.start].copy_(read("weight", piece.name, piece.start, piece.stop))
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

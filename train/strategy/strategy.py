@@ -45,7 +45,7 @@ class Strategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each rank holds a share of the weights only (ZeRO-3)."""
+        """Whether each rank holds a shard of the weights only (ZeRO-3)."""
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
 
     @property

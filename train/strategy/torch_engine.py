@@ -50,12 +50,12 @@ class TorchEngine(Engine):
     def backward(self, loss):
         self.accelerator.backward(loss)
 
-    def update(self, number, judge):
+    def update(self, number, accept_update):
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number)
         self.accelerator.unscale_gradients()
         norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
-        if judge(float(norm)):
+        if accept_update(float(norm)):
             if self.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
             self.optimizer.step()

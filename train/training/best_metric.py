@@ -76,7 +76,7 @@ def make_best_tracker(
     for option in ("early_stopping_patience", "load_best_model_at_end", "save_best"):
         if getattr(recipe, option) and not is_evaluated:
             raise UserError(
-                f"{option} = {getattr(recipe, option)}: nothing is held out, so there is nothing to judge by. "
+                f"{option} = {getattr(recipe, option)}: nothing is held out, so no figure tells which is the best. "
                 "Name a validation_file, or set validation_split_percentage"
             )
     patience = recipe.early_stopping_patience

@@ -22,7 +22,7 @@ from train.training.metrics import compute
 
 
 def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -> tuple[str, ...]:
-    """The names of the figures that `evaluate_examples` gives, the one that the task is judged by in front."""
+    """The names of the figures that `evaluate_examples` gives, the one that tells the best evaluation in front."""
     if labels.names is None:
         of_part = ("pearson", "spearmanr", "mse", "loss")
     elif labels.choices:

@@ -32,7 +32,7 @@ class RunConfiguration:
 
 
 def resolve(task: str, recipe: TrainingRecipe) -> RunConfiguration:
-    """Settle who says what. What the recipe leaves open is adopted from the strategy pair or the run that resumes.
+    """See that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
 
     Raises:
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.

@@ -20,12 +20,12 @@ from train.training.task import Task
 def eval_batches(
     engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int, most: int | None = None
 ) -> Iterator[Batch]:
-    """This rank's share of the held-out samples, on its device; the model is in evaluation mode meanwhile.
+    """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
 
     All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
 
     Args:
-        most: batches of each rank; samples beyond these, in the order of the data, are left out. None: all are read.
+        most: batches of each rank; samples beyond these, in the order of the data, are not read. None: all are.
     """
     count = num_evaluated(engine, samples, batch_size, most)
     key = None if samples.sort_key is None else samples.sort_key[:count]
@@ -80,12 +80,12 @@ def one_row_each(engine, rows: dict[int, Any]) -> list[Any] | None:
     """What all ranks together found for each example, in the order of the examples, on the main process.
 
     Args:
-        rows: {index of an example: what this rank found}; FILLER is left out.
+        rows: {index of an example: what this rank found}; FILLER is ignored.
     """
     rows.pop(FILLER, None)
-    shares = engine.gather_objects(rows)
-    if shares is None:
+    ranks = engine.gather_objects(rows)
+    if ranks is None:
         return None
-    found = {index: row for share in shares for index, row in share.items()}
+    found = {index: row for rank in ranks for index, row in rank.items()}
     assert sorted(found) == list(range(len(found))), "every example once"
     return [found[index] for index in range(len(found))]

@@ -1,6 +1,6 @@
 """Evaluation by generation: what the model writes for each held-out source, BLEU and ROUGE, and predictions.jsonl.
 
-Every rank generates for its share; fillers make the last batches equal, so that under ZeRO-3, where every forward pass
+Every rank generates for its part; fillers make the last batches equal, so that under ZeRO-3, where every forward pass
 takes all ranks, nobody waits for a rank that has nothing left to do. What leaves a rank is texts.
 """
 
@@ -48,7 +48,7 @@ def evaluate_generation(
 
 
 def writing_settings(recipe: ClmRecipe, config, tokenizer, ends: list[int]) -> dict[str, Any]:
-    """What the search is told where a causal model goes on: the likeliest token each time.
+    """Settings of generation where a causal model continues a text: the likeliest token each time.
 
     Args:
         ends: tokens at which writing ends, beside those of the model and its tokenizer.

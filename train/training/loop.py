@@ -25,7 +25,7 @@ def train(run: Run) -> Ending:
     run.engine.model.train()
     run.memory.reset()
     for update in range(state.updates + 1, length.num_updates + 1):
-        began, batches = time.perf_counter(), stream.next()
+        batches, began = stream.next(), time.perf_counter()
         if update in state.skipped_updates:
             result = run.step.skip(update)
         else:

@@ -120,7 +120,7 @@ class TrainStep:
     def _exchange(
         self, result: StepResult, following: UpdateBatches | None, loss_sum: float, grad_norm: float
     ) -> tuple[float, float]:
-        """Tell the other ranks of this update, and hear of theirs.
+        """Exchange this update's figures with the other ranks.
 
         Returns: the loss summed over the global batch, and the norm (rank 0's, so that all decide alike).
         """

@@ -37,10 +37,10 @@ def why_stopped(
     if ending.reason is StopReason.ANOMALY:
         return _after_anomaly(by, ending, checkpoints.folder.faults.path, on_fault)
     newest = next(checkpoints.directory.resumable(), None)
-    remedy = f"goes on from {newest}" if newest else "starts over"
+    remedy = f"resumes from {newest}" if newest else "starts over"
     if not checkpoints.saved_latest:
         return [f"{by}, which could not be saved: the same command {remedy}"]
-    return [f"{by}: the same command goes on from there"]
+    return [f"{by}: the same command resumes there"]
 
 
 def _after_anomaly(by: str, ending: Ending, file: Path, on_fault: str) -> list[str]:
@@ -51,8 +51,7 @@ def _after_anomaly(by: str, ending: Ending, file: Path, on_fault: str) -> list[s
     if on_fault == "stop":
         return [
             *lines,
-            "            The same command comes to it again. To go on without these samples add "
-            "--on_fault skip (or rewind)",
+            "            The same command meets it again. To skip these samples add --on_fault skip (or rewind)",
             "            Should the loss have gone wrong before it: start over with a lower "
             "--learning_rate in another --output_dir",
         ]
@@ -86,7 +85,7 @@ def summary(
     if saves:
         size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
         number = f"{len(saves)} checkpoints" if len(saves) > 1 else "1 checkpoint"
-        lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training stood still {paused:.2f} s for each")
+        lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
     if with_adapter:
         lines.append("frozen      weights are what they were, bit for bit")
     loads_best = best.loads and best.best.update is not None

@@ -1,0 +1,52 @@
+"""A run's configuration is resolved once, and nothing changes it afterwards."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from train.recipe import ClmRecipe, parse_recipe
+from train.training.configuration import resolve
+
+FLAGS = ["--config_name", "gpt2", "--tokenizer_name", "x", "--train_file", "x.txt"]
+
+
+def parsed(tmp_path, *flags: str) -> ClmRecipe:
+    return parse_recipe(ClmRecipe, [*FLAGS, "--output_dir", str(tmp_path / "run"), *flags], prog="clm.py")
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """A user's pair, as accelerate's launcher hands it down."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 32, "gradient_clipping": 0.5}))
+    (tmp_path / "pair.yaml").write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED"}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    return str(file)
+
+
+def test_every_value_has_its_source(tmp_path, pair):
+    config = resolve("clm", parsed(tmp_path, "--learning_rate", "1e-3"))
+    recipe = config.recipe
+    assert (recipe.learning_rate, recipe.source("learning_rate")) == (1e-3, "--learning_rate")
+    assert (recipe.max_grad_norm, recipe.source("max_grad_norm")) == (0.5, pair)
+    assert (recipe.global_batch_size, recipe.source("global_batch_size")) == (32, pair)
+    assert (recipe.seed, recipe.source("seed")) == (42, None)
+    assert recipe.dataloader_num_workers is not None, "what is left open is filled in"
+    assert config.strategy.batches.accumulation == 32 // recipe.per_device_train_batch_size
+    assert config.strategy.deepspeed["gradient_clipping"] == 0.5
+
+
+def test_nothing_changes_afterwards(tmp_path, pair):
+    given = parsed(tmp_path)
+    config = resolve("clm", given)
+    for part, name in ((config, "recipe"), (config.strategy, "precision"), (config.resume, "sources")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, name, None)
+    with pytest.raises(AttributeError, match="frozen"):
+        config.recipe.adopt("seed", 1, "somebody")
+    assert given.global_batch_size is None, "and what was given is as it was"
+    given.seed = 7
+    assert config.recipe.seed == 42
