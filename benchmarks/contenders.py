@@ -23,7 +23,7 @@ from train.model.configuration import load_configuration
 from train.model.load import build_model
 from train.model.loss import install_loss, model_loss
 from train.model.parameters import flops_per_token
-from train.model.settle import install_chosen_loss, settle_loss
+from train.model.preflight import check_loss, install_chosen_loss
 from train.recipe import ClmRecipe
 from train.record.jsonl import JsonlFile
 from train.record.meters import make_meter
@@ -199,7 +199,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     model = build_model(AutoModelForCausalLM, work.config, recipe, trainer.strategy, recipe.seed)
     install_chosen_loss(model, recipe)
     engine = trainer.prepare(model)
-    settle_loss(engine, recipe)
+    check_loss(engine, recipe)
     task = Task(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
     trainer.train(task, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
     assert len(trainer.folder.metrics.read()) == work.options.num_updates

@@ -31,7 +31,13 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.data.text.prepare import is_packed, prepare_text
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
-    from train.model.settle import check_masks, install_chosen_loss, settle_attention, settle_loss, settle_packing
+    from train.model.preflight import (
+        check_loss,
+        check_mask_support,
+        check_packing,
+        choose_packed_attention,
+        install_chosen_loss,
+    )
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
@@ -55,16 +61,16 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     trainer.add_adapter(model)
     install_chosen_loss(model, recipe)
     if is_packed(recipe):
-        notes.append(settle_attention(model, recipe, trainer.strategy.precision))
+        notes.append(choose_packed_attention(model, recipe, trainer.strategy.precision))
     timeline.mark("model")
     engine = trainer.prepare(model)
     collate = CausalCollator(padding_token(data.tokenizer), multiple=multiple_for(engine.device))
     if is_packed(recipe):
-        notes.append(settle_packing(engine, recipe, collate))
+        notes.append(check_packing(engine, recipe, collate))
     elif recipe.reset_attention_mask or recipe.reset_position_ids:
-        check_masks(engine)
+        check_mask_support(engine)
     if not recipe.predict_file:
-        notes.append(settle_loss(engine, recipe))
+        notes.append(check_loss(engine, recipe))
 
     def predict(engine):
         padded = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))

@@ -30,13 +30,13 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
     from train.data.labelled.examples import prepare_examples
-    from train.data.labelled.labels import pretrained_head, renamed_head, settle_labels
+    from train.data.labelled.labels import pretrained_head, renamed_head, set_labels
     from train.data.pack import stats_rows
     from train.model.configuration import check_task
-    from train.model.load import weights_of_head
+    from train.model.load import head_weights
     from train.model.loss import logits_of_examples, loss_of_examples
     from train.model.parameters import flops_per_token
-    from train.model.tokenizer import check_vocabulary, fillers, settle_padding
+    from train.model.tokenizer import check_vocabulary, padding_values, set_padding_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
     from train.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
@@ -58,17 +58,17 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         other = had + 1
     else:
         notes.append(renamed_head(config, data.labels, pretrained))
-        had = other = settle_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
-    replaced = weights_of_head(AutoModelForSequenceClassification, config, other) if had else []
+        had = other = set_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
+    replaced = head_weights(AutoModelForSequenceClassification, config, other) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
-    settle_padding(config, data.tokenizer)
+    set_padding_token(config, data.tokenizer)
     trainer.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     trainer.start_processes()
-    model = trainer.load(auto_class, config, left_out=replaced)
+    model = trainer.load(auto_class, config, ignored_weights=replaced)
     trainer.add_adapter(model)
     timeline.mark("model")
     engine = trainer.prepare(model)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     # The loss is a sum over examples; the loop divides by their number in the global batch.
     width = data.max_length if recipe.pad_to_max_length else None
     collator = ChoiceCollator if data.labels.choices else ExampleCollator
-    collate = collator(fillers(data.tokenizer), width, multiple_for(engine.device))
+    collate = collator(padding_values(data.tokenizer), width, multiple_for(engine.device))
 
     def loss_sum(model, batch):
         return loss_of_examples(logits_of_examples(model, batch), batch.labels)

@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.data.prompts import read_sources
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_pair_token
-    from train.model.settle import install_chosen_loss, safe_precision, settle_loss, settle_start_token
-    from train.model.tokenizer import check_vocabulary, padding_token
+    from train.model.preflight import check_loss, install_chosen_loss, safe_precision
+    from train.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
     from train.training.evaluation import eval_batches, held_out_loss
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         check_vocabulary(config, data.tokenizer, recipe),
         trainer.use_precision(*safe_precision(trainer.strategy, config)),
     ]
-    settle_start_token(config, data.tokenizer)
+    set_decoder_start_token(config, data.tokenizer)
     trainer.plan(len(data.train or ()))
     timeline.mark("data")
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     timeline.mark("model")
     engine = trainer.prepare(model)
     if not recipe.predict_file:
-        notes.append(settle_loss(engine, recipe))
+        notes.append(check_loss(engine, recipe))
 
     # The loss is a sum over target tokens, teacher-forced (train/model/loss.py); the loop divides by their number.
     widths = data.widths if recipe.pad_to_max_length else None

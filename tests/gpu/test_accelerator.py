@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from train.data.collate import CausalCollator
 from train.model.loss import choose_loss, install_loss
-from train.model.probe import documents_leak
+from train.model.preflight import documents_leak
 from train.recipe.errors import UserError
 
 pytestmark = [

@@ -18,7 +18,7 @@ import train.model.attention as attention
 from train.data.collate import CausalCollator, document_lengths
 from train.model.attention import VARLEN, check_installed, choose_attention, takes_lengths
 from train.model.loss import install_loss
-from train.model.settle import settle_packing
+from train.model.preflight import check_packing
 from train.recipe import ClmRecipe
 
 HUB = "kernels-community/flash-attn2"
@@ -181,27 +181,27 @@ def test_what_torch_s_kernel_cannot_is_refused(flash):
         loss_and_gradients(model, flatten=True)
 
 
-# ---------------------------------------------------------------------------------------------------------- the probe
+# ---------------------------------------------------------------------------------------------------------- the check
 
 
 def engine(model) -> SimpleNamespace:
     return SimpleNamespace(model=model, module=model, device=CPU)
 
 
-def test_the_probe_goes_through_the_collator_with_two_rows(flash):
+def test_the_check_goes_through_the_collator_with_two_rows(flash):
     """A hub kernel's name does not begin with flash, and transformers tells documents apart in one row only."""
     model, collate = tiny_model("llama", HUB), CausalCollator(0)
     assert attention.takes_lengths(model.config)
-    assert settle_packing(engine(model), ClmRecipe(attn_implementation=HUB), collate) == ""
+    assert check_packing(engine(model), ClmRecipe(attn_implementation=HUB), collate) == ""
     assert collate.flatten
     assert all(told == [0, 8, 16, 24, 32] for told in flash.told)
 
 
 def test_rows_that_are_not_flattened_are_found_out(flash, monkeypatch):
     """As it was for hub kernels: two rows, and nothing that says where documents end."""
-    monkeypatch.setattr("train.model.settle.takes_lengths", lambda config: False)
+    monkeypatch.setattr("train.model.preflight.takes_lengths", lambda config: False)
     said = refusal(
-        settle_packing, engine(tiny_model("llama", HUB)), ClmRecipe(attn_implementation=HUB), CausalCollator(0)
+        check_packing, engine(tiny_model("llama", HUB)), ClmRecipe(attn_implementation=HUB), CausalCollator(0)
     )
     assert "lets a document see the one before it" in said
     assert "rows" in flash.told
@@ -212,7 +212,7 @@ def test_a_kernel_that_nobody_asked_for_is_given_up_where_the_model_does_not_tel
     original = model.forward
     model.forward = lambda input_ids, position_ids, **lost: original(input_ids=input_ids, position_ids=position_ids)
     collate = CausalCollator(0)
-    note = settle_packing(engine(model), ClmRecipe(), collate)
+    note = check_packing(engine(model), ClmRecipe(), collate)
     assert note == "attention sdpa: a llama does not tell its attention how long documents are"
     assert not collate.flatten
     assert model.config._attn_implementation == "sdpa"
@@ -270,7 +270,7 @@ def test_an_installed_package_comes_first(gpu, monkeypatch):
     ("precision", "changes", "said"),
     [
         ("fp32", {}, "bf16 and fp16 only"),
-        ("bf16", {"attention_dropout": 0.1}, "drops attention weights"),
+        ("bf16", {"attention_dropout": 0.1}, "dropout on attention weights"),
         ("bf16", {"attn_logit_softcapping": 50.0}, "caps its attention scores"),
         ("bf16", {"attention_chunk_size": 64}, "attends in chunks"),
     ],
@@ -285,7 +285,7 @@ def test_why_it_is_sdpa_on_a_gpu(gpu, precision, changes, said):
 def test_an_old_gpu_and_a_kernel_that_is_wrong(gpu, flash, monkeypatch):
     right = flash.varlen_attn
     monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 2 * right(*args, **how))
-    assert "does not work here: it is 300.1% off" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
+    assert "does not work here: its error is 300.1%" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
     monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 1 / 0)
     assert "does not work here: division by zero" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -297,7 +297,7 @@ def test_what_the_recipe_asks_for_stays(gpu, wanted):
     model = tiny_model("llama", wanted)
     said = choose_attention(model, wanted, "bf16", gpu)
     assert said.startswith(f"attention {wanted}: ")
-    assert said.endswith("(as the recipe asks)")
+    assert said.endswith("(as the recipe says)")
     assert model.config._attn_implementation == wanted
 
 

@@ -21,12 +21,12 @@ from train.data.chat.prepare import overlap
 from train.model.chat import (
     TEMPLATES,
     BadTemplate,
+    apply_template,
     install_template,
     known_templates,
     named_template,
     question_ids,
     render,
-    written,
 )
 from train.model.loss import IGNORE
 
@@ -244,7 +244,7 @@ def test_the_tokenizers_own_template(tokenizer_of, template, eos, end, last_end)
 def test_a_named_template_takes_the_place_of_the_tokenizers_own(tokenizer_of, tmp_path):
     tokenizer = chatml(tokenizer_of("gpt2"))
     assert "(in place of the tokenizer's own)" in install_template(tokenizer, "instruction").note
-    assert written(tokenizer, LONG_TALK[1:3]).startswith("### Instruction:\n日本")
+    assert apply_template(tokenizer, LONG_TALK[1:3]).startswith("### Instruction:\n日本")
     tokenizer.save_pretrained(tmp_path)
     assert type(tokenizer).from_pretrained(tmp_path).chat_template == tokenizer.chat_template
     (tmp_path / "mine.jinja").write_text(CHATML)
@@ -258,7 +258,7 @@ def test_the_templates_that_there_are(tokenizer_of):
         assert named_template(name) == (TEMPLATES / f"{name}.jinja").read_text()
         for tokenizer in (tokenizer_of("gpt2"), tokenizer_of("llama")):
             install_template(tokenizer, name)
-            text = written(tokenizer, LONG_TALK[1:3])
+            text = apply_template(tokenizer, LONG_TALK[1:3])
             begins = tokenizer.bos_token == "<s>" or name == "llama-2-chat"
             assert text.startswith(tokenizer.bos_token) == begins
             assert text.endswith(tokenizer.eos_token)
@@ -305,7 +305,7 @@ def test_a_template_that_is_not_valid(tokenizer_of, tmp_path, template, words):
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "it does not write turn 3, an answer"),
         ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "it does not write turn 3"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (messages[2].content | length) }}",
-         "what it writes after the last answer depends on the answer"),
+         "its text after the last answer depends on the answer"),
     ],
 )  # fmt: skip
 def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, words):

@@ -15,7 +15,7 @@ from train.data.order import FILLER
 from train.data.sources import read_source
 from train.model.configuration import load_configuration
 from train.model.loss import IGNORE, logits_of_examples, loss_of_examples
-from train.model.tokenizer import fillers, train_tokenizer
+from train.model.tokenizer import padding_values, train_tokenizer
 from train.recipe import ClsRecipe, parse_recipe
 from train.tools.compare.worst_case_batch import stretched
 from train.training.classification import best_constant, figures_of
@@ -108,7 +108,7 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
 
     sizes = [len(data.train[index]["sizes"]) for index in range(10)]
     small, large = sizes.index(2), sizes.index(3)
-    collate = ChoiceCollator(fillers(data.tokenizer))
+    collate = ChoiceCollator(padding_values(data.tokenizer))
     batch = collate([(data.train[small], small), (data.train[large], large), (data.train[large], FILLER)])
     assert (
         batch.inputs["input_ids"].shape == batch.inputs["attention_mask"].shape == (3, 3, max(data.train.lengths) // 3)

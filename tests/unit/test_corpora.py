@@ -24,7 +24,7 @@ from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.export import export_model
 from train.model.loss import IGNORE, install_loss
-from train.model.settle import check_masks
+from train.model.preflight import check_mask_support
 from train.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
@@ -547,7 +547,7 @@ def test_masks_take_an_attention_that_heeds_them(attention, refused):
     config = SimpleNamespace(_attn_implementation=attention)
     engine = SimpleNamespace(module=SimpleNamespace(config=config))
     with pytest.raises(UserError, match="without the other") if refused else contextlib.nullcontext():
-        check_masks(engine)
+        check_mask_support(engine)
 
 
 def test_another_tokenizer_is_refused(tokenised, damaged, tmp_path):

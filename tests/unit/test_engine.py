@@ -8,7 +8,7 @@ import torch
 from helpers import tiny_deberta
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from train.model.load import build_model, weights_of_head
+from train.model.load import build_model, head_weights
 from train.recipe import ClsRecipe
 from train.strategy.deepspeed_engine import DeepSpeedEngine
 from train.strategy.strategy import Strategy
@@ -83,9 +83,9 @@ def two_labels(folder: str, num_labels: int = 2):
 
 
 def test_the_weights_of_a_head_are_found(three_labels):
-    names = weights_of_head(AutoModelForSequenceClassification, two_labels(three_labels), 3)
+    names = head_weights(AutoModelForSequenceClassification, two_labels(three_labels), 3)
     assert names == ["classifier.weight", "classifier.bias"]
-    assert weights_of_head(AutoModelForSequenceClassification, two_labels(three_labels), 2) == []
+    assert head_weights(AutoModelForSequenceClassification, two_labels(three_labels), 2) == []
 
 
 def test_a_new_head_follows_from_the_seed_alone(three_labels):
@@ -94,7 +94,9 @@ def test_a_new_head_follows_from_the_seed_alone(three_labels):
     for seed, noise in ((1, 5), (1, 6), (2, 5)):
         torch.manual_seed(noise)
         config = two_labels(three_labels)
-        models.append(build_model(AutoModelForSequenceClassification, config, recipe, STRATEGY, seed, left_out=head))
+        models.append(
+            build_model(AutoModelForSequenceClassification, config, recipe, STRATEGY, seed, ignored_weights=head)
+        )
     first, second, other = (model.state_dict() for model in models)
     before = AutoModelForSequenceClassification.from_pretrained(three_labels).state_dict()
     assert first["classifier.weight"].shape == (2, 32)

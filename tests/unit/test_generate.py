@@ -445,7 +445,7 @@ def test_adapters_that_do_not_belong_here(model, adapter, generate, tmp_path, to
     assert "an adapter itself" in both
     save_writer(tmp_path / "other", tokenizer, "gpt2")
     assert "another base" in generate("--model", tmp_path / "other", "--adapter", adapter, *flags, expect=2).err
-    assert "whole model" in generate("--model", model, "--adapter", model, *flags, expect=2).err
+    assert "full model" in generate("--model", model, "--adapter", model, *flags, expect=2).err
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
     assert "--model BASE --adapter FOLDER" in generate("--model", adapter, *flags, expect=2).err

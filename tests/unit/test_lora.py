@@ -12,12 +12,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from train.model.adapted import put_on
-from train.model.adapters import open_adapter
+from train.model.adapter_folder import open_adapter
+from train.model.adapter_injection import inject_adapter
 from train.model.load import build_model
 from train.model.lora import add_adapter, check_quantisation
 from train.model.parameters import count_parameters, flops_per_token
-from train.model.settle import _probe, install_chosen_loss
+from train.model.preflight import _sizes, install_chosen_loss
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
 from train.strategy.strategy import Strategy
 
@@ -161,10 +161,10 @@ def test_names_may_be_separated_by_commas(bases, names):
     assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "v_proj"}
 
 
-def test_an_embedding_with_an_adapter_can_be_probed(bases):
+def test_an_embedding_with_an_adapter_can_be_checked(bases):
     model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "embed_tokens")
     engine = SimpleNamespace(module=model, device=torch.device("cpu"))
-    assert _probe(engine)[0] == 97
+    assert _sizes(engine)[0] == 97
 
 
 def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
@@ -205,7 +205,7 @@ def test_what_was_trained_is_put_on_its_base_again(bases, tmp_path, family, flag
     adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
     base = FAMILIES[family][1].from_pretrained(bases[family])
     before = answer(base)
-    put_on(open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
+    inject_adapter(open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
     assert (answer(base) - before).abs().max() > 1e-3
     torch.testing.assert_close(answer(base), answer(model), rtol=0, atol=0)
 
@@ -224,7 +224,7 @@ def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, w
         spoil(tensors)
         save_file(tensors, tmp_path / "adapter_model.safetensors")
     base = FAMILIES[family][1].from_pretrained(bases[family])
-    message = refusal(put_on, open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
+    message = refusal(inject_adapter, open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
     assert "is for another base than" in message
     assert words.lower() in message.lower()
 
@@ -233,7 +233,7 @@ def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
     model, adapter = adapted(bases["gpt2"], "gpt2")
     adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
     other = CAUSAL.from_config(AutoConfig.from_pretrained(bases["gpt2"]))
-    message = refusal(put_on, open_adapter(str(tmp_path)), other, "other", NOT_SHARDED, quantised=False)
+    message = refusal(inject_adapter, open_adapter(str(tmp_path)), other, "other", NOT_SHARDED, quantised=False)
     assert "are not those that it was trained on" in message
 
 
@@ -277,7 +277,7 @@ def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
         state[name] = torch.empty(0)
     else:
         del state[name]
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="incomplete"):
         adapter.save(model, state, Tokenizer(), tmp_path / "out", "a card")
     assert not (tmp_path / "out").exists()
 
@@ -300,7 +300,7 @@ def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
         ),
         ("gpt2", ("--lora_target_modules", "ln_f"), ["'ln_f' is a LayerNorm", "cannot have an adapter", "c_attn"]),
         ("llama", ("--lora_target_modules", "self_attn"), ["'self_attn' is a LlamaAttention", "q_proj"]),
-        ("llama", ("--lora_target_modules", "all-linear", "q_proj"), ["all-linear stands alone"]),
+        ("llama", ("--lora_target_modules", "all-linear", "q_proj"), ["all-linear excludes other names"]),
         ("gpt2", ("--lora_modules_to_save", "embed_tokens"), ["'embed_tokens' matches no module", "wte"]),
     ],
 )

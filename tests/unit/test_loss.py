@@ -7,7 +7,7 @@ from helpers import TINY, loss_and_gradients, tiny_model
 
 import train.model.loss as loss_module
 from train.model.loss import choose_loss, install_loss
-from train.model.probe import losses_differ, random_tokens
+from train.model.preflight import loss_difference, random_tokens
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_in_half_precision_the_sum_is_whole(dtype):
 def products(request, monkeypatch):
     """Both ways of multiplying matrices of half precision; the CPU has no `out_dtype`."""
     if request.param == "as a GPU does it":
-        monkeypatch.setattr(loss_module, "_multiplies_halves", lambda device: True)
+        monkeypatch.setattr(loss_module, "_has_half_matmul", lambda device: True)
         monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
 
 
@@ -179,7 +179,7 @@ def test_without_labels_the_model_answers_as_before():
     assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
 
 
-def probe() -> dict[str, torch.Tensor]:
+def inputs_of_the_check() -> dict[str, torch.Tensor]:
     tokens = random_tokens(97, torch.device("cpu"), count=2)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -198,17 +198,17 @@ def test_a_model_that_scales_its_logits_is_found_out():
     model = AutoModelForCausalLM.from_config(GraniteConfig(vocab_size=97, logits_scaling=0.1, **sizes)).eval()
     install_loss(model, "chunked")
     set_kind = lambda kind: setattr(model, "loss_kind", kind)  # noqa: E731
-    assert losses_differ(model, set_kind, "chunked", probe()) > 1e-2
+    assert loss_difference(model, set_kind, "chunked", inputs_of_the_check()) > 1e-2
     llama = tiny_model("llama")
     install_loss(llama, "chunked")
     set_kind = lambda kind: setattr(llama, "loss_kind", kind)  # noqa: E731
-    assert losses_differ(llama, set_kind, "chunked", probe()) < 1e-5
+    assert loss_difference(llama, set_kind, "chunked", inputs_of_the_check()) < 1e-5
 
 
 def test_the_run_says_which_loss_and_why():
     kind, why = choose_loss("full", torch.device("cpu"))
     assert kind == "full"
-    assert "as the recipe asks" in why
+    assert "as the recipe says" in why
     kind, why = choose_loss("auto", torch.device("cpu"))
     assert kind == "chunked"
     assert kind in why

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from train.cli import main
-from train.model.adapters import find_base, open_adapter
-from train.model.base_weights import differs, sample_weights
+from train.model.adapter_folder import find_base, open_adapter
+from train.model.base_fingerprint import differs, sample_weights
 from train.recipe import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft on the odd adapters that are made here
@@ -337,7 +337,7 @@ def test_folders_that_hold_no_adapter(build, tmp_path, capsys):
     assert "no such folder" in refusal(case, capsys, adapter=tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "no adapter_config.json" in refusal(case, capsys, adapter=tmp_path / "empty")
-    assert "whole model" in refusal(case, capsys, adapter=case.base)
+    assert "full model" in refusal(case, capsys, adapter=case.base)
     (tmp_path / "run").mkdir()
     shutil.copytree(case.adapter, tmp_path / "run" / "model")
     assert f"Name {tmp_path / 'run' / 'model'}" in refusal(case, capsys, adapter=tmp_path / "run")
@@ -389,7 +389,7 @@ def test_weights_that_are_no_numbers(build, capsys):
         ({"task_type": "TOKEN_CLS"}, ["TOKEN_CLS", "SEQ_CLS"]),
         ({"base_model_name_or_path": None}, ["names no base", "--base"]),
         ({"base_model_name_or_path": "/no/such/folder"}, ["/no/such/folder", "no such folder", "--base"]),
-        ({"base_model_name_or_path": "no-such/model"}, ["no-such/model", "the hub did not give it", "--base"]),
+        ({"base_model_name_or_path": "no-such/model"}, ["no-such/model", "cannot be loaded from the hub", "--base"]),
         ({"target_modules": ["query_key_value"]}, ["another base", "query_key_value"]),
         ({"from_the_future": 1}, ["newer peft", "from_the_future"]),
     ],

@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from train.model.configuration import ARCHITECTURES, load_configuration
-from train.model.finite import check_finite, not_finite
 from train.model.load import build_model
+from train.model.nan_check import check_finite, count_not_finite
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from train.model.preflight import enable_gradient_checkpointing
 from train.model.pretrained_io import read_model
-from train.model.settle import recompute_activations
 from train.model.tokenizer import check_vocabulary, load_tokenizer
 from train.recipe import ClmRecipe, UserError
 from train.strategy.strategy import Strategy
@@ -221,7 +221,7 @@ def test_vocabulary_files_of_any_name(data, renamed):
     assert "is no JSON file" in said
     (renamed / "other.json").write_text('{"a": 0, "<|endoftext|>": 1}')
     said = refusal(load_tokenizer, ClmRecipe(**files | {"vocab_file": str(renamed / "other.json")}), config)
-    assert f"merge_file = {files['merge_file']!r} is not that of vocab_file" in said
+    assert f"merge_file = {files['merge_file']!r} does not belong to vocab_file" in said
 
 
 # ----------------------------------------------------------------------------------------- weights that are no numbers
@@ -253,11 +253,11 @@ def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
     for rank, share in enumerate(shares):
         model.weight.ds_tensor, model.weight.ds_numel, model.weight.ds_shape = share, 3, torch.Size([1, 3])
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        found.append(not_finite(model))
+        found.append(count_not_finite(model))
     assert found == [{"weight": (1, True)}, {"weight": (1, True)}]
     assert "weight (2 of 3 values)" in refusal(check_finite, model, "model_name_or_path = 'x'", lambda own: found)
     model.weight.ds_tensor, found[:] = torch.tensor([0.0, torch.nan]), [{}]
-    assert not_finite(model) == {}, "the filler"
+    assert count_not_finite(model) == {}, "the filler"
     check_finite(model, "model_name_or_path = 'x'")
 
 
@@ -266,10 +266,10 @@ def test_a_model_that_cannot_recompute_activations_is_named():
 
     model = CTRLLMHeadModel(CTRLConfig(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, dff=8))
     assert "the code of a ctrl (CTRLLMHeadModel) cannot compute its blocks again" in refusal(
-        recompute_activations, model
+        enable_gradient_checkpointing, model
     )
     llama = tiny_model("llama")
-    recompute_activations(llama)
+    enable_gradient_checkpointing(llama)
     assert llama.is_gradient_checkpointing
 
 

@@ -22,7 +22,8 @@ from train.cli import main
 from train.data.megatron import corpus as corpus_files
 from train.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
 from train.data.sources import FORMATS
-from train.model.tokenizer import END_OF_TEXT, load_tokenizer
+from train.model.families.gpt2 import END_OF_TEXT
+from train.model.tokenizer import load_tokenizer
 from train.recipe.errors import UserError
 from train.tools.prepare import encode
 from train.tools.prepare.cutting import cut_text

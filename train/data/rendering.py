@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.model.chat import BadTemplate, install_template, written
+from train.model.chat import BadTemplate, apply_template, install_template
 from train.recipe.errors import UserError, first_line
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
@@ -107,7 +107,7 @@ class Renderer:
 
     def _render(self, messages: Messages, for_an_answer: bool = True) -> str:
         try:
-            return written(self.tokenizer, messages, for_an_answer)
+            return apply_template(self.tokenizer, messages, for_an_answer)
         except (BadTemplate, ValueError) as error:  # or there are several templates
             raise UserError(f"the chat template does not take this conversation: {first_line(error)}") from None
 

@@ -1,9 +1,9 @@
-"""Attention inside packed documents: which kernel runs, and what it is told.
+"""Attention inside packed documents: which kernel runs, and how it learns where documents end.
 
-Told by positions alone, transformers builds for sdpa a mask of who sees whom, (B, 1, T, T): that rules flash kernels
-out, and as it is boolean, torch converts it anew in each layer and keeps what comes of it for the backward pass, L x B
-x T^2 x 2 bytes in all. Flash kernels take the lengths of the documents. So where one is at hand it runs, the rows laid
-out end to end (train/data/collate.py); elsewhere the mask is converted once.
+For sdpa transformers builds an attention mask from the positions, (B, 1, T, T). Flash kernels take no mask. The mask
+is boolean, so torch converts it again in each layer and keeps the results for the backward pass, L x B x T^2 x 2 bytes
+in all. Flash kernels take the lengths of the documents. So a flash kernel runs if one is available, on rows laid out
+end to end (train/data/collate.py); otherwise the mask is converted once.
 """
 
 import functools
@@ -21,25 +21,25 @@ AMPERE = (8, 0)  # compute capability: flash kernels need it
 WIDEST_HEAD = 256
 
 
-def choose_attention(model, wanted: str | None, precision: str, device: torch.device) -> str:
-    """Before the model is prepared: let the kernel run that suits packed documents. Returns the log's line on it.
+def choose_attention(model, requested: str | None, precision: str, device: torch.device) -> str:
+    """Before the model is prepared: choose the kernel for packed documents. Returns a line for the log.
 
     Args:
-        wanted: attn_implementation, as the recipe states it; it is as it is then.
-        precision: fp32, bf16 or fp16, of what is computed.
+        requested: attn_implementation of the recipe, which is not changed; None: choose.
+        precision: fp32, bf16 or fp16, of the computation.
     """
-    config, why = model.config, "as the recipe asks"
-    if not wanted:
-        why = _why_no_flash(model, precision, device) or _take_flash(model, precision, device)
+    config, reason = model.config, "as the recipe says"
+    if not requested:
+        reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
     _convert_masks_once()
     if takes_lengths(config):
-        return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({why})"
-    return f"attention {config._attn_implementation}: packed documents by a mask ({why})"
+        return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({reason})"
+    return f"attention {config._attn_implementation}: packed documents by a mask ({reason})"
 
 
-def check_installed(wanted: str | None) -> None:
-    """Before data is read: see that the packages of a flash kernel are there. transformers takes the flash-attn
-    package, or in its place a kernel of the hub through the kernels package (modeling_utils.py, 5.23).
+def check_installed(requested: str | None) -> None:
+    """Before data is read: check that the packages of a flash kernel are installed. transformers takes the flash-attn
+    package, or else a kernel of the hub through the kernels package (modeling_utils.py, 5.23).
 
     Raises:
         UserError: attn_implementation names such a kernel, and neither package is installed.
@@ -47,39 +47,39 @@ def check_installed(wanted: str | None) -> None:
     from transformers.integrations.hub_kernels import is_kernel
     from transformers.utils import import_utils
 
-    version = PACKAGES.get(wanted or "")
-    if not (version or is_kernel(wanted)) or import_utils.is_kernels_available():
+    version = PACKAGES.get(requested or "")
+    if not (version or is_kernel(requested)) or import_utils.is_kernels_available():
         return
     if version and importlib.util.find_spec({"3": "flash_attn_interface"}.get(version, "flash_attn")):
         return
     kernels = f"pip install 'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
-    default = "or leave attn_implementation out: packed documents on a GPU, in bf16 or fp16, then take torch's own"
+    default = "or remove attn_implementation: packed documents on a GPU, in bf16 or fp16, then use torch's own"
     if not version:
         raise UserError(
-            f"attn_implementation = {wanted!r} is a kernel of the hub, which the kernels package fetches, and that is "
+            f"attn_implementation = {requested!r} is a kernel of the hub and needs the kernels package, which is "
             f"not installed: {kernels}, {default}"
         )
-    own = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
+    package = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
     raise UserError(
-        f"attn_implementation = {wanted!r} needs flash-attn {version}, which is not installed: {own}{kernels} (then a "
-        f"kernel of the hub takes its place), {default}"
+        f"attn_implementation = {requested!r} needs flash-attn {version}, which is not installed: {package}{kernels} "
+        f"(then a kernel of the hub replaces it), {default}"
     )
 
 
 def takes_lengths(config) -> bool:
-    """Whether the attention that runs takes packed documents by their lengths, and no mask."""
+    """Whether the attention takes the lengths of packed documents, and no mask."""
     from transformers.utils.generic import is_flash_attention_requested
 
     return is_flash_attention_requested(config) or config._attn_implementation == VARLEN
 
 
 def use_masks(model) -> None:
-    """Give up a kernel that was taken without being asked for."""
+    """Return to sdpa from a kernel that the recipe did not name."""
     model.set_attn_implementation("sdpa")
 
 
 def _why_no_flash(model, precision: str, device: torch.device) -> str:
-    """What stands against any flash kernel; empty if nothing does."""
+    """Why no flash kernel can run; empty if one can."""
     config = model.config.get_text_config()
     if device.type != "cuda":
         return f"flash kernels are for GPUs, this is a {device.type} device"
@@ -90,14 +90,14 @@ def _why_no_flash(model, precision: str, device: torch.device) -> str:
     if not model._supports_flash_attn or not model._can_set_attn_implementation():
         return f"a {config.model_type} has no flash attention in transformers"
     if getattr(config, "attention_chunk_size", None):
-        return f"a {config.model_type} attends in chunks, which flash kernels do not"
+        return f"a {config.model_type} attends in chunks, which flash kernels do not support"
     if kernels := getattr(model, "_compatible_flash_implementations", None):
-        return f"a {config.model_type} needs a flash kernel of its own: name it, --attn_implementation {kernels[0]}"
+        return f"a {config.model_type} needs its own flash kernel: name it, --attn_implementation {kernels[0]}"
     return ""
 
 
-def _take_flash(model, precision: str, device: torch.device) -> str:
-    """Set the first flash kernel that works here. Returns which it is, or why there is none."""
+def _use_flash(model, precision: str, device: torch.device) -> str:
+    """Set the first flash kernel that works here. Returns its name in words, or why none works."""
     from transformers import utils
 
     dropout, problems = _has_dropout(model.config.get_text_config()), []
@@ -117,7 +117,7 @@ def _take_flash(model, precision: str, device: torch.device) -> str:
 
 
 def _has_dropout(config) -> bool:
-    """Whether attention weights are dropped in training, by the names that model families have for it."""
+    """Whether there is dropout on attention weights, by the names that configurations have for it."""
     return any(
         getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     )
@@ -128,9 +128,9 @@ def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) 
     if torch.version.hip is not None or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
     if dropout:
-        return "the model drops attention weights, which of all flash kernels only flash-attn 2 can, and it is missing"
+        return "the model has dropout on attention weights, which only flash-attn 2 supports, and it is not installed"
     if getattr(config, "attn_logit_softcapping", None):
-        return f"a {config.model_type} caps its attention scores, which of all flash kernels only flash-attn 2 does"
+        return f"a {config.model_type} caps its attention scores, which only flash-attn 2 supports"
     problem = _trial(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     return f"torch's flash kernel does not work here: {problem}" if problem else ""
 
@@ -150,14 +150,14 @@ def varlen_attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, cu_seq_lens_q=None,
     cu_seq_lens_k=None, max_length_q=None, max_length_k=None, **kwargs,
 ):  # fmt: skip
-    """Attention as transformers' AttentionInterface has it: inside documents, if their lengths are given.
+    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given.
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
 
     Raises:
-        ValueError: the model wants what the kernel has not.
+        ValueError: the model needs something that the kernel does not support.
     """
-    if cu_seq_lens_q is None:  # generation: nothing is packed
+    if cu_seq_lens_q is None:  # in generation nothing is packed
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
@@ -167,16 +167,16 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} has no dropout, no softcap and no sinks. Use --attn_implementation sdpa")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    width, shown = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
+    padded_width, width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts = [F.pad(one, (0, width - one.shape[-1])) for one in (query, key, value)]
-    parts = [one.to(dtype).transpose(1, 2).flatten(0, 1) for one in parts]
+    parts = [F.pad(part, (0, padded_width - part.shape[-1])) for part in (query, key, value)]
+    parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
-    found = _kernel()(
+    output = _kernel()(
         *parts, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return found[None, ..., :shown], None
+    return output[None, ..., :width], None
 
 
 def _kernel():
@@ -186,7 +186,7 @@ def _kernel():
 
 
 def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, q_length=0, kv_length=0, **kwargs):
-    """No mask for packed rows (transformers lets no causal mask be skipped for them), else that of sdpa."""
+    """No mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of sdpa."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1:
@@ -198,30 +198,30 @@ def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, 
 
 
 def _trial(device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with the kernel on this device; empty if it gives what sdpa gives, forward and backward."""
+    """Why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     lengths, heads = (5, 11), (4, 2)
     parts = [torch.randn(1, count, sum(lengths), 16, generator=generator).to(device, dtype).requires_grad_()
              for count in (heads[0], heads[1], heads[1])]  # fmt: skip
     ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
     try:
-        told = {
+        boundaries = {
             "cu_seq_lens_q": ends,
             "cu_seq_lens_k": ends,
             "max_length_q": max(lengths),
             "max_length_k": max(lengths),
         }
-        found, _ = varlen_attention(None, *parts, None, **told)
-        gradients = torch.autograd.grad(found.float().square().sum(), parts)
+        output, _ = varlen_attention(None, *parts, None, **boundaries)
+        gradients = torch.autograd.grad(output.float().square().sum(), parts)
         pieces = [F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=True)
                   for piece in zip(*(part.float().split(lengths, dim=2) for part in parts))]  # fmt: skip
         expected = torch.cat(pieces, dim=2).transpose(1, 2)
-        right = torch.autograd.grad(expected.square().sum(), parts)
-        pairs = zip((found, *gradients), (expected, *right))
-        off = max(((one.float() - other.float()).norm() / other.float().norm()).item() for one, other in pairs)
-    except Exception as problem:  # whatever it is, sdpa is there
+        expected_gradients = torch.autograd.grad(expected.square().sum(), parts)
+        pairs = zip((output, *gradients), (expected, *expected_gradients))
+        error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+    except Exception as problem:  # whatever it is, sdpa works
         return " ".join(str(problem).split()) or type(problem).__name__
-    return "" if off < 0.05 else f"it is {off:.1%} off"
+    return "" if error < 0.05 else f"its error is {error:.1%}"
 
 
 # ------------------------------------------------------------------------------------------------------- sdpa's mask
@@ -235,8 +235,8 @@ def _convert_masks_once() -> None:
 
 
 def additive_mask(*args, dtype=torch.float32, device="cpu", **kwargs) -> torch.Tensor | None:
-    """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. Given a boolean
-    one, torch makes this very tensor of it, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
+    """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. From a boolean
+    mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
     from transformers.masking_utils import sdpa_mask
 
     mask, kind = sdpa_mask(*args, device=device, **kwargs), torch.device(device).type

@@ -10,18 +10,17 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from train.model.families import family_of
 from train.recipe.errors import UserError, first_line, nearest
 from train.recipe.options import ModelOptions
 from train.recipe.paths import is_missing_folder
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
-FOLLOWS = {"num_decoder_layers": "num_layers", "pooler_hidden_size": "hidden_size"}  # T5's; DeBERTa's
-COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet")  # RoBERTa: 514 rows for 512
 
 
 @cache
 def known_architectures() -> dict[str, Path]:
-    """{name or alias, lower case: JSON file} of the architectures that need no network."""
+    """{name or alias, lower case: JSON file} of the architectures in this tree."""
     files = {}
     for path in sorted(ARCHITECTURES.glob("*.json")):
         files[path.stem.lower()] = path
@@ -31,21 +30,21 @@ def known_architectures() -> dict[str, Path]:
 
 
 def load_configuration(recipe: ModelOptions, auto_class=None):
-    """The transformers configuration that the recipe asks for, with its overrides applied.
+    """The transformers configuration that the recipe names, with its overrides applied.
+
+    It is read from a folder of that name with a config.json, else from the architectures of this tree (`config_name`
+    only), else from the hub.
 
     Args:
         auto_class: the transformers auto class that the task needs; None: any.
 
-    A folder of that name with a config.json wins, then the architectures of this tree (`config_name` only), then the
-    hub.
-
     Raises:
-        UserError: the name is unknown or out of reach, an override names nothing in the configuration, or there is no
-            such model for the task.
+        UserError: the name is unknown or cannot be reached, an override names nothing in the configuration, or there
+            is no such model for the task.
     """
     from transformers import AutoConfig
 
-    from train.model.attention import check_installed
+    from train.model.attention import check_installed  # imports torch, which tokenizers do not need
 
     check_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
@@ -80,7 +79,7 @@ def check_task(recipe: ModelOptions, config, auto_class) -> None:
 
 
 def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
-    """Call a `from_pretrained`, and turn its many ways of saying "not found" into one message."""
+    """Call a `from_pretrained`, and replace its many errors for "not found" by one message."""
     if is_missing_folder(name):
         raise UserError(f"{option} = {name!r}: there is no such folder")
     if not Path(name).is_dir():
@@ -91,39 +90,39 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"{option} = {name!r} brings its own Python code, which runs here only where you allow it. Read it, "
-                "and add --trust_remote_code"
+                f"{option} = {name!r} comes with its own Python code, which runs only if you allow it. Read it, and "
+                "add --trust_remote_code"
             ) from None
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
         remedy = "name a local folder instead, or run once where the hub can be reached"
-        known = "" if option != "config_name" else f" (without a network these are known: {', '.join(_names())})"
+        hint = "" if option != "config_name" else f" (without a network these are known: {', '.join(_names())})"
         if option == "model_name_or_path" and name.lower() in known_architectures():
-            known = f" (to train from scratch and not from its weights: --config_name {name}, known without a network)"
+            hint = f" (to train from scratch and not from its weights: --config_name {name}, known without a network)"
         raise UserError(
-            f"{option} = {name!r} is no local folder, and the hub did not give it: {first}; {remedy}{known}"
+            f"{option} = {name!r} is no local folder, and cannot be loaded from the hub: {first}; {remedy}{hint}"
         ) from None
 
 
 @cache
 def work_offline_without_network() -> None:
-    """Have the hub's libraries look into their cache at once where the hub's host has no address.
+    """Set the hub's libraries offline if the hub's host has no address, so that they read their cache at once.
 
-    They would ask for each file six times, with 23 s of waiting between; huggingface_hub 1.x has no setting for that.
+    Otherwise they request each file six times and wait 23 s in all; huggingface_hub 1.x has no setting for that.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
         return
     for attempt in range(3):
-        time.sleep(attempt)  # a name server may be slow to wake up
+        time.sleep(attempt)  # a name server may be slow at first
         try:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
             return
         except OSError:
             continue
     constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later: datasets
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
 
 
 def _names() -> list[str]:
@@ -166,31 +165,23 @@ def _override(config, text: str | None) -> None:
             remedy = f"Did you mean {close}?" if close else "Its names: " + ", ".join(sorted(config.to_dict()))
             problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
             continue
-        now = getattr(config, name)
-        if isinstance(now, (bool, int, float)) and not _fits(value, now):
-            problems.append(f"config_overrides: {name} = {value!r}; expected {type(now).__name__}, as in {name}={now}")
+        current = getattr(config, name)
+        if isinstance(current, (bool, int, float)) and not _fits(value, current):
+            problems.append(
+                f"config_overrides: {name} = {value!r}; expected {type(current).__name__}, as in {name}={current}"
+            )
             continue
         setattr(config, name, value)
     if problems:
         raise UserError(problems)
-    _follow(config, overrides_of(text))
+    family_of(config).derive_sizes(config, overrides_of(text))
     if head_size and head_size == getattr(config, "head_dim", None) and "head_dim" not in overrides_of(text):
-        config.head_dim = _head_size(config)  # Llama's, which it derives when it is made
+        config.head_dim = _head_size(config)  # many families derive it when the configuration is made
 
 
 def _head_size(config) -> int | None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if hidden and heads else None
-
-
-def _follow(config, overrides: dict[str, Any]) -> None:
-    """Sizes that a configuration derives from others when it is made follow those where they are overridden."""
-    for derived, origin in FOLLOWS.items():
-        if hasattr(config, derived) and origin in overrides and derived not in overrides:
-            setattr(config, derived, getattr(config, origin))
-    sizes = {"hidden_size", "num_attention_heads"}
-    if hasattr(config, "attention_head_size") and sizes & overrides.keys() and "attention_head_size" not in overrides:
-        config.attention_head_size = config.hidden_size // config.num_attention_heads
 
 
 def _fits(value: Any, like: bool | int | float) -> bool:
@@ -200,10 +191,5 @@ def _fits(value: Any, like: bool | int | float) -> bool:
 
 
 def usable_positions(config) -> int | None:
-    """The longest row that the model has positions for; None where nothing but memory limits it."""
-    if config.model_type.startswith("deberta") and not getattr(config, "position_biased_input", True):
-        return None  # positions are relative, and max_position_embeddings is the size of their buckets' range
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and config.model_type in COUNTED_FROM_PADDING:
-        return positions - config.pad_token_id - 1
-    return positions
+    """The longest row that the model has positions for; None: only memory limits it."""
+    return family_of(config).usable_positions(config)

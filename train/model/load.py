@@ -8,28 +8,28 @@ from functools import partial
 import torch
 
 from train.model.configuration import from_hub_or_folder
-from train.model.finite import check_finite
 from train.model.lora import quantisation
+from train.model.nan_check import check_finite
 from train.model.parameters import true_shape
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 
 
-def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, left_out: Sequence[str] = (),
+def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, ignored_weights: Sequence[str] = (),
                 num_parameters: int = 0):  # fmt: skip
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
 
-    What the pretrained weights lack (a classifier's head) is drawn from `seed` too, the same under every strategy; the
-    model's `drawn_weights` names it. With LoRA the weights are frozen, and are held in half precision (or quantised)
-    where half precision is trained in.
+    Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
+    every strategy; the model's `initialized_weights` names them. With LoRA the weights are frozen; they are held in
+    half precision (or quantised) if the run trains in half precision.
 
     Args:
         auto_class: AutoModelForCausalLM or another of transformers' auto classes.
-        left_out: names of pretrained weights that are not to be loaded.
-        num_parameters: as size_of_model has them; by these the strategy knows whether random weights are drawn whole.
+        ignored_weights: names of pretrained weights that are not loaded.
+        num_parameters: from size_of_model; with it the strategy decides whether each rank draws full random weights.
 
     Raises:
-        UserError: the weights cannot be had, do not fit, or hold NaN; the configuration makes no model.
+        UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
@@ -39,79 +39,85 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
     try:
         torch.manual_seed(seed)
         if name:
-            common |= _leaving_out(left_out, strategy) if left_out else {}
-            if strategy.device_of_weights is not None:  # not a context: what is computed stays the CPU's work
+            common |= _ignoring(ignored_weights, strategy) if ignored_weights else {}
+            if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
                 common.setdefault("device_map", {"": strategy.device_of_weights})
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
             model, info = from_hub_or_folder("model_name_or_path", name, load)
-            # Leaving out some lets transformers leave out any.
-            if {entry[0] for entry in info["mismatched_keys"]} - set(left_out):
-                raise RuntimeError("ignore_mismatched_sizes is meant for left_out alone")
-            model.drawn_weights = _draw_missing(model, {*info["missing_keys"], *left_out}, strategy, seed)
+            # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
+            if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
+                raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
+            model.initialized_weights = _initialize_missing(
+                model, {*info["missing_keys"], *ignored_weights}, strategy, seed
+            )
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return model
         with strategy.building_from_scratch(num_parameters):
             return auto_class.from_config(config, **common)
     except (ValueError, ImportError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         for option in ("attn_implementation", "config_overrides"):
             if getattr(recipe, option):
-                raise UserError(f"{option} = {getattr(recipe, option)!r}: {said}") from None
+                raise UserError(f"{option} = {getattr(recipe, option)!r}: {reason}") from None
         raise
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        overrides = ". Leave config_overrides out" if recipe.config_overrides else ""
+        remedy = ". Remove config_overrides" if recipe.config_overrides else ""
         raise UserError(
-            f"model_name_or_path = {name!r}: its weights have other shapes than its configuration says{overrides}"
+            f"model_name_or_path = {name!r}: its weights have other shapes than its configuration says{remedy}"
         ) from None
 
 
-def _leaving_out(names: Sequence[str], strategy) -> dict:
-    """The arguments of from_pretrained that leave weights out. Under ZeRO-3 transformers does not heed
-    ignore_mismatched_sizes; there, and only there, a weight that is given another name is left out."""
+def _ignoring(names: Sequence[str], strategy) -> dict:
+    """The arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes has no
+    effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
     if strategy.shards_parameters:
-        return {"key_mapping": {f"^{re.escape(name)}$": f"left_out.{name}" for name in names}}
+        return {"key_mapping": {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
     return {"ignore_mismatched_sizes": True}
 
 
-def weights_of_head(auto_class, config, num_labels: int) -> list[str]:
-    """The weights of a classifier whose shapes would be others with `num_labels` labels."""
+def head_weights(auto_class, config, num_labels: int) -> list[str]:
+    """The weights of a classifier whose shapes depend on the number of labels.
+
+    Args:
+        num_labels: another number than the configuration has.
+    """
     other, shapes = copy.deepcopy(config), []
     other.num_labels = num_labels
-    for each in (config, other):
+    for candidate in (config, other):
         with torch.device("meta"):
-            model = auto_class.from_config(each)
+            model = auto_class.from_config(candidate)
         shapes.append({name: parameter.shape for name, parameter in model.named_parameters()})
     return [name for name, shape in shapes[0].items() if shapes[1][name] != shape]
 
 
-def _draw_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed: int) -> list[str]:
-    """Draw the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so they
-    are the same in every run, on every device and under every strategy. Returns their names."""
+def _initialize_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed: int) -> list[str]:
+    """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so
+    they are the same in every run, on every device and under every strategy. Returns their names."""
     parameters = dict(model.named_parameters())
     torch.manual_seed(seed)
     names = sorted(set(missing) & parameters.keys())
     for name in names:
-        parameter, (owner, _, own_name) = parameters[name], name.rpartition(".")
+        parameter, (owner, _, attribute) = parameters[name], name.rpartition(".")
         module = model.get_submodule(owner)
         drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=parameter.dtype))
-        others = {key: held for key, held in module._parameters.items() if key != own_name and held is not None}
-        for held in others.values():
-            held._is_hf_initialized = True  # transformers leaves such alone
-        module._parameters[own_name] = drawn
+        for key, other in module._parameters.items():
+            if key != attribute and other is not None:
+                other._is_hf_initialized = True  # transformers does not initialize these again
+        module._parameters[attribute] = drawn
         model._init_weights(module)
-        module._parameters[own_name] = parameter
+        module._parameters[attribute] = parameter
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(drawn)
     return names
 
 
 def size_of_model(auto_class, config, strategy, trust_remote_code: bool) -> int:
-    """The number of parameters, before there are any; 0 where that cannot be told."""
+    """The number of parameters, before any exists; 0 if it cannot be computed."""
     try:
         with strategy.building_from_scratch(0), torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-    except Exception:  # a mistake in the configuration: loading will tell; or code that has no use for meta tensors
+    except Exception:  # the configuration is wrong (loading reports it), or the code cannot use meta tensors
         return 0
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,7 +1,7 @@
-"""LoRA: low-rank adapters inside a frozen model, through peft. What is trained, and what of it is written.
+"""LoRA: low-rank adapters inside a frozen model, through peft: which layers get one, and what is saved.
 
-The layers are put into the transformers model itself (peft's injection), so that the loss, generation and the engine
-go on to work with the model that they know. What is left behind is a folder that peft loads.
+peft injects its layers into the transformers model itself, so that the loss, generation and the engine work with the
+model as without LoRA. A run saves a folder that peft loads.
 """
 
 import copy
@@ -14,39 +14,26 @@ from pathlib import Path
 
 import torch
 
-from train.model.adapters import TASK_TYPES
-from train.model.base_weights import FILE, sample_weights
+from train.model.adapter_folder import ADAPTER_PREFIX, TASK_TYPES
+from train.model.base_fingerprint import FILE, sample_weights
 from train.model.export import make_consistent, write_card
-from train.model.pretrained_io import ADAPTER_PREFIX
+from train.model.families import family_of
+from train.model.families.family import ALL_LINEAR
 from train.recipe.errors import UserError, nearest
 from train.recipe.options import LoraOptions, TrainingRecipe
 
-LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FUSED, BART, T5 = ("query_key_value",), ("q_proj", "k_proj", "v_proj", "out_proj"), ("q", "k", "v", "o")
-PRESETS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2",
-                     "granite", "smollm3"), LLAMA),
-    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), FUSED),
-    "gpt2": ("c_attn",),
-    "deberta": ("in_proj",),
-    "deberta-v2": ("query_proj", "key_proj", "value_proj"),
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "camembert"), ("query", "key", "value")),
-    **dict.fromkeys(("blenderbot", "blenderbot-small", "bart", "mbart", "pegasus", "m2m_100", "opt"), BART),
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), T5),
-}  # fmt: skip
-ALL_LINEAR = "all-linear"
-HEADS_OF_CLASSIFIERS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
+PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
 
 
 @dataclass
 class Adapter:
-    """What was put into a model.
+    """The adapter of the model in training.
 
     Args:
-        config: peft's description of it, as it is written.
+        config: peft's description of it, as it is saved.
         targets: full names of the modules that have an adapter.
-        saved: full names of the modules that are trained whole.
-        base_sample: some of the frozen weights, by module, by which the base is known again; empty if quantised.
+        saved: full names of the modules that are fully trained.
+        base_sample: some of the frozen weights, by module, with which the base is recognised; empty if quantised.
         note: a sentence for the log.
     """
 
@@ -61,10 +48,10 @@ class Adapter:
 
         Args:
             model: the model that the adapter is in; only its configuration and the names in it are used.
-            state: every trained weight by its name in the model, whole, on the CPU.
+            state: every trained weight by its name in the model, full, on the CPU.
 
         Raises:
-            RuntimeError: a tensor is empty or missing. Half an adapter is never written.
+            RuntimeError: a tensor is empty or missing; an incomplete adapter is never saved.
         """
         from safetensors.torch import save_file
 
@@ -74,10 +61,10 @@ class Adapter:
         self.config.save_pretrained(folder)
         description = copy.deepcopy(model.config)  # of a classifier it has the labels
         if hasattr(description, "quantization_config"):
-            del description.quantization_config  # how the base was held here; it may be loaded otherwise
+            del description.quantization_config  # of this run only
         description.use_cache = True
         description.save_pretrained(folder)
-        if model.config.is_encoder_decoder:  # how it was told to answer (train/seq2seq.py)
+        if model.config.is_encoder_decoder:  # the settings of train/seq2seq.py
             settings = copy.deepcopy(model.generation_config)
             make_consistent(settings)
             settings.save_pretrained(folder)
@@ -92,25 +79,25 @@ class Adapter:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         broken = sorted(name for name in trained if name not in state or state[name].numel() == 0)
         if broken:
-            raise RuntimeError(f"the gathered adapter is not whole: {len(broken)} tensors, such as {broken[:3]}")
-        named = get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
+            raise RuntimeError(f"the gathered adapter is incomplete: {len(broken)} tensors, such as {broken[:3]}")
+        tensors = get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
         names_of = {id(parameter): name for name, parameter in trained.items()}
         for module in self.saved:  # under the name of every module that holds it, tied ones too
             for name, parameter in model.get_submodule(module).named_parameters():
-                named[f"{module}.{name}"] = state[names_of[id(parameter)]]
-        taken = {id(tensor) for tensor in named.values()}
-        named |= {name: tensor for name, tensor in state.items() if id(tensor) not in taken}  # biases
-        return {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in named.items()}
+                tensors[f"{module}.{name}"] = state[names_of[id(parameter)]]
+        collected = {id(tensor) for tensor in tensors.values()}
+        tensors |= {name: tensor for name, tensor in state.items() if id(tensor) not in collected}  # biases
+        return {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
 
 
 def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strategy) -> Adapter | None:
-    """Freeze the model and put LoRA layers into it, the same under every strategy; None without --lora.
+    """Freeze the model and inject LoRA layers into it, the same under every strategy; None without --lora.
 
-    Weights that the pretrained model lacked (a classifier's head) are random: they are trained whole and saved with
-    the adapter, which would otherwise come back with other random ones.
+    Weights that are missing from the pretrained model (a classifier's head) are random: they are fully trained and
+    saved with the adapter, since loading it would otherwise draw other random ones.
 
     Args:
-        model: of build_model, which says in `drawn_weights` what the pretrained weights lacked.
+        model: of build_model, which lists in `initialized_weights` the weights that are missing.
 
     Raises:
         UserError: a target or a module to save matches nothing in the model, or cannot have an adapter.
@@ -120,59 +107,57 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
     from peft import LoraConfig, inject_adapter_in_model
 
     saved = _saved_modules(model, recipe, task)
-    preset = PRESETS.get(model.config.model_type, (ALL_LINEAR,))
-    wanted = tuple(_names(recipe.lora_target_modules) or preset)
-    _check_targets(model, wanted)
+    targets = tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
+    _check_targets(model, targets)
     config = LoraConfig(
         task_type=TASK_TYPES[task], r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout,
         bias=recipe.lora_bias, use_dora=recipe.use_dora, use_rslora=recipe.use_rslora,
-        target_modules=ALL_LINEAR if wanted == (ALL_LINEAR,) else list(wanted),
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
         exclude_modules=_inside(model, saved) or None,
-        base_model_name_or_path=_origin(recipe.model_name_or_path), fan_in_fan_out=_is_conv1d(model, wanted),
+        base_model_name_or_path=_published_base(recipe.model_name_or_path), fan_in_fan_out=_is_conv1d(model, targets),
     )  # fmt: skip
     torch.manual_seed(recipe.seed)
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         listed = ", ".join(_linear_names(model))
-        raise UserError(f"lora_target_modules = {' '.join(wanted)}: {error}. Linear are {listed}") from None
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}. Linear are {listed}") from None
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for module in saved:
         model.get_submodule(module).requires_grad_(True)
-    if strategy.deepspeed is None:  # where nobody keeps a copy in fp32 for the optimizer, the trained weights are it
+    if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     for layer in layers.values():
-        for dora in layer.lora_magnitude_vector.values():
-            strategy.read_from_outside(dora, layer.get_base_layer().weight)
+        for magnitude in layer.lora_magnitude_vector.values():  # DoRA
+            strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
     written = replace(config, modules_to_save=sorted(saved) or None, exclude_modules=None, inference_mode=True)
-    return Adapter(written, list(layers), saved, _base_sample(layers, strategy), _note(recipe, wanted, layers, saved))
+    return Adapter(written, list(layers), saved, _base_sample(layers, strategy), _note(recipe, targets, layers, saved))
 
 
 def check_quantisation(recipe: LoraOptions, strategy) -> None:
-    """Raises UserError where the frozen weights are to be quantised and this machine or strategy cannot."""
+    """Raises UserError if the recipe quantises the frozen weights, and this machine or strategy cannot."""
     option = recipe.quantised
     if option is None:
         return
     if not torch.accelerator.is_available():
-        raise UserError(f"{option} = true needs a GPU, and this machine has none. Leave the option out")
+        raise UserError(f"{option} = true needs a GPU, and this machine has none. Remove the option")
     try:
         version("bitsandbytes")
     except PackageNotFoundError:
         raise UserError(
             f"{option} = true needs bitsandbytes, which is not installed: pip install '.[qlora]' (or bitsandbytes), "
-            "or leave the option out"
+            "or remove the option"
         ) from None
     if strategy.shards_parameters:
         raise UserError(
-            f"{option} = true: quantised weights cannot be shared out by ZeRO-3. Use zero2.yaml or ddp.yaml, or leave "
-            "the option out"
+            f"{option} = true: ZeRO-3 cannot shard quantised weights. Use zero2.yaml or ddp.yaml, or remove the option"
         )
 
 
 def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
-    """The arguments of from_pretrained that quantise; none where the recipe asks for none.
+    """The arguments of from_pretrained that quantise; none without load_in_8bit and load_in_4bit.
 
     Source: Dettmers et al. 2023, QLoRA: NF4 with double quantisation, products in half precision.
     """
@@ -181,20 +166,20 @@ def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
         return {}
     from transformers import BitsAndBytesConfig
 
-    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    config = BitsAndBytesConfig(**{option: True}, **(four if option == "load_in_4bit" else {}))
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**{option: True}, **(nf4 if option == "load_in_4bit" else {}))
     return {"quantization_config": config, "device_map": {"": torch.accelerator.current_device_index()}}
 
 
 def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> list[str]:
-    """Full names of the modules that are trained whole: peft's heads, those that were drawn, those asked for."""
+    """Full names of the fully trained modules: peft's heads, those with random weights, those in the recipe."""
     names = [name for name, _ in model.named_modules() if name]
-    chosen = [name for name in HEADS_OF_CLASSIFIERS if task == "cls" and name in names]
-    chosen += [name.rpartition(".")[0] for name in getattr(model, "drawn_weights", ())]
-    for wanted in _names(recipe.lora_modules_to_save):
-        matching = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+    chosen = [name for name in PEFT_CLASSIFIER_HEADS if task == "cls" and name in names]
+    chosen += [name.rpartition(".")[0] for name in getattr(model, "initialized_weights", ())]
+    for requested in _names(recipe.lora_modules_to_save):
+        matching = [name for name in names if name == requested or name.endswith(f".{requested}")]
         if not matching:
-            raise UserError(_no_match("lora_modules_to_save", wanted, {name.rpartition(".")[2] for name in names}))
+            raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
         chosen += matching
     outer = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{other}.") for other in chosen)]
     held = {id(parameter) for name in outer for parameter in model.get_submodule(name).parameters()}
@@ -206,10 +191,12 @@ def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> li
     return outer + [name for name in tied if not any(f"{name}.".startswith(f"{other}.") for other in outer)]
 
 
-def _check_targets(model: torch.nn.Module, wanted: Iterable[str]) -> None:
-    if ALL_LINEAR in wanted and len(wanted) > 1:
-        raise UserError(f"lora_target_modules = {' '.join(wanted)}: all-linear stands alone. Keep it, or the others")
-    for target in wanted if ALL_LINEAR not in wanted else ():
+def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise UserError(
+            f"lora_target_modules = {' '.join(targets)}: all-linear excludes other names. Keep it, or the others"
+        )
+    for target in targets if ALL_LINEAR not in targets else ():
         matching = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not matching:
             raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
@@ -233,11 +220,13 @@ def _names(option: list[str] | None) -> list[str]:
     return [ALL_LINEAR if name == "all_linear" else name for name in names]
 
 
-def _no_match(option: str, wanted: str, known: Iterable[str]) -> str:
-    known = sorted(set(known))
-    close = nearest(wanted, known)
-    listed = ", ".join(name for name in known if not name.isdigit())
-    return f"{option} = {wanted!r} matches no module. {f'Did you mean {close}? ' if close else ''}There are {listed}"
+def _no_match(option: str, requested: str, candidates: Iterable[str]) -> str:
+    candidates = sorted(set(candidates))
+    close = nearest(requested, candidates)
+    listed = ", ".join(name for name in candidates if not name.isdigit())
+    return (
+        f"{option} = {requested!r} matches no module. {f'Did you mean {close}? ' if close else ''}There are {listed}"
+    )
 
 
 def _linear_names(model: torch.nn.Module) -> list[str]:
@@ -248,22 +237,22 @@ def _linear_names(model: torch.nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)})
 
 
-def _is_conv1d(model: torch.nn.Module, wanted: tuple[str, ...]) -> bool:
-    """Whether the targets keep their weights transposed, as GPT-2 does."""
+def _is_conv1d(model: torch.nn.Module, targets: tuple[str, ...]) -> bool:
+    """Whether the targets store their weights transposed."""
     from transformers.pytorch_utils import Conv1D
 
-    ends = tuple(f".{target}" for target in wanted)
+    ends = tuple(f".{target}" for target in targets)
     return any(isinstance(module, Conv1D) and name.endswith(ends) for name, module in model.named_modules())
 
 
 def _inside(model: torch.nn.Module, saved: list[str]) -> list[str]:
-    """The modules to save and all within them: no adapter goes where everything is trained."""
-    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in saved)]
+    """The modules to save and all modules inside them: fully trained modules get no adapter."""
+    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
 
 
-def _origin(name: str | None) -> str | None:
-    """The base as others will find it: a hub name as it is. A folder is no hub name, so it begins with a dot, and an
-    absolute path is left out (train/model/adapters.py finds it again in the run's recipe.yaml)."""
+def _published_base(name: str | None) -> str | None:
+    """The base's name in adapter_config.json. A hub name is unchanged; a folder's begins with a dot, so that nobody
+    takes it for a hub name, and has no absolute path (train/model/adapter_folder.py reads that in the recipe.yaml)."""
     path = Path(name or "").expanduser()
     if not name or not path.is_dir():
         return name
@@ -284,12 +273,12 @@ def _base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list
     return sample
 
 
-def _note(recipe: TrainingRecipe, wanted: tuple[str, ...], layers: dict, saved: list[str]) -> str:
+def _note(recipe: TrainingRecipe, targets: tuple[str, ...], layers: dict, saved: list[str]) -> str:
     kind = "DoRA" if recipe.use_dora else "LoRA"
     scale = "rank-stabilised, " if recipe.use_rslora else ""
-    where = "as asked for" if recipe.lora_target_modules else "the preset of this architecture"
-    whole = f"; trained whole: {', '.join(saved)}" if saved else ""
+    where = "lora_target_modules" if recipe.lora_target_modules else "the preset of this architecture"
+    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
     return (
         f"{kind} of rank {recipe.lora_r}, alpha {recipe.lora_alpha}, {scale}dropout {recipe.lora_dropout:g}, bias "
-        f"{recipe.lora_bias}, on {len(layers)} modules: {', '.join(wanted)} ({where}){whole}"
+        f"{recipe.lora_bias}, on {len(layers)} modules: {', '.join(targets)} ({where}){fully}"
     )

@@ -1,11 +1,11 @@
-"""The loss over the vocabulary: a sum over the trained tokens, by default without ever holding all logits.
+"""The loss over the vocabulary: a sum over the trained tokens, by default without holding all logits in memory.
 
 After `install_loss(model, kind)` the model is called as before, and with `labels=` (or `next_tokens=`) it returns one
-number: the summed cross entropy of each token to be predicted, labels of -100 left out. Whoever calls it divides by
-the number of trained tokens in the whole global batch, which no single rank or micro-batch knows.
+number: the summed cross entropy of each predicted token, without those with the label -100. The caller divides it by
+the number of trained tokens in the global batch, which no single rank or micro-batch knows.
 
-The head's product with the vocabulary happens inside the head module's own forward. That is on purpose: the hooks of
-ZeRO-3 gather a module's weight around its forward and backward, and from outside the weight is an empty tensor.
+The product with the vocabulary is computed inside the head module's own forward: ZeRO-3's hooks gather a module's
+weight around its forward and backward, and outside the weight is an empty tensor.
 """
 
 import functools
@@ -14,26 +14,26 @@ import types
 import torch
 import torch.nn.functional as F
 
+from train.recipe.errors import UserError
+
 IGNORE = -100
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small beside a model's activations
+CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
 
 
-def choose_loss(wanted: str, device: torch.device) -> tuple[str, str]:
-    """(kind, reason): the loss that will run, and why, as a sentence for the log.
+def choose_loss(requested: str, device: torch.device) -> tuple[str, str]:
+    """(kind of the loss that will run, reason as a sentence for the log).
 
     Raises:
-        UserError: the recipe insists on a loss that this machine does not have.
+        UserError: the recipe names a loss that this machine does not have.
     """
-    from train.recipe.errors import UserError
-
-    if wanted == "full":
-        return "full", "full: all logits are held, as the recipe asks"
-    if wanted == "liger":
+    if requested == "full":
+        return "full", "full: all logits are held, as the recipe says"
+    if requested == "liger":
         if device.type != "cuda" or _liger() is None:
             raise UserError("loss = liger: it needs a CUDA device and `pip install liger-kernel`. Use --loss auto")
-        return "liger", "liger: Liger's fused linear cross entropy, logits are never held whole"
-    return "chunked", "chunked: logits are never held whole, and what comes of them is summed in fp32"
+        return "liger", "liger: Liger's fused linear cross entropy, logits are never held all at once"
+    return "chunked", "chunked: logits are never held all at once, and their sums are in fp32"
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
     label t + 1; or they are given as `next_tokens` (B, T), shifted: position t is trained on next token t. Of an
     encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right.
-    Without labels the model answers as before. Can be called again to change the kind.
+    Without labels the model works as before. Can be called again to change the kind.
     """
     model.loss_kind = kind
     if "original_forward" not in model.__dict__:
@@ -88,13 +88,13 @@ def model_loss(model, batch) -> torch.Tensor:
 def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
     """What the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        return model.prepare_decoder_input_ids_from_labels(labels)  # some families begin otherwise, such as mBART
+        return model.prepare_decoder_input_ids_from_labels(labels)  # some families begin differently
     start, padding = model.config.decoder_start_token_id, model.config.pad_token_id
     return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1], (1, 0)) == IGNORE, padding)
 
 
 def has_separate_body(model: torch.nn.Module) -> bool:
-    """Whether the model's body can be called without its head, which a loss without all logits takes (T5's cannot)."""
+    """Whether the model's body can be called without its head, as the losses that do not hold all logits need it."""
     return model.base_model is not model
 
 
@@ -115,47 +115,48 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
 def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time."""
     rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * weight.shape[0]))
-    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in (hidden, weight, bias)]
-    return _Chunked.apply(hidden, weight, bias, targets, rows, wanted)
+    tensors = (hidden, weight, bias)
+    needs_grad = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in tensors]
+    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad)
 
 
 class _Chunked(torch.autograd.Function):
-    """The loss, and along with it its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32.
+    """The loss and its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32.
 
-    torch's linear_cross_entropy (2.13) rounds where the inputs are of half precision, under each of its policies: the
-    gradient of the weight after every chunk, each token's loss (a sum would keep two digits), and with that the
-    gradient from above, 1 over the number of tokens, which in bf16 scales all gradients by up to 1.004.
+    torch's linear_cross_entropy (2.13), under each of its policies, rounds to the half precision of its inputs: the
+    gradient of the weight after every chunk, each token's loss (a sum would keep two digits), and so the gradient of
+    the output, 1 over the number of tokens, which in bf16 scales all gradients by up to 1.004.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, wanted):
-        of_hidden, of_weight, of_bias = (
-            torch.zeros_like(one, dtype=dtype) if wants else None
-            for one, wants, dtype in zip((hidden, weight, bias), wanted, (hidden.dtype, *2 * [torch.float32]))
+    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad):
+        grad_hidden, grad_weight, grad_bias = (
+            torch.zeros_like(one, dtype=dtype) if needed else None
+            for one, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
         )
         ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        if not _multiplies_halves(hidden.device):
+        if not _has_half_matmul(hidden.device):
             weight = weight.float()
         for start in range(0, len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
             log_probabilities = F.log_softmax(_logits(chunk, weight, bias), dim=-1)
             loss += F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
-            if not any(wanted):
+            if not any(needs_grad):
                 continue
-            target, left_out = target[:, None], (target == IGNORE)[:, None]
+            target, is_ignored = target[:, None], (target == IGNORE)[:, None]
             gradient = log_probabilities.exp_()  # of the logits: probabilities, less 1 at the target
             gradient.scatter_add_(1, target.clamp(min=0), gradient.new_full((1, 1), -1).expand(target.shape))
             gradient = gradient.to(hidden.dtype).to(weight.dtype)
-            if of_hidden is not None:
-                of_hidden[start : start + rows] = (gradient @ weight).masked_fill_(left_out, 0)
-            if of_weight is not None and gradient.dtype == torch.float32:
-                of_weight.addmm_(gradient.T, chunk.masked_fill(left_out, 0))
-            elif of_weight is not None:
-                of_weight += gradient.T @ chunk.masked_fill(left_out, 0)
-            if of_bias is not None:
-                of_bias += ((~left_out).to(gradient.dtype).T @ gradient)[0]
-        ctx.gradients = of_hidden, of_weight, of_bias
+            if grad_hidden is not None:
+                grad_hidden[start : start + rows] = (gradient @ weight).masked_fill_(is_ignored, 0)
+            if grad_weight is not None and gradient.dtype == torch.float32:
+                grad_weight.addmm_(gradient.T, chunk.masked_fill(is_ignored, 0))
+            elif grad_weight is not None:
+                grad_weight += gradient.T @ chunk.masked_fill(is_ignored, 0)
+            if grad_bias is not None:
+                grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
+        ctx.gradients = grad_hidden, grad_weight, grad_bias
         return loss
 
     @staticmethod
@@ -168,8 +169,8 @@ class _Chunked(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _multiplies_halves(device: torch.device) -> bool:
-    """Whether a device has products of half-precision matrices with sums in fp32; a CPU may have slow ones only."""
+def _has_half_matmul(device: torch.device) -> bool:
+    """Whether a device multiplies half-precision matrices with sums in fp32; on a CPU this may be slow."""
     return device.type == "cuda"
 
 
@@ -184,18 +185,18 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def loss_of_examples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss of classified examples, summed: cross entropy of classes, squared error of numbers.
 
-    Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for fillers.
+    Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for padding.
     """
     logits = logits.float()
     if labels.dtype == torch.int64:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-    there = ~labels.isnan()
-    return F.mse_loss(logits[there, 0], labels[there], reduction="sum")
+    present = ~labels.isnan()
+    return F.mse_loss(logits[present, 0], labels[present], reduction="sum")
 
 
 def logits_of_examples(model, batch) -> torch.Tensor:
-    """(B, classes) of a batch of examples; of multiple choice (B, choices), where one that an example lacks, a row of
-    one token, is never chosen."""
+    """(B, classes) of a batch of examples; of multiple choice (B, choices). A choice that an example does not have is
+    a row of one token, and is never chosen."""
     logits = model(**batch.inputs).logits
     mask = batch.inputs["attention_mask"]
     return logits if mask.dim() == 2 else logits.masked_fill(mask.sum(-1) == 1, torch.finfo(logits.dtype).min)

@@ -1,12 +1,14 @@
-"""Sizes of parameters as they really are: under ZeRO-3 a parameter's own shape is empty, its true one is ds_shape."""
+"""True sizes of parameters (under ZeRO-3 `shape` is empty and `ds_shape` is the true one), and FLOPs."""
 
 from collections.abc import Iterable
 
 import torch
 
+from train.model.families import family_of
+
 
 def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """The parameter's whole shape, also where this rank holds a share of it only."""
+    """The parameter's full shape, also if this rank holds a shard only."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -25,7 +27,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict]:
     """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not.
 
-    By dimension and not by name, so that it holds for every architecture. Empty groups are left out.
+    By dimension and not by name, so that it holds for every architecture. Empty groups are omitted.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if len(true_shape(parameter)) >= 2]
@@ -40,7 +42,7 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
     PaLM, appendix B: 6 N + 12 L H T).
 
     Causal masking, document boundaries and recomputed activations are not subtracted or added, so that figures of
-    different settings compare. Embedding lookups are no matrix products; a tied embedding counts as the head it is.
+    different settings compare. Embedding lookups are no matrix products; a tied embedding counts once, as the head.
     """
     config = model.config
     weights = _matrix_flops(model, model.get_output_embeddings())
@@ -57,8 +59,7 @@ def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_le
     encoder, decoder = model.get_encoder(), model.get_decoder()
     layers = getattr(config, "encoder_layers", config.num_hidden_layers)
     decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
-    heads = getattr(config, "num_heads", 0) * getattr(config, "d_kv", 0)  # T5's attention has a width of its own
-    width = heads or config.hidden_size
+    width = family_of(config).attention_width(config)
     frozen = any(not parameter.requires_grad for parameter in decoder.parameters())
     crossing = (4.0 if frozen else 6.0) * 2 * decoder_layers * config.hidden_size * width  # the source's keys, values
     of_source = _matrix_flops(encoder) + crossing + 12.0 * layers * width * source_length
@@ -68,7 +69,7 @@ def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_le
 
 
 def _matrix_flops(model: torch.nn.Module, head: torch.nn.Module | None = None) -> float:
-    """Operations a token in matrix products: with the weights of `head`, and all others that are no lookup table."""
+    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables."""
     lookup = {
         id(parameter)
         for module in model.modules()

@@ -1,21 +1,20 @@
 """The tokenizer: loaded, or trained on the training text and cached."""
 
 import hashlib
-import json
 import os
 import platform
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from train.recipe.errors import UserError, first_line
+from train.model.configuration import from_hub_or_folder, overrides_of
+from train.model.families import family_of
+from train.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
+from train.recipe.cache import cache_root
+from train.recipe.errors import UserError
 from train.recipe.files import is_there, put_in_place
 from train.recipe.options import ModelOptions
 
-END_OF_TEXT = "<|endoftext|>"
-LOOKED_FOR = "tokenizer.json, no vocab.json with merges.txt, no tokenizer.model"
 PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
                "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
 
@@ -23,15 +22,13 @@ PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
 def get_tokenizer(
     recipe: ModelOptions, config, texts: Callable[[], Iterable[str]], fingerprint: str, pairs: bool = False
 ):
-    """The recipe's tokenizer: loaded, or trained on the training texts where it asks for that.
+    """The recipe's tokenizer: loaded, or trained on the training texts (train_tokenizer_vocab_size).
 
     Args:
-        texts: gives the training texts; called only if a tokenizer is to be trained.
+        texts: returns the training texts; called only if a tokenizer is trained.
         fingerprint: of those texts.
-        pairs: the task reads marked texts and pairs of them (`[CLS] A [SEP] B [SEP]`), not running text.
+        pairs: the task reads texts with special tokens and pairs of them (`[CLS] A [SEP] B [SEP]`), not plain text.
     """
-    from train.recipe.cache import cache_root
-
     if not recipe.train_tokenizer_vocab_size:
         return load_tokenizer(recipe, config)
     cache = cache_root(recipe.cache_dir)
@@ -39,100 +36,57 @@ def get_tokenizer(
 
 
 def load_tokenizer(recipe: ModelOptions, config):
-    """The tokenizer that the recipe names, else the one that comes with the pretrained weights.
+    """The tokenizer that the recipe names, else the one of the pretrained weights.
 
-    A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not say which kind of
-    tokenizer it is for; a config.json beside them does, or else the model's configuration.
+    A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's
+    class; a config.json beside them does, or else the model's configuration.
     """
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from train.model.configuration import from_hub_or_folder
-
     if getattr(recipe, "vocab_file", None):
-        return of_vocabulary_files(recipe.vocab_file, recipe.merge_file)
+        return tokenizer_from_vocabulary_files(recipe.vocab_file, recipe.merge_file)
     option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
     name = getattr(recipe, option)
-    told = ("tokenizer.json", "tokenizer_config.json")
-    bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in told)
-    if bare and (files := renamed_files(Path(name))):
-        return of_vocabulary_files(*files)
+    self_describing = ("tokenizer.json", "tokenizer_config.json")
+    bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in self_describing)
+    if bare and (files := find_vocabulary_files(Path(name))):
+        return tokenizer_from_vocabulary_files(*files)
     if bare and (Path(name) / "config.json").exists():
         config = from_hub_or_folder(
             option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
         )
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind:
-        # Meta's own code and published folders begin every text with the beginning-of-text token.
-        bos = {"add_bos_token": True} if config.model_type == "llama" else {}
-        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **bos)
-        _refuse_one_that_reads_nothing(tokenizer, option, name, kind.__name__)
+        options = family_of(config).bare_tokenizer_options
+        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **options)
+        _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
 
 
-def renamed_files(folder: Path) -> tuple[str, str] | None:
-    """A folder's only vocabulary and only merges, where they are not called vocab.json and merges.txt: Megatron's
-    scripts name gpt2-vocab.json and gpt2-merges.txt. None: there are no such two, or the folder has a tokenizer."""
-    from train.model.pretrained_io import has_tokenizer
-
-    names = [] if has_tokenizer(folder) else sorted(path.name for path in folder.iterdir())
-    vocabularies = [name for name in names if name.endswith(("vocab.json", "encoder.json"))]
-    merges = [name for name in names if name.endswith(("merges.txt", ".bpe"))]
-    if len(vocabularies) != 1 or len(merges) != 1:
-        return None
-    return str(folder / vocabularies[0]), str(folder / merges[0])
-
-
-def of_vocabulary_files(vocab_file: str, merge_file: str):
-    """The tokenizer in GPT-2's two files, whatever they are called.
-
-    Raises:
-        UserError: they are no such files.
-    """
-    from transformers import GPT2Tokenizer
-
-    try:
-        vocabulary = json.loads(Path(vocab_file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"vocab_file = {vocab_file!r} is no JSON file: {first_line(error)}") from None
-    if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
-        raise UserError(
-            f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}, so it is no vocabulary of GPT-2's kind. Name a folder "
-            "with a tokenizer.json"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copyfile(Path(vocab_file).expanduser(), Path(folder) / "vocab.json")
-        shutil.copyfile(Path(merge_file).expanduser(), Path(folder) / "merges.txt")
-        try:
-            tokenizer = GPT2Tokenizer.from_pretrained(folder)
-        except Exception as error:  # tokenizers raises nothing but Exception
-            raise UserError(f"merge_file = {merge_file!r} is not that of vocab_file: {first_line(error)}") from None
-    tokenizer.name_or_path = vocab_file
-    return tokenizer
-
-
-def _refuse_one_that_reads_nothing(tokenizer, option: str, name: str, kind: str) -> None:
-    """Raises UserError where vocabulary files were read as those of another kind of tokenizer: GPT-2's as a Llama's,
-    say, which makes one unknown token of a whole sentence."""
+def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:
+    """Raises UserError if the vocabulary files are of another class of tokenizer: then a complete sentence may become
+    one unknown token."""
     sentence = "The quick brown fox jumps over the lazy dog."
     tokens = tokenizer(sentence, add_special_tokens=False)["input_ids"]
     if len(tokens) < len(sentence.split()):
         raise UserError(
-            f"{option} = {name!r} has bare vocabulary files, and read as the model's own kind ({kind}) they make "
-            f"{len(tokens)} tokens of {sentence!r}: they are of another kind. Name a folder with a tokenizer.json, a "
-            "model of that kind, or GPT-2's two files with --vocab_file and --merge_file"
+            f"{option} = {name!r} has bare vocabulary files. Read as the model's own tokenizer ({kind}) they make "
+            f"{len(tokens)} tokens of {sentence!r}: they are of another tokenizer. Name a folder with a "
+            "tokenizer.json, a model with that tokenizer, or GPT-2's two files with --vocab_file and --merge_file"
         )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False):
-    """A byte-level BPE tokenizer trained on `texts`, kept under `cache` by `key` and `vocab_size`.
+    """A byte-level BPE tokenizer trained on `texts`, or read from the cache.
 
     Args:
-        texts: the training documents; read only if the cache has nothing.
-        vocab_size: what is asked for; a short text yields fewer tokens.
+        texts: the training documents; read only if the tokenizer is not in the cache.
+        vocab_size: the requested size; a short text yields fewer tokens.
         key: a fingerprint of the texts.
-        pairs: mark texts and pairs as BERT does, with the special tokens that this takes.
+        cache: the tokenizer is saved here, by `key` and `vocab_size`.
+        pairs: add the special tokens `[CLS]` and `[SEP]` to texts and pairs.
     """
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
@@ -143,21 +97,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
         bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
         special = list(dict.fromkeys(roles.values()))
-        bars = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
-        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=bars)
+        show_progress = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
+        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=show_progress)
         if pairs:
-            bpe._tokenizer.post_processor = _marks(bpe)
+            bpe._tokenizer.post_processor = _pair_template(bpe)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
         trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **roles, **names)
         partial = folder.with_name(f"{folder.name}.partial-{platform.node()}-{os.getpid()}")
         trained.save_pretrained(partial)
         put_in_place(partial, folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.asked_size = vocab_size
+    tokenizer.requested_size = vocab_size
     return tokenizer
 
 
-def _marks(bpe):
+def _pair_template(bpe):
     """`[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with 1 as the token type of B."""
     from tokenizers.processors import TemplateProcessing
 
@@ -166,29 +120,27 @@ def _marks(bpe):
 
 
 def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
-    """See that model and tokenizer speak of the same tokens; from scratch, give the model the tokenizer's size.
+    """Check that model and tokenizer belong together; a model from scratch gets the tokenizer's size.
 
-    A model may have more rows than the tokenizer has tokens (a size padded to a multiple), not fewer, and not so many
-    more that the tokenizer must belong to another model.
+    A model may have more rows than the tokenizer has tokens (a size padded to a multiple), but not fewer, and not over
+    1,024 more: then the tokenizer belongs to another model.
 
-    Returns: sentences for the log if the configuration was changed, or the tokenizer is smaller than asked for.
+    Returns: sentences for the log if the configuration was changed, or the tokenizer is smaller than requested.
     """
-    fitted, asked = _fit_vocabulary(config, tokenizer, recipe), getattr(tokenizer, "asked_size", 0)
-    if not asked or len(tokenizer) >= asked:
-        return fitted
-    few = f"note      train_tokenizer_vocab_size = {asked}: the text yields no more than {len(tokenizer):,} tokens"
-    return f"{few}\n{fitted}" if fitted else few
+    note, requested = _fit_vocabulary(config, tokenizer, recipe), getattr(tokenizer, "requested_size", 0)
+    if not requested or len(tokenizer) >= requested:
+        return note
+    few = f"note      train_tokenizer_vocab_size = {requested}: the text yields no more than {len(tokenizer):,} tokens"
+    return f"{few}\n{note}" if note else few
 
 
 def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
-    from train.model.configuration import overrides_of
-
     from_scratch = not recipe.model_name_or_path
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
-    tokens, rows, padding = producible_tokens(tokenizer), config.vocab_size, 1024
+    tokens, rows, max_padding = producible_tokens(tokenizer), config.vocab_size, 1024
     if from_scratch:
-        _take_special_tokens(config, tokenizer)
-    if tokens <= rows <= tokens + padding:
+        _copy_special_tokens(config, tokenizer)
+    if tokens <= rows <= tokens + max_padding:
         return None
     if from_scratch and not vocab_size_is_set:
         config.vocab_size = tokens
@@ -199,14 +151,15 @@ def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     raise UserError(
         f"vocabulary: the tokenizer {tokenizer.name_or_path!r} has {tokens:,} tokens and {option} has {rows:,} rows: "
         "they do not belong together. Set tokenizer_name to the model's own tokenizer"
-        + (", or leave vocab_size out of config_overrides" if vocab_size_is_set else "")
+        + (", or remove vocab_size from config_overrides" if vocab_size_is_set else "")
     )
 
 
 def pad_vocabulary(config, recipe) -> str | None:
-    """Round the vocabulary of a model from scratch up to the multiple that the recipe names. Export cuts it again.
+    """Round the vocabulary of a model from scratch up to a multiple of make_vocab_size_divisible_by. Export removes
+    the added rows.
 
-    Returns: a sentence for the log if there is something to add.
+    Returns: a sentence for the log if rows are added.
     """
     tokens, multiple = config.vocab_size, recipe.make_vocab_size_divisible_by
     rows = -(-tokens // (multiple or 1)) * (multiple or 1)
@@ -216,33 +169,29 @@ def pad_vocabulary(config, recipe) -> str | None:
     return f"note      vocabulary: {tokens:,} tokens, padded to {rows:,} rows; model/ has {tokens:,} again"
 
 
-def _take_special_tokens(config, tokenizer) -> None:
-    """A model from scratch marks beginnings, ends and padding as its tokenizer does."""
+def _copy_special_tokens(config, tokenizer) -> None:
+    """A model from scratch has the beginning, end and padding tokens of its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     if all(getattr(config, name, None) == getattr(tokenizer, name) for name in names):
         return  # the tokenizer is the published one of this architecture
     for name in names:
         setattr(config, name, getattr(tokenizer, name))
     if config.is_encoder_decoder:
-        by_padding = config.model_type in ("t5", "mt5", "umt5", "longt5", "pegasus")
-        config.decoder_start_token_id = config.pad_token_id if by_padding else config.bos_token_id
+        starts_with_padding = family_of(config).decoder_starts_with_padding
+        config.decoder_start_token_id = config.pad_token_id if starts_with_padding else config.bos_token_id
         if getattr(config, "forced_eos_token_id", None) is not None:
             config.forced_eos_token_id = config.eos_token_id
 
 
 def padding_token(tokenizer) -> int:
-    """An id to fill rows with; it is never trained on and never attended to, so any will do."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0):
-        if token is not None:
-            return token
-    raise AssertionError("0 is an id")
+    """An id to pad rows with; it is never trained on and never attended to, so every id works."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def end_with_eos(tokenizer) -> None:
-    """Let the tokenizer itself end every text with its end-of-text token, where it marks texts with nothing at all.
+    """Let the tokenizer end every text with its end-of-text token, if it adds no special token to a text.
 
-    Encoder-decoder models are trained so; BlenderBot's tokenizer, made from vocab.json and merges.txt, has lost it in
-    transformers 5. The exported tokenizer then gives what the model was trained on.
+    Encoder-decoder models are trained with this token, and the exported tokenizer then adds it, too.
     """
     from tokenizers.processors import TemplateProcessing
 
@@ -254,24 +203,31 @@ def end_with_eos(tokenizer) -> None:
         )
 
 
-def settle_padding(config, tokenizer) -> None:
-    """Give tokenizer and model a padding token, the same one: a Llama finds the end of a row by it."""
+def set_decoder_start_token(config, tokenizer) -> None:
+    """Set the token with which the decoder begins, where a configuration from scratch has none."""
+    if config.decoder_start_token_id is None:
+        candidates = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
+        config.decoder_start_token_id = next(token for token in candidates if token is not None)
+
+
+def set_padding_token(config, tokenizer) -> None:
+    """Give tokenizer and model the same padding token: classifiers with a decoder find the end of a row by it."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer))
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def fillers(tokenizer) -> dict[str, int]:
-    """{column that a classifier reads: what pads it}."""
-    known = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
-    return {name: filler for name, filler in known.items() if name in tokenizer.model_input_names}
+def padding_values(tokenizer) -> dict[str, int]:
+    """{column that a classifier reads: the value that pads it}."""
+    values = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
+    return {name: value for name, value in values.items() if name in tokenizer.model_input_names}
 
 
 def producible_tokens(tokenizer) -> int:
-    """The number of rows that the ids of ordinary text take.
+    """The number of embedding rows that the ids of ordinary text need.
 
-    transformers adds a mask token where a published vocabulary has none (BlenderBot's 8,008 become 8,009); no text
-    contains it, and no model has a row for it.
+    transformers adds a mask token if a published vocabulary has none; no text contains it, and the model has no row
+    for it.
     """
     ids = set(tokenizer.get_vocab().values())
     return max(ids - {tokenizer.mask_token_id} if tokenizer.mask_token_id == max(ids) else ids) + 1

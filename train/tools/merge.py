@@ -10,8 +10,16 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.model.adapters import Adapted, AdapterFolder, load_with_adapter, open_adapter
-from train.model.pretrained_io import be_quiet, check_output, read_config, read_model, read_tokenizer, whole_or_nothing
+from train.model.adapter_folder import AdapterFolder, open_adapter
+from train.model.adapter_loading import AdaptedModel, load_with_adapter
+from train.model.pretrained_io import (
+    atomic_folder,
+    check_output,
+    read_config,
+    read_model,
+    read_tokenizer,
+    silence_libraries,
+)
 from train.recipe.errors import UserError, first_line
 from train.recipe.files import without_folders
 from train.recipe.parse import parse_recipe
@@ -28,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = open_adapter(options.adapter)
     output = Path(options.output).expanduser()
     check_output(output)
-    be_quiet()
+    silence_libraries()
     merged = merge(folder, output, base=options.base, precision=options.precision, dequantize=options.dequantize,
                    trust_remote_code=options.trust_remote_code)  # fmt: skip
     print("\n".join([*merged.notes, f"merged model  {output}"]), flush=True)
@@ -62,7 +70,7 @@ def merge(
         precision: fp32, bf16 or fp16; None: that of the base.
 
     Raises:
-        UserError: the adapter and the base do not belong together, or cannot be had; see train/model/adapters.py.
+        UserError: the adapter and the base do not belong together, or cannot be loaded.
         RuntimeError: the merged model is not the adapted one. Nothing is written then.
     """
     check_output(output)
@@ -78,7 +86,7 @@ def merge(
     effect = _effect(adapted, folder, probe, before)
     model = fold(adapted)
     notes = [*adapted.notes, *probe.compare(before, model, effect, "merged")]
-    with whole_or_nothing(output) as partial:
+    with atomic_folder(output) as partial:
         _write(model, folder, adapted, tokenizer, partial, notes)
         del model, adapted.model  # at no time are there two models in memory
         again = _read_back(adapted, partial, trust_remote_code)
@@ -86,7 +94,7 @@ def merge(
     return Merged(probe.difference, effect, notes)
 
 
-def fold(adapted: Adapted):
+def fold(adapted: AdaptedModel):
     """The plain transformers model with the adapter in its weights. `adapted.model` is used up.
 
     A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
@@ -184,7 +192,7 @@ class Probe:
         return lines
 
 
-def _effect(adapted: Adapted, folder: AdapterFolder, probe: Probe, before) -> float | None:
+def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before) -> float | None:
     """How far the adapter moves the logits of the base. None where switching it off does not give the base."""
     if folder.settings.get("bias", "none") != "none":
         return None
@@ -193,7 +201,7 @@ def _effect(adapted: Adapted, folder: AdapterFolder, probe: Probe, before) -> fl
     return (alone - before).abs().max().item() if alone.isfinite().all() else None
 
 
-def _tokenizer(folder: AdapterFolder, adapted: Adapted, trust_remote_code: bool):
+def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool):
     """The tokenizer beside the adapter, which is the one it was trained with; else the base's."""
     config = adapted.model.get_base_model().config
     if folder.has_tokenizer:
@@ -201,7 +209,7 @@ def _tokenizer(folder: AdapterFolder, adapted: Adapted, trust_remote_code: bool)
     return read_tokenizer("base", adapted.base, config, trust_remote_code)
 
 
-def _write(model, folder: AdapterFolder, adapted: Adapted, tokenizer, partial: Path, notes: list[str]) -> None:
+def _write(model, folder: AdapterFolder, adapted: AdaptedModel, tokenizer, partial: Path, notes: list[str]) -> None:
     from train.model.export import export_model
 
     if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
@@ -211,7 +219,7 @@ def _write(model, folder: AdapterFolder, adapted: Adapted, tokenizer, partial: P
     export_model(model, model.state_dict(), tokenizer, partial, _card(model, folder, adapted, notes))
 
 
-def _read_back(adapted: Adapted, partial: Path, trust_remote_code: bool):
+def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool):
     config = read_config("output", str(partial), trust_remote_code)
     model, missing = read_model(
         adapted.auto_class, "output", str(partial), config, precision=None, trust_remote_code=trust_remote_code
@@ -227,7 +235,7 @@ def _name(path: Path) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _card(model, folder: AdapterFolder, adapted: Adapted, notes: list[str]) -> str:
+def _card(model, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:
     """README.md of the merged model."""
     from train import __version__
 

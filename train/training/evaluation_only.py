@@ -6,8 +6,8 @@ from pathlib import Path
 import yaml
 
 from train.health.watchdog import Watchdog
-from train.model.adapters import TASK_TYPES, AdapterFolder, as_trained, find_base, open_adapter, some
-from train.model.pretrained_io import is_adapter, model_folder
+from train.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
+from train.model.folders import is_adapter, model_folder
 from train.recipe.answers import OF_DATA
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
@@ -82,7 +82,7 @@ class EvaluationTrainer(Trainer):
         config = super().configuration(auto_class)
         if self.stored:
             where = f"model_name_or_path = {self.asked_for!r}"
-            config, notes = as_trained(self.stored, config, where, self.recipe.model_name_or_path)
+            config, notes = trained_config(self.stored, config, where, self.recipe.model_name_or_path)
             config.use_cache = False
             self.notes += notes
         return config
@@ -96,8 +96,8 @@ class EvaluationTrainer(Trainer):
         """Weights of the model that the adapter has and its base has not, or otherwise."""
         return [name for name in self.stored.shapes if "lora_" not in name] if self.stored else []
 
-    def load(self, auto_class, config, left_out=()):
-        return super().load(auto_class, config, [*left_out, *self._brought])
+    def load(self, auto_class, config, ignored_weights=()):
+        return super().load(auto_class, config, [*ignored_weights, *self._brought])
 
     def add_adapter(self, model):
         """Put the stored adapter onto its base.
@@ -105,15 +105,15 @@ class EvaluationTrainer(Trainer):
         Raises:
             UserError: it is for another base, or weights of the model are nowhere.
         """
-        from train.model.adapted import put_on
+        from train.model.adapter_injection import inject_adapter
 
         if self.stored:
             quantised = self.recipe.quantised is not None
-            self.notes += put_on(self.stored, model, self.recipe.model_name_or_path, self.strategy, quantised)
-        lacking = [name for name in getattr(model, "drawn_weights", ()) if name not in self._brought]
+            self.notes += inject_adapter(self.stored, model, self.recipe.model_name_or_path, self.strategy, quantised)
+        lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self._brought]
         if lacking:
             raise UserError(
-                f"model_name_or_path = {self.asked_for!r} has no weights for {some(lacking)}: it would answer at "
+                f"model_name_or_path = {self.asked_for!r} has no weights for {name_some(lacking)}: it would answer at "
                 f"random. Name a model that was trained for {self.task_name}"
             )
 

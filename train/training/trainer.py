@@ -130,7 +130,7 @@ class Trainer:
         self.timeline.mark("process group")
         return self.accelerator
 
-    def load(self, auto_class, config, left_out: Sequence[str] = ()):
+    def load(self, auto_class, config, ignored_weights: Sequence[str] = ()):
         """The model, see build_model for the arguments. Its size is known before: loading may take all memory."""
         from train.model.load import build_model, size_of_model
 
@@ -138,7 +138,9 @@ class Trainer:
         self.advise()
         if not self.recipe.model_name_or_path:
             self.notes += filter(None, [self.strategy.drawn_sharded(self.parameters)])
-        return build_model(auto_class, config, self.recipe, self.strategy, self.recipe.seed, left_out, self.parameters)
+        return build_model(
+            auto_class, config, self.recipe, self.strategy, self.recipe.seed, ignored_weights, self.parameters
+        )
 
     def advise(self, copied: int = 0) -> None:
         """Tell the watchdog what would help from here on, should this rank be killed for want of host memory.
@@ -167,14 +169,14 @@ class Trainer:
         from transformers.utils.logging import disable_progress_bar
 
         from train.model.parameters import count_parameters
-        from train.model.settle import recompute_activations
+        from train.model.preflight import enable_gradient_checkpointing
         from train.strategy.prepare import prepare_engine
 
         recipe = self.recipe
         disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
         self.watchdog.phase("prepare", patience=LONG)
         if recipe.gradient_checkpointing:
-            recompute_activations(model)
+            enable_gradient_checkpointing(model)
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(model)

@@ -14,7 +14,7 @@ from train.data.records import BadRecord, check_records, records_of
 from train.data.sources import Source, first, hold_out
 from train.data.text.tokenize import IDS, Documents, encode_table, fingerprint
 from train.model import chat
-from train.model.chat import BadTemplate, Template, install_template, render, unended
+from train.model.chat import BadTemplate, Template, install_template, missing_end_token, render
 from train.model.loss import IGNORE
 from train.model.tokenizer import get_tokenizer, padding_token
 from train.recipe.cache import cache_root, prepare_anew
@@ -57,7 +57,7 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     train = parts[first_of].table
     tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
     template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-    notes = [template.note, *notes, *unended(tokenizer, template)]
+    notes = [template.note, *notes, *missing_end_token(tokenizer, template)]
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
         encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)

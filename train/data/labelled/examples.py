@@ -24,7 +24,7 @@ from train.data.sources import (
 )
 from train.data.text.tokenize import IDS, encode_table, fingerprint
 from train.data.tokenized import TokenizedDataset
-from train.model.tokenizer import fillers, get_tokenizer
+from train.model.tokenizer import get_tokenizer, padding_values
 from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe
@@ -272,7 +272,7 @@ def encode_texts(
     texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None
 ) -> TokenizedDataset:
     """Token ids of the text or the pair, the longer text cut first where both do not fit."""
-    columns = tuple(fillers(tokenizer))
+    columns = tuple(padding_values(tokenizer))
 
     def encode(batch: dict) -> dict:
         given = [[text or "" for text in column] for column in batch.values()]

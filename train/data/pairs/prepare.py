@@ -11,6 +11,7 @@ from train.data.records import BadRecord, check_records, records_of
 from train.data.sources import columns_present, first, hold_out, read_source
 from train.data.text.tokenize import IDS, encode_table, fingerprint
 from train.data.tokenized import TokenizedDataset
+from train.model.families import family_of
 from train.model.tokenizer import end_with_eos, get_tokenizer
 from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
 from train.recipe.errors import UserError
@@ -22,7 +23,6 @@ NUMBERS = ("truncated", "source_tokens", "target_tokens")
 TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "is_cut": Value("bool"),
                   **dict.fromkeys(NUMBERS, Value("int32"))})  # fmt: skip
 PARTS = {"train": "training", "validation": "held-out"}
-TURN_SEPARATORS = {"blenderbot": "  ", "blenderbot-small": "  "}  # ParlAI's delimiter for these models
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def what_is_lost(recipe, config, columns: Columns, table: Dataset, part: str, wi
 
 def turn_separator(config, tokenizer) -> str:
     """What stands between two turns of a conversation, where nobody says otherwise."""
-    return TURN_SEPARATORS.get(config.model_type) or tokenizer.sep_token or tokenizer.eos_token or "\n"
+    return family_of(config).turn_separator or tokenizer.sep_token or tokenizer.eos_token or "\n"
 
 
 class PairEncoder:

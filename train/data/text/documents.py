@@ -17,7 +17,7 @@ from train.data.sources import (
     read_source,
     text_columns,
 )
-from train.model.tokenizer import END_OF_TEXT
+from train.model.families.gpt2 import END_OF_TEXT
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe, TextOptions
 

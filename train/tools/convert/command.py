@@ -16,15 +16,14 @@ import shutil
 import sys
 from pathlib import Path
 
+from train.model.folders import has_tokenizer, model_folder
 from train.model.pretrained_io import (
-    be_quiet,
+    atomic_folder,
     check_output,
-    has_tokenizer,
-    model_folder,
     read_config,
     read_model,
     read_tokenizer,
-    whole_or_nothing,
+    silence_libraries,
 )
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.files import without_folders
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_recipe(kind, argv[1:], prog=f"zerofit convert {argv[0]}", tool=True)
     output = Path(options.output).expanduser()
     check_output(output)
-    be_quiet()
+    silence_libraries()
     print("\n".join([*convert(options, output), f"converted model  {output}"]), flush=True)
     return 0
 
@@ -100,7 +99,7 @@ def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
     config = config_of(meta, tokenizer.ends, options.max_position_embeddings, factor)
     ids = _check_ids(options, tokenizer.tokenizer, config)
     notes = [*_describe(meta, config, factor), *tokenizer.notes]
-    with whole_or_nothing(output) as partial:
+    with atomic_folder(output) as partial:
         number = _write_hf(meta, config, tokenizer, partial, parse_bytes(options.max_shard_size))
         notes.append(f"written      {len(meta.weights)} weights in {_files(number)}")
         notes += prove(meta, HfFolder(partial, "output"), config)
@@ -169,7 +168,7 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
     tokenizer = read_tokenizer("input", str(source), config) if options.check_text else None
     ids = _check_ids(options, tokenizer, config)
     notes = [f"read         {len(hf.files)} weights"]
-    with whole_or_nothing(output) as partial:
+    with atomic_folder(output) as partial:
         for index in range(options.shards):
             _write_share(hf, config, partial, index, options.shards)
         (partial / "params.json").write_text(json.dumps(params_of(config), indent=2) + "\n", encoding="utf-8")

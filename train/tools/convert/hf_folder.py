@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.model.pretrained_io import read_json
+from train.model.folders import read_json
 from train.recipe.errors import UserError, first_line
 
 INDEX = "model.safetensors.index.json"

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from train.data.rendering import Messages, Prompt, Renderer
-from train.model.adapters import AdapterFolder, find_base, load_with_adapter, open_adapter
+from train.model.adapter_folder import AdapterFolder, find_base, open_adapter
+from train.model.adapter_loading import load_with_adapter
 from train.model.chat import named_template
-from train.model.pretrained_io import be_quiet, is_adapter, model_folder, read_config, read_model, read_tokenizer
+from train.model.folders import is_adapter, model_folder
+from train.model.pretrained_io import read_config, read_model, read_tokenizer, silence_libraries
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.tools.generate.prompts import read_prompts
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = read_prompts(options)
     if options.chat_template:
         named_template(options.chat_template)
-    be_quiet()
+    silence_libraries()
     source = look_up(options)  # whatever can be wrong without the weights is found before they are waited for
     renderer = Renderer(source.tokenizer, source.config, options.chat_template, options.raw, options.system_prompt)
     if options.chat or any(prompt.messages for prompt in prompts):

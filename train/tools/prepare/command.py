@@ -85,8 +85,8 @@ def prepare(options: PrepareOptions) -> list[str]:
     Raises:
         UserError: see the messages; nothing is left then.
     """
-    from train.model.pretrained_io import be_quiet
-    from train.model.tokenizer import of_vocabulary_files
+    from train.model.families.gpt2 import tokenizer_from_vocabulary_files
+    from train.model.pretrained_io import silence_libraries
     from train.tools.prepare.documents import find_input
     from train.tools.prepare.named_tokenizer import named_tokenizer
     from train.tools.prepare.writer import ENDINGS, PARTIAL, check_free
@@ -100,9 +100,9 @@ def prepare(options: PrepareOptions) -> list[str]:
         raise UserError(
             f"json_keys = {' '.join(options.json_keys)}: plain text has no keys, so it goes with `text` only"
         )
-    be_quiet()
+    silence_libraries()
     if options.vocab_file:
-        tokenizer = of_vocabulary_files(options.vocab_file, options.merge_file)
+        tokenizer = tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
         options.tokenizer = options.vocab_file  # as messages and the corpus' card call it
     else:
         tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
@@ -195,7 +195,7 @@ class Task:
 
     def _tasks(self) -> Iterator[tuple[Task, int]]:
         """The parts of all files, each with the bytes of the input that are read by then."""
-        from train.model.tokenizer import END_OF_TEXT
+        from train.model.families.gpt2 import END_OF_TEXT
         from train.tools.prepare.documents import tasks_of
 
         before = 0

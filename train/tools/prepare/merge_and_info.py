@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from train.data.megatron.corpus import Card, Corpus, open_corpus, tokenizer_fingerprint
-from train.model.pretrained_io import be_quiet
+from train.model.pretrained_io import silence_libraries
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.record.terminal import size
 from train.tools.prepare.named_tokenizer import named_tokenizer
@@ -220,7 +220,7 @@ def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptio
         try:
             tokenizer = _native(name, corpus.card)
             if tokenizer is None:
-                be_quiet()
+                silence_libraries()
                 tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code)
         except UserError as error:
             if options.tokenizer:

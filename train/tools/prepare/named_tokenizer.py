@@ -6,14 +6,9 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from train.model.pretrained_io import model_folder
-from train.model.tokenizer import (
-    END_OF_TEXT,
-    LOOKED_FOR,
-    load_tokenizer,
-    of_vocabulary_files,
-    renamed_files,
-)
+from train.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
+from train.model.folders import model_folder
+from train.model.tokenizer import load_tokenizer
 from train.recipe.errors import UserError
 from train.tools.convert.meta.tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
 
@@ -61,9 +56,12 @@ def _load_bare(option: str, folder: Path, trust_remote_code: bool):
         return _load(option, str(folder), GPT2Config(), trust_remote_code)
     if model.is_file():
         return _load(option, str(folder), LlamaConfig(), trust_remote_code)
-    if files := renamed_files(folder):
-        return of_vocabulary_files(*files)
-    raise UserError(f"{option} = {str(folder)!r} has no tokenizer: no {LOOKED_FOR}. Name the folder that has it")
+    if files := find_vocabulary_files(folder):
+        return tokenizer_from_vocabulary_files(*files)
+    raise UserError(
+        f"{option} = {str(folder)!r} has no tokenizer: no tokenizer.json, no vocab.json with "
+        "merges.txt, no tokenizer.model. Name the folder that has it"
+    )
 
 
 def _in_file(option: str, file: Path):

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from train.model.pretrained_io import read_json
+from train.model.folders import read_json
 from train.recipe.errors import UserError, first_line
 from train.tools.convert.hf_folder import RELEASE_BYTES
 from train.tools.convert.meta.layout import Cut, Sizes, Weight, find_cut, same_bits, weights

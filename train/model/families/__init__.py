@@ -1,0 +1,18 @@
+"""Model families: all that is special about one is in its file here; the rest of the code asks family_of(config).
+
+A new family is a file with a tuple FAMILIES, listed in MODULES; a model of no listed family has the defaults of
+`Family`. A family's plan for tensor and pipeline parallelism (which layers are fused, how they are cut) will be in its
+file, too.
+"""
+
+from train.model.families import bart, bert, blenderbot, deberta, gpt2, gpt_neox, llama, opt, roberta, t5
+from train.model.families.family import Family
+
+MODULES = (bart, bert, blenderbot, deberta, gpt2, gpt_neox, llama, opt, roberta, t5)
+DEFAULT = Family()
+BY_MODEL_TYPE = {name: family for module in MODULES for family in module.FAMILIES for name in family.model_types}
+
+
+def family_of(config) -> Family:
+    """The family of a model with this configuration of transformers."""
+    return BY_MODEL_TYPE.get(config.model_type, DEFAULT)

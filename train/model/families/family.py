@@ -1,0 +1,49 @@
+"""What the code may ask about a model family. The defaults work for every model of transformers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the head
+
+
+def position_embeddings(config) -> int | None:
+    return getattr(config, "max_position_embeddings", None)
+
+
+def hidden_size(config) -> int:
+    return config.hidden_size
+
+
+def derive_nothing(config, overrides: Mapping[str, Any]) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family, or those members of one that have the same properties.
+
+    Args:
+        model_types: the `model_type` of the configurations in transformers.
+        lora_targets: the layers that get a LoRA adapter where the recipe names none.
+        classifier_heads: modules at the end of a classification model; one of them has a row for each label.
+        bare_tokenizer_options: options of the tokenizer's class where the folder has vocabulary files only.
+        decoder_starts_with_padding: a decoder from scratch begins with the padding token, not with bos.
+        overflows_fp16: activations exceed fp16's range (65,504).
+        turn_separator: the text between two turns of a conversation; None: the tokenizer's separator token.
+        usable_positions: (configuration) -> the longest row that the model has positions for; None: no limit.
+        attention_width: (configuration) -> the number of channels in all attention heads together.
+        derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
+            other fields, after the overrides changed these.
+    """
+
+    model_types: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    classifier_heads: tuple[str, ...] = ("score", "classifier", "classifier.out_proj", "classification_head.out_proj")
+    bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
+    decoder_starts_with_padding: bool = False
+    overflows_fp16: bool = False
+    turn_separator: str | None = None
+    usable_positions: Callable[[Any], int | None] = position_embeddings
+    attention_width: Callable[[Any], int] = hidden_size
+    derive_sizes: Callable[[Any, Mapping[str, Any]], None] = derive_nothing
