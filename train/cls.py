@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
     from train.data.labelled.examples import prepare_examples
-    from train.data.labelled.labels import pretrained_head, renamed_head, settle_labels
+    from train.data.labelled.labels import configure_labels, pretrained_head, renamed_head
     from train.data.pack import stats_rows
     from train.model.configuration import check_task
     from train.model.load import weights_of_head
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         other = had + 1
     else:
         notes.append(renamed_head(config, data.labels, pretrained))
-        had = other = settle_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
+        had = other = configure_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
     replaced = weights_of_head(AutoModelForSequenceClassification, config, other) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")

@@ -23,7 +23,7 @@ from train.data.prompts import Prompts, read_sources
 from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
-from train.recipe.answers import OF_DATA, OF_TRAINING
+from train.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from train.record.run_folder import RunFolder
 from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
@@ -43,10 +43,10 @@ def test_every_option_of_training_is_forgotten_or_said_not_to_be():
     groups = [getattr(options, f"{kind}Options") for kind in kinds]
     names = {name for group in groups for name in group.__annotations__}
     assert len(names) > 40
-    assert names == (names & set(OF_TRAINING)) | (names & OF_BOTH)
+    assert names == (names & set(TRAINING_OPTIONS)) | (names & OF_BOTH)
     known = {field.name for cls in (ClmRecipe, ClsRecipe, Seq2SeqRecipe) for field in dataclasses.fields(cls)}
-    assert {*OF_TRAINING, *OF_DATA} <= known
-    assert not OF_BOTH & {*OF_TRAINING, *OF_DATA}
+    assert {*TRAINING_OPTIONS, *DATA_OPTIONS} <= known
+    assert not OF_BOTH & {*TRAINING_OPTIONS, *DATA_OPTIONS}
 
 
 def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):

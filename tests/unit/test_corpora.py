@@ -460,7 +460,6 @@ def test_damaged_corpora_are_refused(tokenised, damaged, tmp_path, spoil, said):
         (["--split", "90,-5,5"], ["split = '90,-5,5'"]),
         (["--split", "90;10"], ["split = '90;10'"]),
         (["--split", "1,2,3,4"], ["split = '1,2,3,4'"]),
-        (["--split", "99,1,0", "--block_size", "1024"], ["less than one sample", "block_size"]),
         (["--packing", "none"], ["packing", "no effect with data_path"]),
         (["--train_file", "x.txt"], ["train_file", "no effect with data_path"]),
         (["--train_tokenizer_vocab_size", "300"], ["train_tokenizer_vocab_size"]),
@@ -470,6 +469,14 @@ def test_mistakes_in_the_options(tokenised, tmp_path, flags, said):
     with pytest.raises(UserError) as caught:
         prepared(tokenised, tmp_path, *(flag.format(corpus=tokenised[1]) for flag in flags))
     assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+def test_a_part_needs_one_sample(tokenised, tmp_path):
+    prefix = write_corpus(tmp_path / "short", [[5] * 100] * 100)  # 1 % of it has 100 tokens, whatever else changes
+    flags = ["--data_path", prefix, "--split", "99,1,0", "--block_size"]
+    assert len(prepared(tokenised, tmp_path, *flags, "64").validation) == 1
+    with pytest.raises(UserError, match="100 tokens: less than one sample of block_size = 1024"):
+        prepared(tokenised, tmp_path, *flags, "1024")
 
 
 @pytest.mark.parametrize("flag", ["--reset_position_ids", "--eod_mask_loss", "--split=90,10,0", "--data_cache_path=x"])

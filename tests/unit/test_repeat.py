@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from train.recipe.repeat import repeat_after_launcher
+from train.recipe.last_message import repeat_after_launcher
 
 LAUNCHER = """
 import subprocess, sys

@@ -132,7 +132,7 @@ def test_the_trivial_answers_are_scored_as_the_models_are(cache):
 
 
 def test_the_help_names_them():
-    from train.recipe.options import SourceOptions
+    from train.recipe.data_options import SourceOptions
 
     shown = SourceOptions.__dataclass_fields__["dataset_name"].metadata["help"]
     assert len(EMBEDDED) == 2

@@ -3,8 +3,9 @@
 import numpy as np
 
 from train.model.configuration import usable_positions
+from train.recipe.base import Recipe
+from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
-from train.recipe.options import Recipe, SourceOptions
 
 WARNED, STOPPED = 0.1, 0.5  # shares of a part's samples
 WHOLE = 0.99  # of the samples: what the proposed length keeps

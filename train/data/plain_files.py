@@ -10,8 +10,8 @@ from typing import Any
 
 from train.data.encodings import as_utf8, is_utf8, open_bytes
 from train.recipe.cache import cache_root
+from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
-from train.recipe.options import SourceOptions
 
 
 def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_source: bool = False) -> list[Path]:

@@ -18,8 +18,8 @@ from datasets.exceptions import DatasetGenerationError
 from train.data.encodings import open_bytes, proposal
 from train.data.plain_files import plain_files
 from train.recipe.cache import cache_root
+from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError, first_line
-from train.recipe.options import SourceOptions
 from train.recipe.paths import FILE_OPTIONS, find_files
 
 FORMATS = {

@@ -24,7 +24,7 @@ from datasets import Dataset, Features, Value
 from train.data.sources import name_for_the_cache
 from train.data.text.tokenize import encode_table
 from train.recipe.cache import cache_root, prepare_anew
-from train.recipe.options import SourceOptions
+from train.recipe.data_options import SourceOptions
 
 NUM_PACKAGES = 12
 HELD_OUT_PERCENT = 12

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from train.recipe.errors import UserError, first_line, nearest
-from train.recipe.options import ModelOptions
+from train.recipe.model_options import ModelOptions
 from train.recipe.paths import is_missing_folder
 
 ARCHITECTURES = Path(__file__).parent / "architectures"

@@ -19,7 +19,8 @@ from train.model.base_weights import FILE, sample_weights
 from train.model.export import make_consistent, write_card
 from train.model.pretrained_io import ADAPTER_PREFIX
 from train.recipe.errors import UserError, nearest
-from train.recipe.options import LoraOptions, TrainingRecipe
+from train.recipe.model_options import LoraOptions
+from train.recipe.options import TrainingRecipe
 
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED, BART, T5 = ("query_key_value",), ("q_proj", "k_proj", "v_proj", "out_proj"), ("q", "k", "v", "o")

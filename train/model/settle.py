@@ -8,7 +8,7 @@ from train.model.attention import choose_attention, takes_lengths, use_masks
 from train.model.loss import choose_loss, has_separate_body, install_loss
 from train.model.probe import LENGTH, documents_leak, losses_differ, random_tokens
 from train.recipe.errors import UserError
-from train.recipe.options import ModelOptions
+from train.recipe.model_options import ModelOptions
 from train.recipe.tasks import LossOptions
 
 BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "switch_transformers")

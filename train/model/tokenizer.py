@@ -12,7 +12,7 @@ from pathlib import Path
 
 from train.recipe.errors import UserError, first_line
 from train.recipe.files import is_there, put_in_place
-from train.recipe.options import ModelOptions
+from train.recipe.model_options import ModelOptions
 
 END_OF_TEXT = "<|endoftext|>"
 LOOKED_FOR = "tokenizer.json, no vocab.json with merges.txt, no tokenizer.model"

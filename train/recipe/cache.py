@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.recipe.data_options import SourceOptions
 from train.recipe.files import is_shared
-from train.recipe.options import SourceOptions
 
 
 def cache_root(cache_dir: str | None) -> Path:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from train.recipe.repeat import repeat_after_launcher
+from train.recipe.last_message import repeat_after_launcher
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C

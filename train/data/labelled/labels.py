@@ -174,7 +174,7 @@ def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
     return f"note      the pretrained head goes on under other names: {pairs}"
 
 
-def settle_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
+def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
     """Write the labels into the model's configuration.
 
     Returns: the number of outputs that the pretrained head has, where it must be replaced.

@@ -24,9 +24,9 @@ from train.data.megatron.corpus import INDICES, Corpus, megatron
 from train.data.pack import DatasetStats, Sample
 from train.model.loss import IGNORE
 from train.recipe.cache import one_process_at_a_time
+from train.recipe.causal_options import RESETS
 from train.recipe.errors import UserError
 from train.recipe.files import is_there, put_in_place
-from train.recipe.tasks import RESETS
 
 TRAINING, HELD_OUT, TEST = range(3)
 PARTS = ("training", "evaluation")

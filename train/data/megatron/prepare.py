@@ -9,8 +9,9 @@ from train.data.order import FixedOrder, samples_of_run
 from train.data.pack import TextData
 from train.data.text.prepare import DEFAULT_BLOCK_SIZE
 from train.model.tokenizer import load_tokenizer, producible_tokens
+from train.recipe.causal_options import RESETS
 from train.recipe.errors import UserError
-from train.recipe.tasks import RESETS, ClmRecipe
+from train.recipe.tasks import ClmRecipe
 
 LOOKED_AT = 2**27  # ids of a corpus that nothing is known of, looked through before training
 

@@ -18,8 +18,9 @@ from train.data.sources import (
     text_columns,
 )
 from train.model.tokenizer import END_OF_TEXT
+from train.recipe.causal_options import TextOptions
 from train.recipe.errors import UserError
-from train.recipe.tasks import ClmRecipe, TextOptions
+from train.recipe.tasks import ClmRecipe
 
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the text and not from the list of documents
 NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from train.recipe.base import Recipe
 from train.recipe.fields import option
-from train.recipe.options import Recipe
 
 # Options of training. A launch that trains nothing forgets them: a run's recipe or command serves it as it is.
-OF_TRAINING = (
+TRAINING_OPTIONS = (
     "gradient_checkpointing", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by", "config_name",
     "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules", "lora_modules_to_save",
     "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples", "per_device_train_batch_size",
@@ -19,7 +19,7 @@ OF_TRAINING = (
     "resume", "max_hours", "on_fault", "spike_threshold", "record_samples", "with_tracking", "report_to",
     "report_name", "run_name", "sample_tokens", "sample_prompt", "length_grouping",
 )  # fmt: skip
-OF_DATA = (  # what predict_file takes the place of
+DATA_OPTIONS = (  # what predict_file takes the place of
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",
     "validation_split_percentage", "max_eval_samples", "max_eval_batches", "data_path", "split", "data_cache_path",
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate",
@@ -28,7 +28,7 @@ MODEL = "the weights are those of model_name_or_path: a hub name, a folder such 
 
 
 @dataclass
-class AnswerOptions(Recipe):
+class InferenceOptions(Recipe):
     """Evaluation and predictions, without training"""
 
     evaluate_only: bool = option(
@@ -50,19 +50,20 @@ class AnswerOptions(Recipe):
         """The flags that a launch without training has forgotten."""
         return self.__dict__.get("_without_effect", [])
 
-    def settle(self) -> None:
+    def reset_unused_options(self) -> None:
         """Forget what a launch without training does not need."""
-        super().settle()
+        super().reset_unused_options()
         if self.trains or not self.model_name_or_path:
             return
-        forgotten = [*OF_TRAINING]
+        reset = [*TRAINING_OPTIONS]
         if self.config_name or self.model_type:
-            forgotten.append("config_overrides")  # they made the architecture, which the weights' folder has
+            reset.append("config_overrides")  # they made the architecture, which the weights' folder has
         if self.predict_file:
-            forgotten += OF_DATA
+            reset += DATA_OPTIONS
         elif self.validation_file:
-            forgotten += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
-        self._without_effect = [source for name in forgotten if (source := self.forget(name)) and source[:2] == "--"]
+            reset += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
+        sources = [self.reset_option(name) for name in reset]
+        self._without_effect = [source for source in sources if source and source.startswith("--")]
 
     def problems(self) -> list[str]:
         found = super().problems()
