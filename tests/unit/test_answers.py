@@ -13,6 +13,7 @@ from folders import save_base, save_blenderbot, save_writer, small_tokenizer
 from helpers import refusal
 from transformers import AutoConfig
 
+from train.data.causal import prepare_causal_data
 from train.data.collate import PromptCollator
 from train.data.labelled.examples import prepare_examples
 from train.data.labelled.glue import TASKS, numbers, submission
@@ -20,7 +21,6 @@ from train.data.labelled.labels import trained_labels
 from train.data.order import FILLER
 from train.data.pairs.prepare import prepare_pairs
 from train.data.prompts import Prompts, read_sources
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from train.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
@@ -248,7 +248,7 @@ def writer(cache, tmp_path_factory) -> Path:
 
 def text_data(model: Path, cache: str, *flags: str):
     recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", str(model), "--cache_dir", cache, *map(str, flags)])
-    return prepare_text(recipe, load_configuration(recipe))
+    return prepare_causal_data(recipe, load_configuration(recipe))
 
 
 def lines(path: Path, records: list[dict]) -> Path:

@@ -8,10 +8,10 @@ import torch
 from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, refusal
 from helpers import tiny_model
 
+from train.data.causal import prepare_causal_data
 from train.data.chat.prepare import show
 from train.data.collate import CausalCollator
 from train.data.pack import best_fit
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.loss import IGNORE, install_loss, model_loss
 from train.recipe import ClmRecipe, parse_recipe
@@ -23,7 +23,7 @@ def prepare(data, cache):
         model = ["--model_name_or_path", str(data("models/llama/hf")), "--block_size", "256", "--cache_dir", cache]
         more = ["--train_file", str(path), "--validation_split_percentage", "0", *map(str, flags)]
         recipe = parse_recipe(ClmRecipe, [*model, *more])
-        return prepare_text(recipe, load_configuration(recipe))
+        return prepare_causal_data(recipe, load_configuration(recipe))
 
     return run
 

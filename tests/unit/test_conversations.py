@@ -7,13 +7,8 @@ from datasets import Dataset, Features, Translation
 from helpers import refusal
 
 from train.data.chat.instructions import find_form
-from train.data.pairs.conversations import (
-    Columns,
-    Pair,
-    find_columns,
-    read_conversation_files,
-    read_keyed_conversations,
-)
+from train.data.pairs.columns import Columns, Pair, find_columns
+from train.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
 from train.data.pairs.prepare import PairEncoder, SourceFormat, languages_apart, prepare_pairs, turn_separator
 from train.data.records import BadRecord
 from train.data.sources import read_source

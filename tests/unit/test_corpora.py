@@ -16,11 +16,11 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import ROOT, refusal, tiny_model
+from train.data.causal import prepare_causal_data
 from train.data.collate import CausalCollator
 from train.data.megatron.blend import Blend, build
 from train.data.megatron.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
 from train.data.order import FixedOrder, MicroBatches, loader
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.export import export_model
 from train.model.loss import IGNORE, install_loss
@@ -296,7 +296,7 @@ def prepared(tokenised, cache: Path, *flags: str):
         str(cache), "--split", "90,10,0", *given, *flags,
     ])  # fmt: skip
     config = load_configuration(recipe)
-    data = prepare_text(recipe, config, global_batch=8)
+    data = prepare_causal_data(recipe, config, global_batch=8)
     check_vocabulary(config, data.tokenizer, recipe)
     return data
 

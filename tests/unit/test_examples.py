@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from train.data.labelled.examples import ExampleData, prepare_examples
+from train.data.labelled.examples import prepare_examples
+from train.data.labelled.samples import ExampleData
 from train.model.configuration import load_configuration
 from train.recipe import ClsRecipe, UserError, parse_recipe
 from train.recipe.tasks import GLUE_ON_THE_HUB

@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from helpers import refusal
 
+from train.data.causal import prepare_causal_data
 from train.data.chat.instructions import Form, find_form
 from train.data.records import BadRecord
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, parse_recipe
 
@@ -249,7 +249,7 @@ def prepare(llama, cache):
     def run(path, *flags: str):
         model = ["--model_name_or_path", str(llama), "--block_size", "256", "--cache_dir", cache]
         recipe = parse_recipe(ClmRecipe, [*model, "--train_file", str(path), *map(str, flags)])
-        return prepare_text(recipe, load_configuration(recipe))
+        return prepare_causal_data(recipe, load_configuration(recipe))
 
     return run
 
@@ -373,6 +373,6 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path, cache):
     flags = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "261", "--train_file", str(path), "--cache_dir",
              cache, "--chat_template", "instruction", "--block_size", "64"]  # fmt: skip
     recipe = parse_recipe(ClmRecipe, flags)
-    data = prepare_text(recipe, load_configuration(recipe))
+    data = prepare_causal_data(recipe, load_configuration(recipe))
     assert len(data.tokenizer) == 261
     assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo.<|endoftext|>" in text_of(data, data.train)

@@ -6,10 +6,11 @@ import json
 import pytest
 from datasets import Dataset
 
+from train.data.causal import prepare_causal_data
 from train.data.encodings import likely, proposal
-from train.data.sources import columns_present, hold_out, not_utf8, read_source
+from train.data.sources import not_utf8, read_source
+from train.data.tables import columns_present, hold_out
 from train.data.text.documents import load_texts, split_off
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
 from train.recipe.paths import find_files
@@ -119,10 +120,10 @@ def test_tokens_of_a_cut_text_are_kept_for_the_next_process(tmp_path):
     path = write(tmp_path, "a.txt")
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], block_size=32,
                        cache_dir=str(tmp_path / "cache"))  # fmt: skip
-    prepare_text(recipe, load_configuration(recipe))
+    prepare_causal_data(recipe, load_configuration(recipe))
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("tokens-*.arrow")}
     assert len(kept) == 2
-    prepare_text(recipe, load_configuration(recipe))
+    prepare_causal_data(recipe, load_configuration(recipe))
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("tokens-*.arrow")} == kept
 
 
@@ -131,7 +132,7 @@ def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], cache_dir=cache,
                        block_size=32, validation_split_percentage=10)  # fmt: skip
     config = load_configuration(recipe)
-    first, second = prepare_text(recipe, config), prepare_text(recipe, config)
+    first, second = prepare_causal_data(recipe, config), prepare_causal_data(recipe, config)
     assert len(first.tokenizer) == 280
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
     assert first.train[0]["input_ids"].tolist() == second.train[0]["input_ids"].tolist()
@@ -147,7 +148,7 @@ def test_workers_change_nothing(tmp_path, cache):
     sets = []
     for number, workers in enumerate((None, 2)):
         recipe = ClmRecipe(**options, preprocessing_num_workers=workers, cache_dir=f"{tmp_path}/cache{number}")
-        sets.append(prepare_text(recipe, load_configuration(recipe)).train)
+        sets.append(prepare_causal_data(recipe, load_configuration(recipe)).train)
     assert len(sets[0]) == len(sets[1])
     assert all((sets[0][index]["input_ids"] == sets[1][index]["input_ids"]).all() for index in range(len(sets[0])))
 
@@ -270,7 +271,7 @@ def test_not_utf8_in_other_formats(tmp_path, cache, name):
     (tmp_path / name).write_bytes(write(tmp_path, "x" + name[5:]).read_bytes() + b'{"text": "caf\xe9"}\n')
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(tmp_path / name)],
                        cache_dir=cache, block_size=32)  # fmt: skip
-    assert "not UTF-8: byte 0xe9" in refusal(prepare_text, recipe, load_configuration(recipe))
+    assert "not UTF-8: byte 0xe9" in refusal(prepare_causal_data, recipe, load_configuration(recipe))
 
 
 def test_records_without_text_are_left_out(tmp_path, cache):

@@ -7,6 +7,7 @@ from train.recipe.base import Recipe
 from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
 
+DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
 WARNED, STOPPED = 0.1, 0.5  # shares of a part's samples
 WHOLE = 0.99  # of the samples: what the proposed length keeps
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from datasets import Dataset
 
-from train.data.text.tokenize import Documents
+from train.data.token_tables import Documents
 from train.model.loss import IGNORE
 
 # input_ids, labels, and position_ids where packed; each (length,) int64. Also num_tokens where some are mere filling.

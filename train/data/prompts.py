@@ -8,7 +8,8 @@ import numpy as np
 from train.data.chat.instructions import find_form
 from train.data.lengths import choose_length
 from train.data.pack import DatasetStats, Sample, TextData
-from train.data.pairs.conversations import find_sources, read_conversation_files
+from train.data.pairs.columns import find_sources
+from train.data.pairs.conversation_files import read_conversation_files
 from train.data.pairs.prepare import PairData, PairEncoder, SourceFormat, languages_apart
 from train.data.records import BadRecord, check_records, records_of
 from train.data.rendering import Prompt, Renderer
@@ -77,7 +78,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     return Prompts(ids, read, is_chat=True, truncated=sum(lost)), PairData(None, None, tokenizer, widths, notes)
 
 
-def read_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
+def read_causal_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
     """The prompts of predict_file: instructions, questions and conversations in the form in which they are trained on,
     with an answer left out where the file has one; or texts, which go on.
 

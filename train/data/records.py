@@ -1,13 +1,14 @@
 """Records that are read one by one, some of which may be of no use."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from datasets import Features, Value
 
 from train.data.lengths import report_loss
-from train.data.sources import Source, bad_record
-from train.data.text.tokenize import encode_table
+from train.data.sources import Source
+from train.data.token_tables import encode_table
 from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.errors import UserError
 
@@ -59,3 +60,25 @@ def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, A
         raise bad_record(where, bad[0]["record"], bad[0]["problem"], bad["problem"][:])
     what = f"records of {where} are left out, such as record {bad[0]['record'] + 1}: {bad[0]['problem']}"
     return report_loss(recipe, len(bad), len(table), what)
+
+
+def bad_record(where: str, index: int, what: str, problems: Iterable[str]) -> UserError:
+    """The message for a record that cannot be used.
+
+    Args:
+        what: is wrong with it.
+        problems: of all records that cannot be used, this one included.
+    """
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(re.sub(r"\d+", "", problem), []).append(problem)
+    alike = kinds.pop(re.sub(r"\d+", "", what))
+    more = [f"{len(alike):,} such records"] if len(alike) > 1 else []
+    if kinds:
+        shown = "; ".join(others[0] for others in list(kinds.values())[:3])
+        more.append(f"{sum(map(len, kinds.values())):,} more that cannot be used: {shown}")
+    more = f" ({'; '.join(more)})" if more else ""
+    return UserError(
+        f"{where}, record {index + 1}: {what}{more}. Correct the data, or leave such records out with "
+        "--skip_bad_records"
+    )

@@ -1,37 +1,24 @@
 """From files or the hub to tables of records, one for each part of the data."""
 
-import csv
-import io
-import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
-from datasets import Dataset, DatasetDict, Features, List, Value, get_dataset_config_names, load_dataset
+from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from train.data.encodings import open_bytes, proposal
+from train.data.file_formats import BUILDERS, check_fields, format_of, text_features, unreadable
 from train.data.plain_files import plain_files
+from train.data.stdlib import EMBEDDED, read_stdlib
 from train.recipe.cache import cache_root
 from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError, first_line
 from train.recipe.paths import FILE_OPTIONS, find_files
 
-FORMATS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
-}  # fmt: skip
-CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
-BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
 HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
 PREDICT = "predict"  # the part that has no labels
-EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # made from Python's own library (train/data/stdlib.py)
-SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 
 
 @dataclass
@@ -79,8 +66,6 @@ def read_source(
     """
     held_out = {PREDICT: ()} if getattr(recipe, "predict_file", None) else held_out or {"validation": HELD_OUT}
     if recipe.dataset_name in EMBEDDED:
-        from train.data.stdlib import read_stdlib
-
         return Source(_wanted(read_stdlib(recipe.dataset_name, recipe), recipe), "embedded", {})
     options = {part: f"{part}_file" for part in ("train", *held_out)}
     files = {part: find_files(option, getattr(recipe, option)) for part, option in options.items()
@@ -134,132 +119,19 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
         names = [str(path) for path in paths]
         if builder == "csv":
             for path in paths:
-                _check_fields(path, kwargs)
+                check_fields(path, kwargs)
         load = partial(load_dataset, builder, data_files={part: names}, cache_dir=_cache_dir(recipe), **kwargs)
         try:
             loaded = load()
         except DatasetGenerationError:
             if builder != "csv":
                 raise
-            loaded = load(features=_all_text(paths[0], kwargs))
+            loaded = load(features=text_features(paths[0], kwargs))
     except UserError:
         raise
     except Exception as error:  # the library raises a dozen types
         raise unreadable(paths, kind, error) from None
     return loaded[part]
-
-
-def _check_fields(path: Path, kwargs: dict) -> None:
-    """Raises UserError if the first record has more fields than the header: pandas would drop the first of them."""
-    with open_bytes(path) as file:
-        lines = csv.reader(
-            io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
-            delimiter=kwargs.get("sep", ","),
-            quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
-        )
-        header = kwargs.get("names") or next(lines, [])
-        record = next(lines, [])
-    if len(record) > len(header):
-        raise UserError(
-            f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
-            f"({', '.join(header)}). Put texts that hold the separator in quotes"
-        )
-
-
-def _all_text(path: Path, kwargs: dict) -> Features:
-    """Every column of a .csv as text. The library guesses types from the first 10,000 rows; where a word, or an empty
-    place, turns up later in a column of numbers, it gives up."""
-    columns = pd.read_csv(path, nrows=0, **kwargs).columns
-    return Features(dict.fromkeys(columns, Value("string")))
-
-
-def first(dataset: Dataset, limit: int | None) -> Dataset:
-    """The first `limit` records; all of them without a limit."""
-    return dataset if limit is None or limit >= len(dataset) else dataset.select(range(limit))
-
-
-def hold_out(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """(training, held-out) records, drawn at random with a fixed seed, each part in its old order.
-
-    Raises:
-        UserError: one side would be empty.
-    """
-    shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
-    held = max(1, round(share * len(dataset)))
-    if held >= len(dataset):
-        raise empty_split(dataset, share)
-    return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
-
-
-def empty_split(dataset: Dataset, share: float, texts: bool = False) -> UserError:
-    """The message for a split that leaves one side empty.
-
-    Args:
-        texts: a record is one long text, which is cut.
-    """
-    alone = len(dataset) == 1 and not texts  # no share cuts a record in two
-    other = "" if alone else f"a {'smaller' if share > 0.5 else 'larger'} share, "
-    return UserError(
-        f"validation_split_percentage = {100 * share:g} leaves no sample on one side: the data is {len(dataset):,} "
-        f"record{'s' * (len(dataset) != 1)}{under_a_key(dataset) if alone else ''}. Name {other}a validation_file, or "
-        "0, which holds nothing out"
-    )
-
-
-def bad_record(where: str, index: int, what: str, problems: Iterable[str]) -> UserError:
-    """The message for a record that cannot be used.
-
-    Args:
-        what: is wrong with it.
-        problems: of all records that cannot be used, this one included.
-    """
-    kinds: dict[str, list[str]] = {}
-    for problem in problems:
-        kinds.setdefault(re.sub(r"\d+", "", problem), []).append(problem)
-    alike = kinds.pop(re.sub(r"\d+", "", what))
-    more = [f"{len(alike):,} such records"] if len(alike) > 1 else []
-    if kinds:
-        shown = "; ".join(others[0] for others in list(kinds.values())[:3])
-        more.append(f"{sum(map(len, kinds.values())):,} more that cannot be used: {shown}")
-    more = f" ({'; '.join(more)})" if more else ""
-    return UserError(
-        f"{where}, record {index + 1}: {what}{more}. Correct the data, or leave such records out with "
-        "--skip_bad_records"
-    )
-
-
-def name_for_the_cache(dataset: Dataset, *words: object) -> Dataset:
-    """Give a table that was made in memory a fingerprint that every process agrees on."""
-    dataset._fingerprint = sha256(" ".join(map(str, words)).encode()).hexdigest()[:32]
-    return dataset
-
-
-def text_columns(dataset: Dataset) -> list[str]:
-    """The columns that hold text."""
-    return [
-        name
-        for name, feature in dataset.features.items()
-        if getattr(feature, "dtype", "") in ("string", "large_string")
-    ]
-
-
-def columns_present(dataset: Dataset) -> str:
-    """For messages: the columns there are, as the file has them."""
-    written = getattr(dataset, "as_written", {})
-    names = [written.get(name, name) for name in dataset.column_names]
-    wrong = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
-    hint = f" (is the file separated by {wrong!r}? A .csv takes commas, a .tsv tabs)" if wrong else ""
-    if not hint and len(dataset) == 1:
-        hint = under_a_key(dataset)
-    return f"the columns are {', '.join(names)}{hint}"
-
-
-def under_a_key(dataset: Dataset) -> str:
-    """A hint where the one record that there is seems to hold the records."""
-    inside = [
-        name for name, kind in dataset.features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)
-    ]
-    return f" (are the records under a key of the .json? Say --field {inside[0]})" if inside else ""
 
 
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
@@ -315,44 +187,6 @@ def files_and_sizes(recipe) -> dict[str, str]:
         digest = sha256(repr(sizes).encode()).hexdigest()[:8]
         found[option] = f"{len(sizes):,} of {sum(size for _, size in sizes):,} bytes (names and sizes: {digest})"
     return found
-
-
-def format_of(files: list[Path]) -> str:
-    """The format that the endings tell. Raises UserError if they tell none, or several."""
-    kinds = {}
-    for path in files:
-        suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-        kinds.setdefault(FORMATS.get(suffixes[-1].lower() if suffixes else ""), path)
-    if None in kinds:
-        raise UserError(
-            f"{kinds[None]}: the ending tells no known format; known are {', '.join(FORMATS)}, each also .gz"
-        )
-    if len(kinds) > 1:
-        raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
-    return next(iter(kinds))
-
-
-def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
-    """Why these files could not be read: the first that is not UTF-8 or not of its format, and where in it."""
-    for path in files if kind != "parquet" else []:
-        with open_bytes(path) as file:
-            data = file.read()
-        try:
-            data.decode("utf-8")
-        except UnicodeDecodeError as wrong:
-            line = data.count(b"\n", 0, wrong.start) + 1
-            return UserError(
-                f"{path} is not UTF-8: byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line}). "
-                + proposal(data)
-            )
-        if kind == "json" and not data.lstrip().startswith(b"["):
-            for number, line in enumerate(data.splitlines(), 1):
-                try:
-                    json.loads(line or b"{}")
-                except json.JSONDecodeError as wrong:
-                    return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
-    cause = error.__cause__ or error
-    return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 
 
 def _cache_dir(recipe: SourceOptions) -> str | None:

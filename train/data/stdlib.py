@@ -21,11 +21,12 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from train.data.sources import name_for_the_cache
-from train.data.text.tokenize import encode_table
+from train.data.tables import name_for_the_cache
+from train.data.token_tables import encode_table
 from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.data_options import SourceOptions
 
+EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the two data sets
 NUM_PACKAGES = 12
 HELD_OUT_PERCENT = 12
 MIN_WORDS = 3  # shorter docstrings say too little: "Constructor.", "See above."
@@ -38,7 +39,7 @@ TABLE = Features({name: Value("string") for name in ("package", "top", "name", "
 
 
 def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
-    """The training and the held-out part of one of EMBEDDED (train/data/sources.py).
+    """The training and the held-out part of one of EMBEDDED.
 
     Reading the library takes seconds, and is done once: the result is in the cache.
     """

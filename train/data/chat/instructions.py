@@ -12,7 +12,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from train.data.pairs.conversations import (
+from train.data.records import BadRecord
+from train.data.tables import columns_present, text_columns
+from train.data.turns import (
     ASSISTANT,
     DIALOGUES,
     ROLE_OF_A_TURN,
@@ -26,8 +28,6 @@ from train.data.pairs.conversations import (
     roles_of,
     turns_of,
 )
-from train.data.records import BadRecord
-from train.data.sources import columns_present, text_columns
 from train.model.chat import Message
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe

@@ -11,8 +11,9 @@ from train.data.chat.instructions import Form
 from train.data.lengths import report_loss
 from train.data.pack import Conversations, PackedConversations, SampleSet, TextData
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import Source, first, hold_out
-from train.data.text.tokenize import IDS, Documents, encode_table, fingerprint
+from train.data.sources import Source
+from train.data.tables import first, hold_out
+from train.data.token_tables import IDS, Documents, encode_table, fingerprint
 from train.model import chat
 from train.model.chat import BadTemplate, Template, install_template, render, unended
 from train.model.loss import IGNORE

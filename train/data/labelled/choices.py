@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from train.data.labelled.examples import ExampleData, HeldOut, encode_texts
 from train.data.labelled.labels import NOTHING, Labels
+from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
 from train.data.lengths import choose_length, report_loss
 from train.data.pack import Sample
-from train.data.pairs.conversations import blank, holds_lists
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import Source, columns_present, first, hold_out, text_columns
+from train.data.sources import Source
+from train.data.tables import columns_present, first, hold_out, text_columns
 from train.data.tokenized import TokenizedDataset
+from train.data.turns import blank, holds_lists
 from train.model.tokenizer import get_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe

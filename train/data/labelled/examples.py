@@ -1,31 +1,22 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, Value
 
 from train.data.labelled import glue
+from train.data.labelled.choices import find_choices, prepare_choices
 from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
+from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
 from train.data.lengths import choose_length, report_loss
-from train.data.pack import SampleSet
-from train.data.sources import (
-    HELD_OUT,
-    PREDICT,
-    Source,
-    bad_record,
-    columns_present,
-    first,
-    hold_out,
-    read_source,
-    text_columns,
-)
-from train.data.text.tokenize import IDS, encode_table, fingerprint
-from train.data.tokenized import TokenizedDataset
-from train.model.tokenizer import fillers, get_tokenizer
-from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
+from train.data.records import bad_record
+from train.data.sources import HELD_OUT, PREDICT, Source, read_source
+from train.data.tables import columns_present, first, hold_out, text_columns
+from train.model.tokenizer import get_tokenizer
+from train.recipe.cache import one_process_at_a_time
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe
 
@@ -34,33 +25,6 @@ TEXTS = (  # columns that hold the text, or the texts of a pair, where nobody na
     ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
 LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
-
-
-@dataclass
-class HeldOut:
-    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
-
-    Args:
-        numbers: of records that have no label: the file's own number of each, as it is submitted.
-    """
-
-    samples: SampleSet
-    texts: Dataset
-    suffix: str  # "" or "_mismatched"
-    numbers: list | None = None
-
-
-@dataclass
-class ExampleData:
-    """Samples of all parts (Rows; ChoiceRows of multiple choice; no `train` where nothing is trained), the labels, and
-    the tokenizer that made them."""
-
-    train: SampleSet | None
-    held_out: list[HeldOut]
-    labels: Labels
-    tokenizer: object
-    max_length: int
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -85,11 +49,8 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         return _prepare_unlabelled(recipe, config, task)
     with one_process_at_a_time(recipe.cache_dir):
         source, held_out = _read(recipe)
-        if task is None:
-            from train.data.labelled.choices import find_choices, prepare_choices
-
-            if choices := find_choices(recipe, source.first):
-                return prepare_choices(recipe, config, source, held_out, choices)
+        if task is None and (choices := find_choices(recipe, source.first)):
+            return prepare_choices(recipe, config, source, held_out, choices)
         texts, label = _columns(recipe, source.first, task)
         labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
         notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
@@ -266,30 +227,3 @@ def _all_texts(table: Dataset):
     for batch in table.iter(1000):
         for column in batch.values():
             yield from (text for text in column if text)
-
-
-def encode_texts(
-    texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None
-) -> TokenizedDataset:
-    """Token ids of the text or the pair, the longer text cut first where both do not fit."""
-    columns = tuple(fillers(tokenizer))
-
-    def encode(batch: dict) -> dict:
-        given = [[text or "" for text in column] for column in batch.values()]
-        encoded = tokenizer(*given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
-                            verbose=False)  # fmt: skip
-        rows = {name: list(encoded[name]) for name in columns}
-        truncated = [0] * len(given[0])
-        for index, ids in enumerate(rows["input_ids"]):
-            if len(ids) > length:
-                cut = tokenizer(*(column[index] for column in given), truncation=True, max_length=length)
-                truncated[index] = len(ids) - len(cut["input_ids"])
-                for name in columns:
-                    rows[name][index] = cut[name]
-        return {**rows, "truncated": truncated}
-
-    features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
-    anew = prepare_anew(recipe)
-    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns),
-                         cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
-    return TokenizedDataset(table, columns, labels)

@@ -2,12 +2,11 @@
 
 import os
 
-from train.data.lengths import choose_length
+from train.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from train.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
 from train.data.megatron.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from train.data.order import FixedOrder, samples_of_run
 from train.data.pack import TextData
-from train.data.text.prepare import DEFAULT_BLOCK_SIZE
 from train.model.tokenizer import load_tokenizer, producible_tokens
 from train.recipe.causal_options import RESETS
 from train.recipe.errors import UserError

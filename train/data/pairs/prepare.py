@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass, field
 from datasets import Dataset, Features, Value
 
 from train.data.lengths import choose_length, report_loss
-from train.data.pairs.conversations import Columns, Pair, find_columns, read_conversation_files
+from train.data.pairs.columns import Columns, Pair, find_columns
+from train.data.pairs.conversation_files import read_conversation_files
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import columns_present, first, hold_out, read_source
-from train.data.text.tokenize import IDS, encode_table, fingerprint
+from train.data.sources import read_source
+from train.data.tables import columns_present, first, hold_out
+from train.data.token_tables import IDS, encode_table, fingerprint
 from train.data.tokenized import TokenizedDataset
 from train.model.tokenizer import end_with_eos, get_tokenizer
 from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew

@@ -7,23 +7,15 @@ from pathlib import Path
 from datasets import Dataset
 
 from train.data.encodings import open_bytes
-from train.data.sources import (
-    Source,
-    columns_present,
-    empty_split,
-    first,
-    hold_out,
-    name_for_the_cache,
-    read_source,
-    text_columns,
-)
+from train.data.sources import Source, read_source
+from train.data.tables import columns_present, empty_split, first, hold_out, name_for_the_cache, text_columns
+from train.data.token_tables import NO_TEXT
 from train.model.tokenizer import END_OF_TEXT
 from train.recipe.causal_options import TextOptions
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
 
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the text and not from the list of documents
-NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
 
 
 @dataclass

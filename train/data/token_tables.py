@@ -8,33 +8,11 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
-from train.data.text.documents import NO_TEXT
 from train.recipe.cache import made_by_this_launch
 from train.recipe.errors import UserError
 
+NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
 IDS = List(Value("int32"))  # a column of token ids
-
-
-def tokenise(
-    dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
-) -> Dataset:
-    """Token ids of each document (column `input_ids`, int32), empty documents left out.
-
-    Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
-    """
-
-    def encode(batch: dict) -> dict:
-        texts = [text for text in batch["text"] if text and not text.isspace()]
-        if not texts:
-            return {"input_ids": []}
-        ids = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-        if append_eos:
-            end = tokenizer.eos_token_id
-            ids = [row if row and row[-1] == end else [*row, end] for row in ids]
-        return {"input_ids": [row for row in ids if row]}
-
-    columns = Features({"input_ids": IDS})
-    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache, workers, overwrite)
 
 
 def encode_table(
@@ -75,7 +53,7 @@ def encode_table(
 @functools.cache
 def code_of_this_room() -> str:
     """A hash of the code that makes tables: what another version of it made is not taken for this one's."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
