@@ -197,7 +197,7 @@ def test_a_task_without_files_comes_from_the_hub():
     [
         (("--text_columns", "a", "b", "c"), "name one column, or the two of a pair"),
         (("--task_name", "sst2", "--validation_mismatched_file", "b.tsv"), "belongs to --task_name mnli"),
-        (("--task_name", "sst2", "--regression"), "leave regression out"),
+        (("--task_name", "sst2", "--regression"), "remove regression"),
         (("--max_length", "8", "--max_seq_length", "9"), "are the same option"),
     ],
 )

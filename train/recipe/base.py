@@ -1,4 +1,4 @@
-"""The base of all recipes: who set each value, its default, and what no single option can check."""
+"""The base of all recipes: the value of each option, its source and its default."""
 
 import copy
 import dataclasses
@@ -12,17 +12,17 @@ TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold
 
 @dataclass
 class Recipe:
-    """Base of all recipes: remembers who set each value, and checks what one option alone cannot."""
+    """Base of all recipes: the source of each value, and checks that concern several options."""
 
     def remember_sources(self, sources: dict[str, str]) -> None:
         self._sources = dict(sources)
 
     def source(self, name: str) -> str | None:
-        """Who set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None if nobody did."""
+        """What set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
         return self.__dict__.get("_sources", {}).get(name)
 
     def is_changed(self, name: str) -> bool:
-        """Whether somebody has set this option to another value than its default (a run's recipe.yaml sets all)."""
+        """Whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""
         return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
 
     def _default(self, name: str) -> Any:
@@ -30,20 +30,20 @@ class Recipe:
         return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
     def adopt(self, name: str, value: Any, source: str) -> None:
-        """Take a value that somebody else owns (a user's DeepSpeed JSON, say) for an option that nobody set. Only
-        while a run's configuration is resolved: it is frozen then."""
+        """Set an option that the user has not set to a value from another source, such as a DeepSpeed JSON. Only while
+        the run's configuration is resolved; then the recipe is frozen."""
         setattr(self, name, value)
         self.__dict__.setdefault("_sources", {})[name] = source
 
     def draft(self) -> "Recipe":
-        """A copy, to be resolved and then frozen."""
+        """A copy that can change until it is frozen."""
         copied = copy.copy(self)
         copied.__dict__.pop("_frozen", None)
         copied.remember_sources(self.__dict__.get("_sources", {}))
         return copied
 
     def freeze(self) -> None:
-        """Let no option change any more."""
+        """Refuse any later change of an option."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -53,18 +53,18 @@ class Recipe:
 
     @property
     def trains(self) -> bool:
-        """Whether weights are to move."""
+        """Whether the launch trains. Without training it evaluates or predicts."""
         return True
 
     def reset_option(self, name: str) -> str | None:
-        """Give an option its default again, if the task has it. Returns who had set it."""
+        """Reset an option to its default, if the task has it. Returns what had set it."""
         if not hasattr(self, name):
             return None
         setattr(self, name, self._default(name))
         return self.__dict__.get("_sources", {}).pop(name, None)
 
     def reset_unused_options(self) -> None:
-        """Let options follow from each other, once all are known."""
+        """Reset the options that this launch does not use. Called once all options are read."""
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

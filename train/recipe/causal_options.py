@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from train.recipe.base import Recipe
 from train.recipe.fields import option
 
-RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # what happens at an end of document
-TEXT_OPTIONS = (  # options of data that is read as text, without effect on corpora
+RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
+TEXT_OPTIONS = (  # options of text data, without effect on corpora
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "field",
     "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
@@ -19,71 +19,71 @@ TEXT_OPTIONS = (  # options of data that is read as text, without effect on corp
 
 @dataclass
 class TextOptions(Recipe):
-    """How text becomes samples"""
+    """Samples of text"""
 
-    text_column: str | None = option(None, "Column that holds the text; by default `text`, or the only text column.")
+    text_column: str | None = option(None, "Column of the text; by default `text`, or the only column of text.")
     document_separator: str | None = option(
         None,
-        "How a text file is cut into documents: line, paragraph, file, or the separator itself. By default the mark "
-        "<|endoftext|> where the file has it; else each line is one without packing, and the whole file with it.",
+        "What separates documents in a text file: line, paragraph, file (no separator), or the separator itself. By "
+        "default <|endoftext|> if the file has it; else file, and with --packing none line.",
     )
     block_size: int | None = option(
         None,
-        "Length of a sample in tokens; by default the model's, at most 1024.",
+        "Length of a sample in tokens; by default the model's maximum, at most 1024.",
         minimum=2,
         aliases=("seq_length",),
         common=True,
     )
     packing: str = option(
         "documents",
-        "documents: fill blocks, attention stays inside each document; concatenate: fill blocks and ignore "
-        "boundaries, as group_texts does; none: one document a row, cut at block_size and padded. Conversations are "
-        "packed whole.",
+        "documents: several documents per block, attention stays inside each document; concatenate: the same without "
+        "boundaries, as group_texts does; none: one document per row, truncated at block_size and padded. A "
+        "conversation is never split over two blocks.",
         choices=("documents", "concatenate", "none"),
     )
     max_eval_batches: int | None = option(
         None,
-        "Evaluate on the first so many batches of each process; by default on all that is held out.",
+        "Evaluate on at most this many batches per process; by default on all held-out data.",
         positive=True,
     )
     append_eos: bool | None = option(
-        None, "End each document with the end-of-text token; by default yes, except with --packing concatenate."
+        None, "Append the end-of-text token to each document; by default yes, except with --packing concatenate."
     )
     make_vocab_size_divisible_by: int | None = option(
         None,
-        "From scratch: give the model a vocabulary that is a multiple of this; model/ has the tokenizer's again.",
+        "From scratch: pad the model's vocabulary to a multiple of this; model/ is exported without the padding.",
         positive=True,
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.make_vocab_size_divisible_by and getattr(self, "model_name_or_path", None):
-            found.append(
+            problems.append(
                 f"make_vocab_size_divisible_by = {self.make_vocab_size_divisible_by} has no effect with "
-                "model_name_or_path: pretrained weights have the size they have. Leave it out"
+                "model_name_or_path: pretrained weights keep their size. Remove it"
             )
-        return found
+        return problems
 
 
 @dataclass
 class CorpusOptions(Recipe):
-    """Corpora in Megatron's format, made by `zerofit prepare` or Megatron's tool"""
+    """Corpora in Megatron's format (from `zerofit prepare` or Megatron's preprocess_data.py)"""
 
     data_path: list[str] | None = option(  # noqa: RUF009
         None,
-        "A corpus, named by what stands before .bin and .idx; or several, each after its weight: 0.3 A 0.7 B.",
+        "Path of a corpus without .bin and .idx; or several corpora, each after its weight: 0.3 A 0.7 B.",
         common=True,
     )
-    split: str = option("969,30,1", "Shares of the documents for training, evaluation and test.")
+    split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
     data_cache_path: str | None = option(
-        None, "Where the index of the samples is kept; by default beside the (first) corpus."
+        None, "Folder for the index of the samples; by default beside the (first) corpus."
     )
-    reset_position_ids: bool = option(False, "Count positions anew after each end-of-document token.")
-    reset_attention_mask: bool = option(False, "Let attention not look back over an end-of-document token.")
-    eod_mask_loss: bool = option(False, "Do not train on the token after an end-of-document token.")
+    reset_position_ids: bool = option(False, "Restart position ids after each end-of-document token.")
+    reset_attention_mask: bool = option(False, "Attend only within a document (after the last end-of-document token).")
+    eod_mask_loss: bool = option(False, "Do not train on the token that follows an end-of-document token.")
 
     def __post_init__(self):
-        if self.data_path:  # A.bin is A, in the record of the run as well
+        if self.data_path:  # A.bin means A, in the run's recipe.yaml as well
             self.data_path = [word.removesuffix(".bin").removesuffix(".idx") for word in self.data_path]
 
     @property
@@ -96,37 +96,38 @@ class CorpusOptions(Recipe):
         return list(zip(weights[::2], words[1::2]))
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.data_path:
             names = ("split", "data_cache_path", *RESETS)
-            return found + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
-        useless = [name for name in TEXT_OPTIONS if self.is_changed(name)]
-        found += [
-            f"{name} ({self.source(name)}) has no effect with data_path: a corpus is tokenised already, and --split "
-            "shares it out"
-            for name in useless
+            return problems + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
+        unused = [name for name in TEXT_OPTIONS if self.is_changed(name)]
+        problems += [
+            f"{name} ({self.source(name)}) has no effect with data_path: a corpus is already tokenized, and --split "
+            "divides it"
+            for name in unused
         ]
         if not self._split_is_sound():
-            found.append(
-                f"split = {self.split!r}: expected shares of training, evaluation and test, the first above 0, such "
-                "as 949,50,1"
+            problems.append(
+                f"split = {self.split!r}: expected proportions of training, evaluation and test, the first above 0, "
+                "such as 949,50,1"
             )
-        return found + self._problems_of_the_blend()
+        return problems + self._problems_of_the_blend()
 
     def _split_is_sound(self) -> bool:
         if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
             return False
-        shares = [_number(text) for text in re.split("[,/]", self.split)]
-        return None not in shares and (shares[0] > 0 or (not self.trains and sum(shares[1:2]) > 0))
+        proportions = [_number(text) for text in re.split("[,/]", self.split)]
+        training, evaluation = proportions[0], sum(proportions[1:2]) if None not in proportions else None
+        return None not in proportions and (training > 0 or (not self.trains and evaluation > 0))
 
     def _problems_of_the_blend(self) -> list[str]:
         shown = f"data_path = {' '.join(self.data_path)}"
         blend = self.blend
-        stray = [prefix for weight, prefix in blend if weight is None and _number(prefix) is not None]
-        if stray:
+        misplaced = [prefix for weight, prefix in blend if weight is None and _number(prefix) is not None]
+        if misplaced:
             return [
-                f"{shown}: {stray[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..., with "
-                "a weight before each, or corpora alone"
+                f"{shown}: {misplaced[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..., "
+                "with a weight before each, or only corpora"
             ]
         weights = [weight for weight, _ in blend if weight is not None]
         if any(weight < 0 or not math.isfinite(weight) for weight in weights):
@@ -134,7 +135,7 @@ class CorpusOptions(Recipe):
         if weights and not sum(weights):
             return [f"{shown}: the weights add up to 0. Give at least one corpus a weight above 0"]
         if 0 in weights:
-            return [f"{shown}: a corpus of weight 0 would not be read. Leave it out"]
+            return [f"{shown}: a corpus of weight 0 would not be read. Remove it"]
         return [] if all(prefix for _, prefix in blend) else [f"{shown}: a corpus has no name"]
 
 
@@ -151,61 +152,65 @@ class ChatOptions(Recipe):
 
     data_format: str = option(
         "auto",
-        "What a record is. text: running text; instruction: instruction (, input) and output; prompt: prompt and "
-        "completion; messages: turns with roles. By default what the columns say.",
+        "What a record is. text: plain text; instruction: instruction (, input) and output; prompt: prompt and "
+        "completion; messages: turns with roles. auto: decided by the names of the columns.",
         choices=("auto", "text", "instruction", "prompt", "messages"),
     )
-    messages_column: str | None = option(None, "Column of the turns; by default `messages`, or a name like it.")
+    messages_column: str | None = option(None, "Column of the turns; by default `messages` or a similar name.")
     chat_template: str | None = option(
         None,
-        "How a conversation is written: llama-2-chat, instruction, instruction-ja, none (prompt and answer one after "
-        "the other), or a .jinja file; by default as the tokenizer's own template has it.",
+        "Chat template: llama-2-chat, instruction, instruction-ja, none (the answer directly after the prompt), or a "
+        ".jinja file; by default the tokenizer's own template.",
         common=True,
     )
-    system_prompt: str | None = option(None, "System text for conversations that have none of their own.")
-    train_on_prompt: bool = option(False, "Train on the whole conversation, not on the answers only.")
+    system_prompt: str | None = option(None, "System prompt for conversations without one.")
+    train_on_prompt: bool = option(False, "Train on the prompts too, not only on the answers.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         text_column, packing = getattr(self, "text_column", None), getattr(self, "packing", None)
         columns = {"text_column": text_column, "messages_column": self.messages_column}
         named = [f"{name} = {column!r}" for name, column in columns.items() if column]
         if len(named) > 1:
-            found.append(f"{' and '.join(named)}: keep one of the two")
+            problems.append(f"{' and '.join(named)}: keep one of the two")
         elif self.data_format != "auto":
-            meant = {"text": "text_column", "messages": "messages_column"}.get(self.data_format)
-            useless = [line for line in named if not (meant and line.startswith(meant))]
-            found += [f"{line} has no effect with data_format = {self.data_format}" for line in useless]
+            used = {"text": "text_column", "messages": "messages_column"}.get(self.data_format)
+            unused = [line for line in named if not (used and line.startswith(used))]
+            problems += [f"{line} has no effect with data_format = {self.data_format}" for line in unused]
         if self.data_format not in ("auto", "text") and packing == "concatenate":
-            found.append(
-                f"packing = concatenate and data_format = {self.data_format}: samples are packed whole, "
-                "use --packing documents"
+            problems.append(
+                f"packing = concatenate and data_format = {self.data_format}: conversations are not "
+                "split, use --packing documents"
             )
-        return found
+        return problems
 
 
 @dataclass
 class SampleOptions(Recipe):
-    """A look at the result"""
+    """A sample of the trained model"""
 
-    sample_tokens: int = option(0, "Generate this many tokens after training, for a look at the result.", minimum=0)
-    sample_prompt: str | None = option(None, "What the sample (of sample_tokens) continues, or, of a chat, answers.")
+    sample_tokens: int = option(0, "Generate this many tokens after training and print them. 0: none.", minimum=0)
+    sample_prompt: str | None = option(
+        None, "Prompt of that sample, which the model continues or, in a chat, answers."
+    )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.sample_prompt is not None and not self.sample_tokens:
-            found.append("sample_prompt has no effect without sample_tokens")
-        return found
+            problems.append("sample_prompt has no effect without sample_tokens")
+        return problems
 
 
 @dataclass
 class WritingOptions(Recipe):
-    """What is written for predict_file"""
+    """Predictions"""
 
-    max_new_tokens: int = option(128, "Longest answer to a prompt of predict_file, in tokens.", positive=True)
+    max_new_tokens: int = option(
+        128, "Maximum number of tokens to generate for a prompt of predict_file.", positive=True
+    )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.is_changed("max_new_tokens") and not self.predict_file:
-            found.append("max_new_tokens has no effect without predict_file (a sample has its sample_tokens)")
-        return found
+            problems.append("max_new_tokens has no effect without predict_file (for a sample, set sample_tokens)")
+        return problems

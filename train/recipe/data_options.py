@@ -1,4 +1,4 @@
-"""Options of the data that several tasks have: where records come from, which are skipped, how rows are padded."""
+"""Options of the data that several tasks have: the source of records, records to skip, padding."""
 
 import codecs
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from train.recipe.fields import option
 
 
 def unknown_encoding(name: str | None) -> list[str]:
-    """A problem, if there is no such encoding of text."""
+    """One problem if there is no such text encoding, else none."""
     try:
         return [] if name is None or codecs.lookup(name)._is_text_encoding else [_NO_ENCODING.format(name)]
     except LookupError:
@@ -26,43 +26,45 @@ class SourceOptions(Recipe):
 
     dataset_name: str | None = option(
         None,
-        "A dataset on the hub, or a folder that the datasets library can load. Made from Python's own library and not "
-        "from the hub: stdlib-docstrings (text, label: its package) and stdlib-functions (source, target).",
+        "A dataset on the hub, or a folder that the datasets library can load. Two are made from Python's standard "
+        "library, without the hub: stdlib-docstrings (text, label) and stdlib-functions (source, target).",
         common=True,
     )
-    dataset_config_name: str | None = option(None, "Its configuration.")
+    dataset_config_name: str | None = option(None, "Configuration of dataset_name.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None, ".txt, .json(l), .csv, .tsv, .parquet, also .gz: files or globs.", common=True
+        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, also .gz.", common=True
     )
-    validation_file: list[str] | None = option(None, "The same for the held-out data.", common=True)  # noqa: RUF009
+    validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
     encoding: str | None = option(
         None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
     )
     field: str | None = option(
-        None, 'Key of the records in .json files that hold one object: data for {"data": [...]}; a.b for a key in it.'
+        None,
+        'Key of the records in a .json file that holds one object: data for {"data": [...]}; a.b for a nested key.',
     )
     validation_split_percentage: float = option(
-        5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
+        5.0, "Percentage of the training data to hold out if there is no validation data.", minimum=0
     )
     max_train_samples: int | None = option(
-        None, "Use only this many records for training (of conversations: pairs).", positive=True, aliases=("n_train",)
+        None, "Train on at most this many records (for conversations: pairs).", positive=True, aliases=("n_train",)
     )
     max_eval_samples: int | None = option(
-        None, "Use only this many records for evaluation (or pairs).", positive=True, aliases=("n_val",)
+        None, "Evaluate on at most this many records (for conversations: pairs).", positive=True, aliases=("n_val",)
     )
     allow_data_loss: bool = option(
-        False, "Train although more than half of the samples are left out, or more than half of the answers are cut."
+        False,
+        "Train even if more than half of the samples are skipped, or more than half of the answers are truncated.",
     )
     preprocessing_num_workers: int | None = option(
-        None, "Processes that tokenise; by default the tokenizer's own threads do.", positive=True
+        None, "Processes that tokenize; by default the tokenizer uses its own threads.", positive=True
     )
-    cache_dir: str | None = option(None, "Where prepared data is kept; by default the datasets library's cache.")
-    overwrite_cache: bool = option(False, "Prepare the data anew.")
+    cache_dir: str | None = option(None, "Folder for prepared data; by default the cache of the datasets library.")
+    overwrite_cache: bool = option(False, "Prepare the data again, whatever the cache has.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        what = "train_file" if self.trains else "validation_file"
+        problems = super().problems()
+        option = "train_file" if self.trains else "validation_file"
         known = (
             "dataset_name",
             "train_file",
@@ -70,23 +72,23 @@ class SourceOptions(Recipe):
             *(() if self.trains else ("validation_file", "predict_file")),
         )
         if not any(getattr(self, name, None) for name in known):
-            found.append(f"no data: set dataset_name, or {what} to a .txt, .jsonl, .csv or .parquet file")
+            problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
         if self.dataset_name and self.train_file:
-            found.append(
+            problems.append(
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
-        found += unknown_encoding(self.encoding)
+        problems += unknown_encoding(self.encoding)
         for name in ("validation_file", "validation_mismatched_file", "encoding", "field"):
             if self.dataset_name and getattr(self, name, None):
-                found.append(
+                problems.append(
                     f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"
                 )
         if self.validation_split_percentage >= 100:
-            found.append(
+            problems.append(
                 f"validation_split_percentage = {self.validation_split_percentage:g}: "
                 "it leaves no sample to train on; choose a value below 100"
             )
-        return found
+        return problems
 
 
 @dataclass
@@ -94,18 +96,20 @@ class RecordOptions(Recipe):
     """Records that cannot be used"""
 
     skip_bad_records: bool = option(
-        False, "Leave out records that cannot be used (an empty text, no label, no answer), and count them."
+        False, "Skip records that cannot be used (an empty text, no label, no answer), and count them."
     )
 
 
 @dataclass
 class PaddingOptions(Recipe):
-    """Batches of rows that differ in length"""
+    """Padding"""
 
-    pad_to_max_length: bool = option(False, "Pad every row to the longest length allowed, not to its batch's longest.")
+    pad_to_max_length: bool = option(
+        False, "Pad every row to the maximum length, not to the longest row of its batch."
+    )
     length_grouping: str = option(
         "window",
-        "Who shares a batch. window: rows of similar length; update: an update's rows are drawn at random, and only "
-        "its micro-batches hold similar lengths; none: at random.",
+        "Group rows by length. window: each update has rows of similar length; update: the rows of an update "
+        "are random, each micro-batch has rows of similar length; none: no grouping.",
         choices=("window", "update", "none"),
     )

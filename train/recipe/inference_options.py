@@ -1,11 +1,11 @@
-"""Options of a launch that trains nothing: it evaluates a model, or lets it answer the records of a file."""
+"""Options of a launch without training: it evaluates a model, or predicts for the records of a file."""
 
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
 from train.recipe.fields import option
 
-# Options of training. A launch that trains nothing forgets them: a run's recipe or command serves it as it is.
+# Options of training. A launch without training resets them, so that a run's recipe or command can be used unchanged.
 TRAINING_OPTIONS = (
     "gradient_checkpointing", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by", "config_name",
     "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules", "lora_modules_to_save",
@@ -19,7 +19,7 @@ TRAINING_OPTIONS = (
     "resume", "max_hours", "on_fault", "spike_threshold", "record_samples", "with_tracking", "report_to",
     "report_name", "run_name", "sample_tokens", "sample_prompt", "length_grouping",
 )  # fmt: skip
-DATA_OPTIONS = (  # what predict_file takes the place of
+DATA_OPTIONS = (  # of the data that predict_file replaces
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",
     "validation_split_percentage", "max_eval_samples", "max_eval_batches", "data_path", "split", "data_cache_path",
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate",
@@ -31,12 +31,10 @@ MODEL = "the weights are those of model_name_or_path: a hub name, a folder such 
 class InferenceOptions(Recipe):
     """Evaluation and predictions, without training"""
 
-    evaluate_only: bool = option(
-        False, "Train nothing: evaluate model_name_or_path on the held-out data.", common=True
-    )
+    evaluate_only: bool = option(False, "Do not train: evaluate model_name_or_path on the held-out data.", common=True)
     predict_file: list[str] | None = option(  # noqa: RUF009
         None,
-        "Train nothing: let model_name_or_path answer each record of this file, which needs no labels.",
+        "Do not train: predict with model_name_or_path for each record of this file, which needs no labels.",
         aliases=("test_file",),
         common=True,
     )
@@ -47,11 +45,11 @@ class InferenceOptions(Recipe):
 
     @property
     def without_effect(self) -> list[str]:
-        """The flags that a launch without training has forgotten."""
+        """The flags that have no effect on a launch without training."""
         return self.__dict__.get("_without_effect", [])
 
     def reset_unused_options(self) -> None:
-        """Forget what a launch without training does not need."""
+        """Reset the options of training in a launch without training."""
         super().reset_unused_options()
         if self.trains or not self.model_name_or_path:
             return
@@ -66,14 +64,14 @@ class InferenceOptions(Recipe):
         self._without_effect = [source for source in sources if source and source.startswith("--")]
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        asked = [f"--{name}" for name in ("evaluate_only", "predict_file") if getattr(self, name)]
-        if len(asked) > 1:
-            found.append(f"{' and '.join(asked)}: these are two launches, keep one of them")
-        if asked and not self.model_name_or_path:
-            found.append(f"{asked[0]}: {MODEL}. Name it")
+        problems = super().problems()
+        chosen = [f"--{name}" for name in ("evaluate_only", "predict_file") if getattr(self, name)]
+        if len(chosen) > 1:
+            problems.append(f"{' and '.join(chosen)}: these are two launches, keep one of them")
+        if chosen and not self.model_name_or_path:
+            problems.append(f"{chosen[0]}: {MODEL}. Name it")
         if self.evaluate_only and self.train_file and not self.validation_split_percentage:
-            found.append(
+            problems.append(
                 "evaluate_only: nothing is held out (validation_split_percentage = 0). Name a validation_file"
             )
-        return found
+        return problems

@@ -1,4 +1,4 @@
-"""The options of single tasks, and the recipe of each: a flat dataclass that joins the groups it needs."""
+"""The recipe of each task, a flat dataclass that joins groups of options; and the options of single tasks."""
 
 from dataclasses import dataclass
 
@@ -19,96 +19,110 @@ class LossOptions(Recipe):
 
     loss: str = option(
         "auto",
-        "How the loss is computed. auto: the memory-saving one where there is one; full: hold all logits.",
+        "How the loss is computed. auto: with less memory if possible; full: with all logits in memory.",
         choices=("auto", "full", "chunked", "liger"),
     )
 
 
 @dataclass
 class LabelOptions(Recipe):
-    """What is classified"""
+    """Texts and labels"""
 
     task_name: str | None = option(
-        None, "A GLUE task: its columns, labels and metric.", choices=GLUE_TASKS, common=True
+        None, "GLUE task, which sets the columns, labels and metric.", choices=GLUE_TASKS, common=True
     )
-    text_columns: list[str] | None = option(None, "Column of the text, or the two of a pair.", common=True)  # noqa: RUF009
-    label_column: str | None = option(None, "Column of the label; by default `label` or a name like it.", common=True)
+    text_columns: list[str] | None = option(  # noqa: RUF009
+        None, "Column of the text, or two columns of a pair of texts.", common=True
+    )
+    label_column: str | None = option(None, "Column of the label; by default `label` or a similar name.", common=True)
     choice_columns: list[str] | None = option(  # noqa: RUF009
         None,
-        "Multiple choice: columns of the choices, or one of lists; by default choice0, choice1, ... and the like.",
+        "Multiple choice: columns of the choices, or one column of lists; by default choice0, choice1, ...",
     )
     regression: bool | None = option(
-        None, "Predict a number; by default where the labels are numbers with a fractional part."
+        None, "Predict a number; by default if the labels are numbers with a fractional part."
     )
     validation_mismatched_file: list[str] | None = option(  # noqa: RUF009
-        None, "MNLI's second held-out set, beside validation_file."
+        None, "Second held-out set of MNLI (mismatched)."
     )
-    max_length: int = option(128, "Longest row in tokens.", minimum=4, aliases=("max_seq_length",), common=True)
+    max_length: int = option(
+        128,
+        "Maximum length of a row in tokens; longer rows are truncated.",
+        minimum=4,
+        aliases=("max_seq_length",),
+        common=True,
+    )
     ignore_mismatched_sizes: bool = option(
-        False, "Give a pretrained model with another number of labels a new, random head."
+        False, "Replace the head of a pretrained model that has another number of labels by a new, random one."
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.text_columns and len(self.text_columns) > 2:
-            found.append(f"text_columns = {' '.join(self.text_columns)}: name one column, or the two of a pair")
+            problems.append(f"text_columns = {' '.join(self.text_columns)}: name one column, or the two of a pair")
         if self.choice_columns and (self.task_name or self.regression):
             other = f"task_name = {self.task_name}" if self.task_name else "regression = true"
-            found.append(f"choice_columns = {' '.join(self.choice_columns)} and {other}: keep one of the two")
+            problems.append(f"choice_columns = {' '.join(self.choice_columns)} and {other}: keep one of the two")
         if self.validation_mismatched_file and self.task_name != "mnli":
-            found.append("validation_mismatched_file belongs to --task_name mnli")
+            problems.append("validation_mismatched_file belongs to --task_name mnli")
         if self.task_name and self.regression is not None and self.regression != (self.task_name == "stsb"):
-            found.append(f"regression = {self.regression} and task_name = {self.task_name}: leave regression out")
-        return found
+            problems.append(f"regression = {self.regression} and task_name = {self.task_name}: remove regression")
+        return problems
 
 
 @dataclass
 class PairOptions(Recipe):
     """Sources and targets"""
 
-    dialogue_column: str | None = option(None, "Column of the conversation, a list of turns; by default a known name.")
+    dialogue_column: str | None = option(
+        None, "Column of the conversation, a list of turns; by default `dialogue` or a similar name."
+    )
     source_column: str | None = option(
-        None, "Column of the source text, where there is no conversation.", aliases=("text_column",), common=True
+        None, "Column of the source text, if the records are no conversations.", aliases=("text_column",), common=True
     )
     target_column: str | None = option(
         None,
-        "Column of the target text (of the reply to a conversation).",
+        "Column of the target text (or of the reply to a conversation).",
         aliases=("summary_column", "response_column"),
         common=True,
     )
-    turn_separator: str | None = option(None, "What stands between two turns; by default the model's own.")
-    source_prefix: str = option("", "Text before every source, e.g. 'summarize: ' for T5.")
-    max_source_length: int = option(128, "Longest source in tokens; of a conversation the latest turns are kept.",
+    turn_separator: str | None = option(None, "Text between two turns; by default that of the model.")
+    source_prefix: str = option("", "Text before each source, e.g. 'summarize: ' for T5.")
+    max_source_length: int = option(128, "Maximum length of a source in tokens; of a conversation the latest turns are kept.",
                                     minimum=4, common=True)  # fmt: skip
-    max_target_length: int = option(128, "Longest target in tokens; the rest is cut away.", minimum=2, common=True)
+    max_target_length: int = option(
+        128, "Maximum length of a target in tokens; longer targets are truncated.", minimum=2, common=True
+    )
 
 
 @dataclass
 class GenerationOptions(Recipe):
     """Evaluation by generation"""
 
-    predict_with_generate: bool = option(True, "Generate from the held-out sources, and measure BLEU and ROUGE.")
-    num_beams: int | None = option(None, "Beams of the search; by default the model's own number, else 1.",
+    predict_with_generate: bool = option(True, "Generate for the held-out sources and compute BLEU and ROUGE.")
+    num_beams: int | None = option(None, "Number of beams; by default that of the model, else 1.",
                                    positive=True, common=True)  # fmt: skip
     val_max_target_length: int | None = option(
-        None, "Longest generated text in tokens; by default max_target_length.", positive=True
+        None, "Maximum length of a generated text in tokens; by default max_target_length.", positive=True
     )
     val_min_target_length: int | None = option(
-        None, "Shortest generated text in tokens; by default the model's own.", minimum=0
+        None, "Minimum length of a generated text in tokens; by default that of the model.", minimum=0
     )
     n_val_batch_generations: int = option(
-        3, "Held-out batches from which a generated text is shown (predictions.jsonl has all).", minimum=0
+        3,
+        "From how many held-out batches to print a generated text (predictions.jsonl has all).",
+        minimum=0,
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         longest = self.val_max_target_length or getattr(self, "max_target_length", None)
         if self.val_min_target_length and longest and self.val_min_target_length > longest:
-            found.append(
+            problems.append(
                 f"val_min_target_length = {self.val_min_target_length} is more than the longest generated text, "
                 f"{longest} (val_max_target_length, by default max_target_length)"
             )
-        return found
+        return problems
 
 
 @dataclass
