@@ -67,7 +67,7 @@ class TextOptions(Recipe):
 
 @dataclass
 class CorpusOptions(Recipe):
-    """Corpora in Megatron's format (from `zerofit prepare` or Megatron's preprocess_data.py)"""
+    """Corpora in Megatron's format"""
 
     data_path: list[str] | None = option(  # noqa: RUF009
         None,

@@ -22,7 +22,7 @@ _NO_ENCODING = (
 
 @dataclass
 class SourceOptions(Recipe):
-    """Where the data comes from"""
+    """Data sources"""
 
     dataset_name: str | None = option(
         None,

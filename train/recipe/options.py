@@ -30,7 +30,7 @@ class BatchOptions(Recipe):
     gradient_accumulation_steps: int | None = option(None, "Micro-batches per update (default 1).", positive=True)
     global_batch_size: int | None = option(
         None,
-        "Samples per update on all devices together; sets gradient_accumulation_steps.",
+        "Samples per update on all devices; sets gradient_accumulation_steps.",
         positive=True,
         common=True,
     )
@@ -138,7 +138,7 @@ class EvaluationOptions(Recipe):
 
     eval_steps: int | None = option(
         None,
-        "Updates between two evaluations; by default one evaluation at the end of each epoch.",
+        "Updates between two evaluations; by default at the end of each epoch.",
         positive=True,
         aliases=("eval_interval",),
         common=True,
@@ -259,7 +259,7 @@ class FaultOptions(Recipe):
 class TrackingOptions(Recipe):
     """Trackers"""
 
-    with_tracking: bool = option(False, "Send the metrics to the tracker that report_to names.", common=True)
+    with_tracking: bool = option(False, "Send the metrics to a tracker (report_to).", common=True)
     report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the name of the task.")
     run_name: str | None = option(None, "Name of the run at the tracker; by default that of the output folder.")

@@ -16,7 +16,7 @@ from train.recipe.foreign_options import foreign_option_hints
 from train.recipe.help import help_text, wants_help
 
 R = TypeVar("R", bound=Recipe)
-RETIRED = ("trial",)  # options of earlier versions, which the recipe.yaml of their runs have, unset
+RETIRED = ("trial",)  # options of earlier versions: ignored in a recipe.yaml if unset
 
 
 def parse_recipe(
@@ -28,12 +28,12 @@ def parse_recipe(
 ) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
-    Each value remembers who set it (`recipe.source(name)`): a flag, a line of the YAML file, or nobody.
+    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None.
 
     Args:
         prog: the program's name in its help.
-        tool: the program is started by its name, not by accelerate launch, and trains nothing.
-        hints: {name from another program: what to type}; by default those of training (foreign_options.py).
+        tool: the program is a tool, which accelerate launch does not start.
+        hints: {option of another program: what to type}; by default those for training (foreign_options.py).
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
@@ -99,7 +99,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, hints: dict, proble
         word = argv[position]
         position += 1
         if not word.startswith("--"):
-            problems.append(f"{word!r} stands where an option was expected. Options look like --name value")
+            problems.append(f"{word!r} is not an option. Options have the form --name value")
             continue
         name, equals, text = word[2:].partition("=")
         written = name.replace("-", "_")
@@ -183,7 +183,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
             written, line = str(key.value), key.start_mark.line + 1
             name = aliases.get(written, written)
             if name in entries:
-                problems.append(f"{path}, line {line}: {written} stands here a second time, keep one of the two")
+                problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
         return {name: entry for name, entry in entries.items() if name not in RETIRED or entry[0] is not None}
     except yaml.YAMLError as error:

@@ -53,7 +53,7 @@ class LabelOptions(Recipe):
         common=True,
     )
     ignore_mismatched_sizes: bool = option(
-        False, "Replace the head of a pretrained model that has another number of labels by a new, random one."
+        False, "Replace a pretrained head with another number of labels by a new, random one."
     )
 
     def problems(self) -> list[str]:
@@ -88,10 +88,10 @@ class PairOptions(Recipe):
     )
     turn_separator: str | None = option(None, "Text between two turns; by default that of the model.")
     source_prefix: str = option("", "Text before each source, e.g. 'summarize: ' for T5.")
-    max_source_length: int = option(128, "Maximum length of a source in tokens; of a conversation the latest turns are kept.",
+    max_source_length: int = option(128, "Longest source in tokens; of a conversation the latest turns are kept.",
                                     minimum=4, common=True)  # fmt: skip
     max_target_length: int = option(
-        128, "Maximum length of a target in tokens; longer targets are truncated.", minimum=2, common=True
+        128, "Longest target in tokens; longer ones are truncated.", minimum=2, common=True
     )
 
 
@@ -110,7 +110,7 @@ class GenerationOptions(Recipe):
     )
     n_val_batch_generations: int = option(
         3,
-        "From how many held-out batches to print a generated text (predictions.jsonl has all).",
+        "From how many held-out batches to print a text (predictions.jsonl has all).",
         minimum=0,
     )
 
