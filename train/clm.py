@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     )
     if not recipe.trains:
         return trainer.answer(task)
-    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
+    meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length))
     trainer.train(task, meter, data.tokenizer)
     trainer.export()
     if recipe.sample_tokens and not trainer.stopped:

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     # Records -> checked texts and labels -> rows of token ids, one row an example.
     config = trainer.configuration(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
-    held_out = data.held_out[0].samples.contents if data.held_out else None
+    held_out = data.held_out[0].samples.stats if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
     auto_class, pretrained = AutoModelForSequenceClassification, recipe.model_name_or_path
     if data.labels.choices:
@@ -111,12 +111,12 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     parts = (None, held_out) if recipe.predict_file else (held_out,)
     trainer.announce(
         f"data      {data.labels.describe}",
-        table(stats_rows(data.train and data.train.contents, *parts), screen_width()),
+        table(stats_rows(data.train and data.train.stats, *parts), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:
         return trainer.answer(task)
-    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
+    meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length))
     trainer.train(task, meter, data.tokenizer)
     trainer.export()
     return trainer.close()

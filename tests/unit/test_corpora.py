@@ -105,7 +105,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
     corpora = [open_corpus("data_path", prefix) for prefix in chosen]
     blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
     blend.check()
-    held_out = 0 if split in ("1",) else min(7, blend.most_without_repeating(1))
+    held_out = 0 if split in ("1",) else min(7, blend.max_samples_without_repeats(1))
     train, validation = build(blend, samples, held_out, VOCABULARY, EOD, recipe)
     theirs = megatrons(words, split, size, samples, held_out, 5, {name: name in flags for name in FLAGS})
     compared = 0
@@ -130,7 +130,7 @@ def test_without_weights_a_longer_run_blends_by_size(prefixes, tmp_path):
     train, _ = build(blend, 3 * once, 0, VOCABULARY, EOD, recipe)
     assert len(train) >= 3 * once
     origins = np.bincount([int(train.dataset[index]["dataset_id"]) for index in range(3 * once)], minlength=3)
-    assert np.allclose(origins / origins.sum(), blend.shares, atol=0.01)
+    assert np.allclose(origins / origins.sum(), blend.proportions, atol=0.01)
 
 
 def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
@@ -138,7 +138,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     corpora = [open_corpus("data_path", prefix) for prefix in prefixes]
     blend = Blend(corpora, None, "80,20", 16, seed=1)
     recipe = recipe_of("--data_path", *prefixes, "--split", "80,20", "--data_cache_path", str(tmp_path))
-    most = blend.most_without_repeating(1)
+    most = blend.max_samples_without_repeats(1)
     assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
     seen = []
     for passes in (1, 3):
@@ -155,7 +155,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
 def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights):
     blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], weights, "80,20", 16, seed=1)
     recipe = recipe_of("--data_path", *prefixes, "--data_cache_path", str(tmp_path))
-    most = blend.most_without_repeating(1)
+    most = blend.max_samples_without_repeats(1)
     _, held_out = build(blend, 50, most, VOCABULARY, EOD, recipe)
     rows = [tuple(held_out[index]["input_ids"].tolist()) for index in range(most)]
     assert len(set(rows)) == most > 0

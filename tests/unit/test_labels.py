@@ -10,7 +10,7 @@ from train.data.labelled.labels import (
     Labels,
     configure_labels,
     find_labels,
-    in_the_models_order,
+    in_model_order,
     renamed_head,
 )
 from train.recipe import UserError
@@ -152,12 +152,12 @@ def pretrained(*names: str) -> BertConfig:
     ],
 )  # fmt: skip
 def test_a_pretrained_models_own_order(ours, theirs, order):
-    assert in_the_models_order(Labels(ours), pretrained(*theirs)).names == order
+    assert in_model_order(Labels(ours), pretrained(*theirs)).names == order
 
 
 def test_ten_classes_are_ordered_by_number_and_not_by_their_text():
     names = tuple(f"topic {n}" for n in range(12))
-    assert in_the_models_order(Labels(tuple(sorted(names))), pretrained(*names)).names == names
+    assert in_model_order(Labels(tuple(sorted(names))), pretrained(*names)).names == names
 
 
 @pytest.mark.parametrize("labels", [Labels(("a", "b", "c")), Labels(None, number="score")])

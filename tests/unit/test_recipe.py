@@ -156,8 +156,8 @@ def test_help_is_short_and_help_all_names_every_option(cls, capsys, monkeypatch)
     for line in (short + long).splitlines():
         assert len(line) <= 80, line
     headings = [line for line in long.splitlines() if line and not line.startswith(" ")][2:]
-    assert headings.index("Model and tokenizer") < headings.index("Where the data comes from")
-    assert headings.index("Where the data comes from") < headings.index("Batches and length of the run")
+    assert headings.index("Model and tokenizer") < headings.index("Data sources")
+    assert headings.index("Data sources") < headings.index("Batches and length of the run")
     assert len(headings) == len(set(headings)), "a group comes twice"
 
 

@@ -108,11 +108,11 @@ def test_a_long_line_is_cut_inside_itself():
 def test_a_split_that_takes_everything_is_refused():
     said = refusal(split_off, Dataset.from_dict({"text": ROWS[:20]}), 0.98)
     assert "validation_split_percentage = 98 leaves no sample on one side: the data is 20 records" in said
-    assert "Name a smaller share, a validation_file, or 0" in said
+    assert "Name a smaller percentage, a validation_file, or 0" in said
     said = refusal(hold_out, Dataset.from_dict({"text": ROWS[:1]}), 0.05)
     assert "the data is 1 record. Name a validation_file, or 0, which holds nothing out" in said
     assert "share" not in said, "none cuts a record in two"
-    assert "Name a larger share" in refusal(split_off, Dataset.from_dict({"text": ["abc def"]}), 0.01)
+    assert "Name a larger percentage" in refusal(split_off, Dataset.from_dict({"text": ["abc def"]}), 0.01)
 
 
 def test_tokens_of_a_cut_text_are_kept_for_the_next_process(tmp_path):
@@ -173,7 +173,7 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "0xe9 at offset 8 (line 2). It reads as Latin-1 (cp1252), 'café au lait'" in message
     message = refusal(records, cache, tmp_path / "broken.jsonl")
     assert "broken.jsonl, line 2: not valid JSON" in message
-    assert "no known format" in refusal(records, cache, tmp_path / "table.xls")
+    assert "not that of a known format" in refusal(records, cache, tmp_path / "table.xls")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"])
@@ -222,14 +222,14 @@ def test_what_reads_as_two_encodings_has_both_named():
     assert likely(french)[:1] == ["cp1252"]
     assert "or" in proposal(french) or "Où êtes-vous" in proposal(french)
     assert likely(bytes(range(128, 256)) * 9) == []
-    assert "No encoding that is known here" in proposal(bytes(range(128, 256)) * 9)
+    assert "No known encoding decodes it" in proposal(bytes(range(128, 256)) * 9)
 
 
 def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):
     (tmp_path / "a.txt").write_text("吾輩は猫である。名前はまだ無い。" * 3)
     message = refusal(records, cache, tmp_path / "a.txt", encoding="latin-1")
     assert "a.txt is UTF-8" in message
-    assert "Leave --encoding out" in message
+    assert "Remove --encoding" in message
     assert "is not in it" in refusal(records, cache, tmp_path / "a.txt", encoding="ascii")
     assert "there is no such encoding" in ClmRecipe(train_file=["a.txt"], encoding="sjiss").problems()[-1]
 

@@ -16,18 +16,18 @@ FORMATS = {
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
-BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # in .tsv, quotes are text
+BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # .tsv files have no quoting
 
 
 def format_of(files: list[Path]) -> str:
-    """The format that the endings tell. Raises UserError if they tell none, or several."""
+    """The format of files, by their endings. Raises UserError for an unknown ending, or several formats."""
     kinds = {}
     for path in files:
         suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
         kinds.setdefault(FORMATS.get(suffixes[-1].lower() if suffixes else ""), path)
     if None in kinds:
         raise UserError(
-            f"{kinds[None]}: the ending tells no known format; known are {', '.join(FORMATS)}, each also .gz"
+            f"{kinds[None]}: the ending is not that of a known format; known are {', '.join(FORMATS)}, each also .gz"
         )
     if len(kinds) > 1:
         raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
@@ -35,7 +35,7 @@ def format_of(files: list[Path]) -> str:
 
 
 def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
-    """Why these files could not be read: the first that is not UTF-8 or not of its format, and where in it."""
+    """The error for unreadable files: names the first that is not UTF-8 or not of its format."""
     for path in files if kind != "parquet" else []:
         with open_bytes(path) as file:
             data = file.read()
@@ -70,12 +70,12 @@ def check_fields(path: Path, kwargs: dict) -> None:
     if len(record) > len(header):
         raise UserError(
             f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
-            f"({', '.join(header)}). Put texts that hold the separator in quotes"
+            f"({', '.join(header)}). Put quotes around texts that contain the separator"
         )
 
 
 def text_features(path: Path, kwargs: dict) -> Features:
-    """Every column of a .csv as text. The library guesses types from the first 10,000 rows; where a word, or an empty
-    place, turns up later in a column of numbers, it gives up."""
+    """The columns of a .csv file, all as text. The datasets library infers types from the first 10,000 rows and fails
+    if a column of numbers has a word or an empty value after them."""
     columns = pd.read_csv(path, nrows=0, **kwargs).columns
     return Features(dict.fromkeys(columns, Value("string")))

@@ -1,4 +1,4 @@
-"""From files or the hub to tables of records, one for each part of the data."""
+"""Read files or a dataset of the hub into tables of records, one for each part of the data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,33 +17,33 @@ from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError, first_line
 from train.recipe.paths import FILE_OPTIONS, find_files
 
-HELD_OUT = ("validation", "valid", "val", "dev")  # what data sets call that part
-PREDICT = "predict"  # the part that has no labels
+HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
+PREDICT = "predict"  # the part of predict_file, without labels
 
 
 @dataclass
 class Source:
-    """What was read: `train`, the held-out parts that there are, and from what (hub, embedded, json, csv, ...).
+    """The data that was read: `train` and the held-out parts, and its kind (hub, embedded, json, csv, ...).
 
-    Without training there is `train` only where the held-out part is still to be drawn from it; of a file to be
-    answered there is PREDICT alone.
+    Without training there is `train` only if the held-out part must still be split off from it. For predict_file there
+    is only PREDICT.
     """
 
     parts: dict[str, Dataset]
     kind: str
-    files: dict[str, list[Path]]  # of each part; empty where no option names files
+    files: dict[str, list[Path]]  # of each part; empty if no option names files
 
     @property
     def first(self) -> Dataset:
-        """The table that says which columns there are."""
+        """The first table, for its columns."""
         return next(iter(self.parts.values()))
 
     def where(self, part: str) -> str:
-        """The name of a part for a message. Records are counted through all of its files."""
+        """The name of a part in messages. Records are numbered through all of its files."""
         files = self.files.get(part)
         if not files:
             return f"the {part} split"
-        return str(files[0]) + (f" and {len(files) - 1} more files, taken as one" if len(files) > 1 else "")
+        return str(files[0]) + (f" and {len(files) - 1} more files, counted as one" if len(files) > 1 else "")
 
 
 def read_source(
@@ -53,25 +53,25 @@ def read_source(
     reader: Callable[[list[Path]], Dataset | None] | None = None,
     header: tuple[str, ...] = (),
 ) -> Source:
-    """Read what the recipe names.
+    """Read the data that the recipe names.
 
     Args:
-        held_out: the held-out parts, each with the names that it may have on the hub. The option of part P is P_file.
-        sample_by: for text files: line, paragraph or document, by a look at them. Without it they are refused.
-        reader: asked first for the table of JSON and text files of a form of their own; None where it is none.
-        header: names of the columns of .csv and .tsv files that have no line of names.
+        held_out: the held-out parts, each with its possible names on the hub. The option of part P is P_file.
+        sample_by: for text files: returns line, paragraph or document. Without it text files are refused.
+        reader: reads JSON and text files of a special form first; it returns None for any other file.
+        header: names of the columns of .csv and .tsv files without a header.
 
     Raises:
-        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach.
+        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
     """
     held_out = {PREDICT: ()} if getattr(recipe, "predict_file", None) else held_out or {"validation": HELD_OUT}
     if recipe.dataset_name in EMBEDDED:
-        return Source(_wanted(read_stdlib(recipe.dataset_name, recipe), recipe), "embedded", {})
+        return Source(_used_parts(read_stdlib(recipe.dataset_name, recipe), recipe), "embedded", {})
     options = {part: f"{part}_file" for part in ("train", *held_out)}
     files = {part: find_files(option, getattr(recipe, option)) for part, option in options.items()
              if getattr(recipe, option)}  # fmt: skip
     if not files:
-        return Source(_wanted(_from_hub(recipe, held_out), recipe), "hub", {})
+        return Source(_used_parts(_from_hub(recipe, held_out), recipe), "hub", {})
     named = next(iter(files))
     kind = format_of(files[named])
     for part, paths in files.items():
@@ -84,28 +84,28 @@ def read_source(
     if header and builder == "csv":
         kwargs = {**kwargs, "names": list(header)}
     parts = {part: _load(builder, part, paths, kind, recipe, kwargs, reader) for part, paths in plain.items()}
-    return Source(_plain_names(parts, recipe), kind, files)
+    return Source(_lowercase_columns(parts, recipe), kind, files)
 
 
-def _plain_names(parts: dict[str, Dataset], recipe: SourceOptions) -> dict[str, Dataset]:
-    """The tables with their columns in small letters: Text is found as text is. Not those that an option names, nor
-    those of GLUE's own files."""
+def _lowercase_columns(parts: dict[str, Dataset], recipe: SourceOptions) -> dict[str, Dataset]:
+    """The tables with lower-case column names, so that Text is found as text. Columns that an option names keep their
+    names, as do those of GLUE's original files."""
     named = {name for option, value in recipe.to_dict().items() if option.endswith(("_column", "_columns")) and value
              for name in ([value] if isinstance(value, str) else value)}  # fmt: skip
     if getattr(recipe, "task_name", None):
         return parts
     for part, table in parts.items():
-        small = {name: name.strip().lower() for name in table.column_names if name not in named}
-        new = [*small.values(), *(name for name in table.column_names if name in named)]
-        changed = {name: other for name, other in small.items() if name != other and new.count(other) == 1}
+        lower = {name: name.strip().lower() for name in table.column_names if name not in named}
+        new = [*lower.values(), *(name for name in table.column_names if name in named)]
+        changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
         if changed:
             parts[part] = table.rename_columns(changed)
             parts[part].as_written = {other: name for name, other in changed.items()}
     return parts
 
 
-def _wanted(parts: dict[str, Dataset], recipe) -> dict[str, Dataset]:
-    """The parts, without that for training where nothing is trained and something is held out."""
+def _used_parts(parts: dict[str, Dataset], recipe) -> dict[str, Dataset]:
+    """The parts, without training data if the launch does not train and held-out data exist."""
     return parts if recipe.trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
 
 
@@ -135,14 +135,14 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
 
 
 def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
-    """The user's message for text that is not UTF-8 (JSON files show it only when their text is looked at)."""
+    """The error for text that is not UTF-8 (in JSON files it appears only when a text is decoded)."""
     for option in ("train_file", "validation_file", "predict_file"):
         patterns = getattr(recipe, option, None)
         if patterns:
             files = find_files(option, patterns)
-            found = unreadable(files, format_of(files), error)
-            if "UTF-8" in str(found):
-                return found
+            user_error = unreadable(files, format_of(files), error)
+            if "UTF-8" in str(user_error):
+                return user_error
     return error
 
 
@@ -152,7 +152,7 @@ def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
 def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
     name, config = recipe.dataset_name, recipe.dataset_config_name
     try:
-        found = load_dataset(name, config, cache_dir=_cache_dir(recipe))
+        dataset = load_dataset(name, config, cache_dir=_cache_dir(recipe))
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         if config and Path(name).is_dir():
             known = get_dataset_config_names(name)
@@ -162,31 +162,31 @@ def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> di
         if Path(name).is_dir():
             raise UserError(f"dataset_name = {name!r}: the folder cannot be loaded: {first}") from None
         raise UserError(
-            f"dataset_name = {name!r}: it is no local folder, and the hub did not give it: {first}. "
-            "Name a file with train_file, or run once where the hub can be reached"
+            f"dataset_name = {name!r}: it is no local folder, and the hub did not return it: {first}. "
+            "Name a file with train_file, or run once with access to the hub"
         ) from None
-    assert isinstance(found, DatasetDict)
+    assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not recipe.trains for name in names)}
-    if not known & set(found):
-        raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(found)}")
+    if not known & set(dataset):
+        raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(dataset)}")
     names = {"train": ("train",), **held_out}
-    return {part: found[name] for part, known in names.items() for name in known[::-1] if name in found}
+    return {part: dataset[name] for part, known in names.items() for name in known[::-1] if name in dataset}
 
 
 # --------------------------------------------------------------------------------------------------------------- files
 
 
 def files_and_sizes(recipe) -> dict[str, str]:
-    """{option that names data: how many files it names here, their bytes, and a hash of their names and sizes}."""
+    """{option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
     named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
     files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
     corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]
-    found = {}
+    summaries = {}
     for option, paths in {**files, **({"data_path": corpora} if corpora else {})}.items():
         sizes = [(path.name, path.stat().st_size) for path in paths]
         digest = sha256(repr(sizes).encode()).hexdigest()[:8]
-        found[option] = f"{len(sizes):,} of {sum(size for _, size in sizes):,} bytes (names and sizes: {digest})"
-    return found
+        summaries[option] = f"{len(sizes):,} of {sum(size for _, size in sizes):,} bytes (names and sizes: {digest})"
+    return summaries
 
 
 def _cache_dir(recipe: SourceOptions) -> str | None:

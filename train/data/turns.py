@@ -1,4 +1,4 @@
-"""Turns of a conversation and answers to a question, in the forms that data sets have; and data of preferences.
+"""Turns of a conversation and answers to a question, in the formats of data sets; refusal of preference data.
 
 Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
 """
@@ -18,12 +18,12 @@ TEXT_OF_A_PART = ("text", "value", "content")
 ROLE_OF_A_TURN = ("role", "from", "speaker")
 PREFERENCES = (("chosen", "rejected"), ("response_a", "response_b"), ("response_0", "response_1"),
                ("conversation_a", "conversation_b"), ("answer_a", "answer_b"), ("output_1", "output_2"))  # fmt: skip
-VERDICTS = ("label", "kto_tag")  # columns that call an answer a good one or a bad one
-ASSISTANT = ("assistant", "gpt", "bot", "model")  # where these speak, they alone give the replies
+VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
+ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these, only they are replies
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
-    """The column that calls answers good or bad ones, if there is one and some are bad.
+    """The column that says whether an answer is good or bad, if there is one.
 
     Raises:
         UserError: each record has a preferred and a rejected answer.
@@ -40,16 +40,16 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
 
 
 def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
-    """Raises BadRecord if the record says of its answer that it is a bad one."""
+    """Raises BadRecord if the record marks its answer as a bad one."""
     if verdict and record[verdict] is False:
         raise BadRecord(f"its answer is a rejected one ({verdict}: false), as in data of preferences for KTO")
 
 
-def asks_about_a_text(table: Dataset) -> tuple[str, str, str] | None:
-    """(question, answer, context) of records as SQuAD has them; None where they are not such."""
-    there = table.column_names
-    answer = next((name for name in ("answers", "answer") if name in there), None)
-    return ("question", answer, "context") if answer and {"question", "context"} <= set(there) else None
+def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
+    """The columns (question, answer, context) of records in SQuAD's format; None for other records."""
+    names = table.column_names
+    answer = next((name for name in ("answers", "answer") if name in names), None)
+    return ("question", answer, "context") if answer and {"question", "context"} <= set(names) else None
 
 
 def first_answer(value: Any) -> Any:
@@ -66,7 +66,7 @@ def holds_lists(feature: Any) -> bool:
 
 
 def roles_of(items: Any) -> list[str | None]:
-    """Whose each turn is; None where it does not say."""
+    """The role of each turn; None if it has none."""
     return [
         next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
         if isinstance(item, dict) else None for item in _listed(items)
@@ -74,14 +74,14 @@ def roles_of(items: Any) -> list[str | None]:
 
 
 def _listed(items: Any) -> list:
-    if isinstance(items, dict):  # how some versions of the datasets library give a list of objects
+    if isinstance(items, dict):  # the format of a list of objects in some versions of the datasets library
         return [dict(zip(items, values)) for values in zip(*items.values())]
     return items
 
 
 def calls_of(items: Any) -> list[Any]:
-    """The structured `tool_calls` of each turn. A table gives every call the keys of all calls: what has no value is
-    left out again."""
+    """The structured `tool_calls` of each turn. In a table every call has the keys of all calls: keys without a
+    value are removed."""
     turns = [item if isinstance(item, dict) else {} for item in _listed(items)]
     return [_without_nothing(turn.get("tool_calls") or []) for turn in turns]
 
@@ -96,10 +96,10 @@ def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
     """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
     for item, role in zip(_listed(items), roles_of(items)):
         if isinstance(item, dict):
-            known = next((key for key in TEXT_OF_A_TURN if item.get(key) is not None), None)
-            if known is None and not any(key in item for key in TEXT_OF_A_TURN):
+            key = next((key for key in TEXT_OF_A_TURN if item.get(key) is not None), None)
+            if key is None and not any(key in item for key in TEXT_OF_A_TURN):
                 raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
-            yield role, _plain(item.get(known))
+            yield role, _plain(item.get(key))
         else:
             yield None, item
 

@@ -9,18 +9,18 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from train.data.labelled import glue
 from train.data.labelled.choices import find_choices, prepare_choices
-from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
+from train.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, trained_labels
 from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
-from train.data.lengths import choose_length, report_loss
+from train.data.lengths import choose_length, report_data_loss
 from train.data.records import bad_record
 from train.data.sources import HELD_OUT, PREDICT, Source, read_source
-from train.data.tables import columns_present, first, hold_out, text_columns
+from train.data.tables import columns_present, first_records, hold_out, text_columns
 from train.model.tokenizer import get_tokenizer
 from train.recipe.cache import one_process_at_a_time
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe
 
-TEXTS = (  # columns that hold the text, or the texts of a pair, where nobody names them
+TEXTS = (  # columns that hold the text, or the texts of a pair, by default
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
     ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
@@ -29,7 +29,7 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 
 @dataclass
 class _Part:
-    """A part of the data on its way: its texts, in order, and its labels."""
+    """A part of the data in preparation: its texts, in order, and its labels."""
 
     texts: Dataset
     labels: np.ndarray
@@ -39,7 +39,7 @@ class _Part:
 
 
 def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
-    """Read, check and tokenise; the first process of the machine works, the others find it done.
+    """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
 
     Raises:
         UserError: columns are not found, a text is empty, a label is missing or outside the label set.
@@ -69,7 +69,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     for name, part in rows.items():
         what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
         cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
-        notes += report_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
+        notes += report_data_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
@@ -77,11 +77,10 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
 
 
 def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -> ExampleData:
-    """The records of predict_file, every one of them, with labels of which nothing is asked; the classes are those of
-    the model."""
+    """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if any("MultipleChoice" in name for name in config.architectures or ()):
         raise UserError(
-            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, whose files are not answered "
+            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, which cannot predict "
             "without labels. Use --evaluate_only"
         )
     with one_process_at_a_time(recipe.cache_dir):
@@ -92,7 +91,7 @@ def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -
             )
         texts, _ = _columns(recipe, table, task, labelled=False)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
-        labels = in_the_models_order(labels, config)
+        labels = in_model_order(labels, config)
         kind = np.float32 if labels.names is None else np.int64
         part = _Part(_only(table, texts), np.zeros(len(table), dtype=kind))
         tokenizer = get_tokenizer(recipe, config, lambda: (), "")
@@ -106,7 +105,7 @@ def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -
 
 
 def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
-    """The tables, and the names of the held-out parts that there may be."""
+    """(the tables, the names of possible held-out parts)."""
     held_out = {"validation": HELD_OUT}
     if recipe.task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
@@ -120,7 +119,7 @@ def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
 def _columns(
     recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None, labelled: bool = True
 ) -> tuple[tuple[str, ...], str | None]:
-    """(the text columns, the label column, if there is to be one)."""
+    """(the text columns, the label column if `labelled`)."""
     present, problems = set(table.column_names), []
     texts = tuple(recipe.text_columns or ())
     if texts:
@@ -134,10 +133,10 @@ def _columns(
         if not texts and not task and len(words) == 1:
             texts = (words[0],)
         if not texts:
-            wanted = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
+            expected = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
                 "the text is in no column of a known name, and it is"
             )  # fmt: skip
-            problems.append(f"{wanted} not found. Name the columns with --text_columns")
+            problems.append(f"{expected} not found. Name the columns with --text_columns")
     label = recipe.label_column
     if not labelled:
         label = None
@@ -159,7 +158,7 @@ def _columns(
 
 
 def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config):
-    """(labels, parts with bad records left out, what there is to say)."""
+    """(labels, parts without bad records, notes for the log)."""
     train = source.first
     feature = train.features[label]
     where = {name: source.where(name) for name in source.parts}
@@ -171,7 +170,7 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         labels = Labels(task.labels)
     else:
         labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
-    labels = replace(in_the_models_order(labels, config), number=label)
+    labels = replace(in_model_order(labels, config), number=label)
     parts, notes = {}, []
     for name, table in source.parts.items():
         if missing := [column for column in (*texts, label) if column not in table.column_names]:
@@ -187,14 +186,14 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         if bad:
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
             kinds = "; ".join(f"{count:,}: {what}" for what, count in Counter(bad.values()).items())
-            what = f"records of {where[name]} are left out: {kinds}"
-            notes += report_loss(recipe, len(bad), len(table), what)
+            what = f"records of {where[name]} are skipped: {kinds}"
+            notes += report_data_loss(recipe, len(bad), len(table), what)
         parts[name] = part
     return labels, parts, notes
 
 
 def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:
-    """The text columns alone, as text (a .csv column of digits is read as numbers)."""
+    """The text columns, as text (a .csv column of digits is read as numbers)."""
     table = table.select_columns(list(texts))
     if len(text_columns(table)) == len(texts):
         return table
@@ -220,7 +219,7 @@ def _split(part: _Part, share: float) -> dict[str, _Part]:
 
 
 def _first(part: _Part, limit: int | None) -> _Part:
-    return _Part(first(part.texts, limit), part.labels[:limit])
+    return _Part(first_records(part.texts, limit), part.labels[:limit])
 
 
 def _all_texts(table: Dataset):

@@ -19,7 +19,7 @@ class HeldOut:
     """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
 
     Args:
-        numbers: of records that have no label: the file's own number of each, as it is submitted.
+        numbers: of records without labels: their numbers in the file, for a submission.
     """
 
     samples: SampleSet
@@ -30,8 +30,8 @@ class HeldOut:
 
 @dataclass
 class ExampleData:
-    """Samples of all parts (Rows; ChoiceRows of multiple choice; no `train` where nothing is trained), the labels, and
-    the tokenizer that made them."""
+    """Samples of all parts (TokenizedDataset; ChoiceRows for multiple choice; no `train` without training), the
+    labels, and the tokenizer that made them."""
 
     train: SampleSet | None
     held_out: list[HeldOut]
@@ -44,7 +44,7 @@ class ExampleData:
 def encode_texts(
     texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None
 ) -> TokenizedDataset:
-    """Token ids of the text or the pair, the longer text cut first where both do not fit."""
+    """Token ids of the text or the pair, the longer text is truncated first if both do not fit."""
     columns = tuple(fillers(tokenizer))
 
     def encode(batch: dict) -> dict:

@@ -14,10 +14,10 @@ from train.data.tables import columns_present, text_columns
 from train.data.turns import (
     ASSISTANT,
     DIALOGUES,
-    asks_about_a_text,
     blank,
     first_answer,
     holds_lists,
+    question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     turns_of,
@@ -34,7 +34,7 @@ SOURCES_AND_TARGETS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Turns (or one source text) and what follows from them."""
+    """Turns (or one source text) and the target."""
 
     source: list[str]
     target: str
@@ -42,11 +42,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a table holds its pairs: a conversation with or without its reply, or a source and a target.
+    """The columns of the pairs: a conversation with or without its reply, or a source and a target.
 
     Args:
-        context: what a source asks about, which is put behind it, as run_seq2seq_qa.py does.
-        verdict: whether the answer is a good one.
+        context: the text that a question is about; it is appended to the source, as in run_seq2seq_qa.py.
+        verdict: says whether the answer is a good one.
     """
 
     dialogue: str | None
@@ -69,12 +69,12 @@ class Columns:
 
     @property
     def describe_sources(self) -> str:
-        """The same where nothing is known of replies."""
+        """The same without the replies."""
         return f"source {self.source}" if self.dialogue is None else f"conversations {self.dialogue}, to be answered"
 
-    def asked(self, record: dict[str, Any]) -> list[str]:
-        """The turns of a record to which a reply is due, or its one source; replies that it has at its end, as roles
-        tell, are left out. Raises BadRecord: there is none, or a text is empty."""
+    def prompt_turns(self, record: dict[str, Any]) -> list[str]:
+        """The turns of a record that need a reply, or its source; replies at its end, by their roles, are removed.
+        Raises BadRecord: there is none, or a text is empty."""
         if self.dialogue is None:
             return [self._source(record)]
         turns = list(turns_of(record[self.dialogue] or []))
@@ -116,8 +116,8 @@ class Columns:
             if not texts:
                 raise BadRecord(f"a reply with no history: its {self.dialogue} has no turn")
             return [Pair(texts, reply.strip())]
-        assistants = any(role in ASSISTANT for role, _ in turns)
-        places = [place for place in range(1, len(turns)) if not assistants or turns[place][0] in ASSISTANT]
+        has_assistant = any(role in ASSISTANT for role, _ in turns)
+        places = [place for place in range(1, len(turns)) if not has_assistant or turns[place][0] in ASSISTANT]
         if not places:
             what = "a reply with no history" if turns else "a conversation without a turn"
             raise BadRecord(f"{what}: its {self.dialogue} has {len(turns)} turn{'s' if len(turns) != 1 else ''}")
@@ -128,7 +128,7 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
     """The columns that the recipe names, else those of known names, else the only two columns of text.
 
     Raises:
-        UserError: a column is not there, or none is found; the message lists those there are.
+        UserError: a column does not exist, or none is found; the message lists the columns.
     """
     present = table.column_names
     for option in ("dialogue_column", "source_column", "target_column"):
@@ -155,11 +155,11 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
     if recipe.source_column and recipe.target_column:
         return Columns(None, recipe.source_column, recipe.target_column)
     if not recipe.source_column and not recipe.target_column:
-        if asked := asks_about_a_text(table):
-            return Columns(None, *asked)
+        if columns := question_answering_columns(table):
+            return Columns(None, *columns)
         for source, target in SOURCES_AND_TARGETS:
             if "instruction" in texts and source == "input":
-                continue  # the question is in another column: whoever wants this names the columns
+                continue  # the question is in another column; options can still name the columns
             if source in texts and target in texts:
                 return Columns(None, source, target, verdict=verdict)
     if len(texts) == 2:
@@ -172,11 +172,11 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
 
 
 def find_sources(recipe: PairOptions, table: Dataset) -> Columns:
-    """The column of what is to be answered: the one that the recipe names, else one of a known name, else the only
-    column of text.
+    """The column of the sources of predict_file: that of the recipe, else one with a known name, else the only column
+    of text.
 
     Raises:
-        UserError: it is not there, or none is found.
+        UserError: the column does not exist, or none is found.
     """
     texts, present = text_columns(table), table.column_names
     for option, known in (("dialogue_column", present), ("source_column", texts)):

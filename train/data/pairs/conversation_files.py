@@ -1,4 +1,4 @@
-"""Conversations in files of a form of their own: ParlAI's text and Topical-Chat's JSON."""
+"""Conversations in special file formats: ParlAI's text and Topical-Chat's JSON."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from datasets import Dataset
 
 from train.data.encodings import open_bytes
 from train.data.records import BadRecord
-from train.data.tables import name_for_the_cache
+from train.data.tables import set_fingerprint
 from train.data.turns import turns_of
 from train.recipe.errors import UserError
 
 
 def read_conversation_files(paths: list[Path]) -> Dataset | None:
-    """Conversations in files of a form of their own: ParlAI's text, Topical-Chat's JSON. None for any other."""
+    """Read ParlAI's text or Topical-Chat's JSON. None for any other file."""
     with open_bytes(paths[0]) as file:
         first = file.readline(1 << 16).removeprefix(b"\xef\xbb\xbf")
     names = {field.partition(b":")[0] for field in first.split(b"\t")}
@@ -22,8 +22,8 @@ def read_conversation_files(paths: list[Path]) -> Dataset | None:
 
 
 def read_parlai(paths: list[Path]) -> Dataset:
-    """ParlAI's text: fields `name:value` between tabs, a line for each exchange, `episode_done:True` in the last of a
-    conversation. Where there are several labels, the first is the answer.
+    """ParlAI's text: fields `name:value` between tabs, one line per exchange, `episode_done:True` in the last of a
+    conversation. Of several labels, the first is the answer.
 
     Source: https://parl.ai/docs/tutorial_task.html (ParlAI dialog format).
     """
@@ -50,7 +50,7 @@ def read_parlai(paths: list[Path]) -> Dataset:
 
 
 def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
-    """The form of Topical-Chat: one JSON object, {id: {"content": [{"message": ...}, ...]}}. None for any other form.
+    """Topical-Chat's format: one JSON object, {id: {"content": [{"message": ...}, ...]}}. None for any other.
 
     Source: https://github.com/alexa/Topical-Chat (conversations/*.json).
     """
@@ -63,7 +63,7 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
             try:
                 found = json.load(file)
             except ValueError:
-                return None  # JSON lines, or broken: the datasets library will say
+                return None  # JSON lines, or invalid JSON, which the datasets library reports
         held = found.values()
         if not found or not all(isinstance(value, dict) and isinstance(value.get("content"), list) for value in held):
             return None
@@ -76,4 +76,4 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
 
 def _named_after(columns: dict[str, list], paths: list[Path]) -> Dataset:
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return name_for_the_cache(Dataset.from_dict(columns), "conversations", stamps)
+    return set_fingerprint(Dataset.from_dict(columns), "conversations", stamps)

@@ -34,27 +34,27 @@ def prepare_text(recipe: ClmRecipe, config, source: Source, unit: str, block_siz
         if dataset is not None:
             anew = prepare_anew(recipe)
             cache, workers = cache_root(recipe.cache_dir), recipe.preprocessing_num_workers
-            encoded = tokenise(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
+            encoded = tokenize_texts(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
-    hints = _hints(recipe, (sets["train"] or sets["validation"]).contents, unit, block_size)
+    hints = _hints(recipe, (sets["train"] or sets["validation"]).stats, unit, block_size)
     return TextData(sets["train"], sets["validation"], tokenizer, block_size, hints)
 
 
-def _hints(recipe: ClmRecipe, contents: DatasetStats, unit: str, block_size: int) -> list[str]:
-    """Advice on how the documents were cut, where the figures suggest that it was not meant so.
+def _hints(recipe: ClmRecipe, stats: DatasetStats, unit: str, block_size: int) -> list[str]:
+    """A hint about the unit of documents, if the numbers suggest that it is not the intended one.
 
-    `unit` is what a document was in the source: row, record, file, line, paragraph or mark.
+    `unit` is that of a document in the source: row, record, file, line, paragraph or mark.
     """
-    mean = contents.tokens / contents.documents
+    mean = stats.tokens / stats.documents
     if recipe.packing == "documents" and mean < block_size / 4:
         return [
             f"hint      a document ({unit}) has {mean:.0f} tokens on average and attention stays inside it: "
             "if these are lines of longer texts, --packing concatenate or another --document_separator gives "
             "longer contexts"
         ]
-    if contents.truncated > 0.1 * contents.tokens:
+    if stats.truncated > 0.1 * stats.tokens:
         return [
-            f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: "
+            f"hint      {stats.truncated / stats.tokens:.0%} of all tokens are cut away: "
             "a larger --block_size, or packing, keeps them"
         ]
     return []
@@ -81,12 +81,12 @@ def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer
     return blocks
 
 
-def tokenise(
+def tokenize_texts(
     dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
 ) -> Dataset:
-    """Token ids of each document (column `input_ids`, int32), empty documents left out.
+    """Token ids of each document (column `input_ids`, int32), without empty documents.
 
-    Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
+    Without `workers` the tokenizer uses its own threads; with it, that number of processes tokenizes.
     """
 
     def encode(batch: dict) -> dict:
