@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
     from transformers import AutoModelForCausalLM
 
+    from train.data.causal import is_packed, prepare_causal_data
     from train.data.collate import CausalCollator, PromptCollator, multiple_for
-    from train.data.text.prepare import is_packed, prepare_text
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
     from train.model.preflight import (
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
     # time out meanwhile.
     config = trainer.configuration(AutoModelForCausalLM)
-    data = prepare_text(recipe, config, trainer.strategy.batches.global_batch)
+    data = prepare_causal_data(recipe, config, trainer.strategy.batches.global_batch)
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
     trainer.plan(data.samples_per_epoch)
     timeline.mark("data")
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     )
     if not recipe.trains:
         return trainer.answer(task)
-    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
+    meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length))
     trainer.train(task, meter, data.tokenizer)
     trainer.export()
     if recipe.sample_tokens and not trainer.stopped:

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
     from train.data.labelled.examples import prepare_examples
-    from train.data.labelled.labels import pretrained_head, renamed_head, set_labels
+    from train.data.labelled.labels import configure_labels, pretrained_head, renamed_head
     from train.data.pack import stats_rows
     from train.model.configuration import check_task
     from train.model.load import head_weights
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     # Records -> checked texts and labels -> rows of token ids, one row an example.
     config = trainer.configuration(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
-    held_out = data.held_out[0].samples.contents if data.held_out else None
+    held_out = data.held_out[0].samples.stats if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
     auto_class, pretrained = AutoModelForSequenceClassification, recipe.model_name_or_path
     if data.labels.choices:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         other = had + 1
     else:
         notes.append(renamed_head(config, data.labels, pretrained))
-        had = other = set_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
+        had = other = configure_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
     replaced = head_weights(AutoModelForSequenceClassification, config, other) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
@@ -111,12 +111,12 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     parts = (None, held_out) if recipe.predict_file else (held_out,)
     trainer.announce(
         f"data      {data.labels.describe}",
-        table(stats_rows(data.train and data.train.contents, *parts), screen_width()),
+        table(stats_rows(data.train and data.train.stats, *parts), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:
         return trainer.answer(task)
-    meter = make_meter(engine, flops_per_token(model, data.train.contents.mean_length))
+    meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length))
     trainer.train(task, meter, data.tokenizer)
     trainer.export()
     return trainer.close()

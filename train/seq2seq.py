@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
     parts = (data.train, data.validation and data.validation.samples, prompts)
     trainer.announce(
-        table(stats_rows(*(part and part.contents for part in parts)), screen_width()),
+        table(stats_rows(*(part and part.stats for part in parts)), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from train.cli import main as zerofit
-from train.data.sources import hold_out
+from train.data.tables import hold_out
 
 RTOL = 1e-5
 LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from the global batch of 8

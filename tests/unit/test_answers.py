@@ -13,6 +13,7 @@ from folders import save_base, save_blenderbot, save_writer, small_tokenizer
 from helpers import refusal
 from transformers import AutoConfig
 
+from train.data.causal import prepare_causal_data
 from train.data.collate import PromptCollator
 from train.data.labelled.examples import prepare_examples
 from train.data.labelled.glue import TASKS, numbers, submission
@@ -20,10 +21,9 @@ from train.data.labelled.labels import trained_labels
 from train.data.order import FILLER
 from train.data.pairs.prepare import prepare_pairs
 from train.data.prompts import Prompts, read_sources
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
-from train.recipe.answers import OF_DATA, OF_TRAINING
+from train.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from train.record.run_folder import RunFolder
 from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
@@ -43,10 +43,10 @@ def test_every_option_of_training_is_forgotten_or_said_not_to_be():
     groups = [getattr(options, f"{kind}Options") for kind in kinds]
     names = {name for group in groups for name in group.__annotations__}
     assert len(names) > 40
-    assert names == (names & set(OF_TRAINING)) | (names & OF_BOTH)
+    assert names == (names & set(TRAINING_OPTIONS)) | (names & OF_BOTH)
     known = {field.name for cls in (ClmRecipe, ClsRecipe, Seq2SeqRecipe) for field in dataclasses.fields(cls)}
-    assert {*OF_TRAINING, *OF_DATA} <= known
-    assert not OF_BOTH & {*OF_TRAINING, *OF_DATA}
+    assert {*TRAINING_OPTIONS, *DATA_OPTIONS} <= known
+    assert not OF_BOTH & {*TRAINING_OPTIONS, *DATA_OPTIONS}
 
 
 def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):
@@ -248,7 +248,7 @@ def writer(cache, tmp_path_factory) -> Path:
 
 def text_data(model: Path, cache: str, *flags: str):
     recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", str(model), "--cache_dir", cache, *map(str, flags)])
-    return prepare_text(recipe, load_configuration(recipe))
+    return prepare_causal_data(recipe, load_configuration(recipe))
 
 
 def lines(path: Path, records: list[dict]) -> Path:
@@ -299,7 +299,7 @@ def test_a_prompt_without_room(writer, cache, tmp_path):
     (tmp_path / "a.txt").write_text("a cat sat on a mat " * 40 + "\nshort\n")
     data = text_data(writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "54")
     assert [len(ids) for ids in data.prompts.ids] == [10, len(data.tokenizer("short")["input_ids"])]
-    assert any("1 of 2 prompts lose their beginning" in note for note in data.notes)
+    assert any("1 of 2 prompts are cut at their beginning" in note for note in data.notes)
     message = refusal(text_data, writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "64")
     assert "max_new_tokens = 64: the model has 64 positions" in message
 

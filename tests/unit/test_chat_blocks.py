@@ -8,10 +8,10 @@ import torch
 from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, refusal
 from helpers import tiny_model
 
+from train.data.causal import prepare_causal_data
 from train.data.chat.prepare import show
 from train.data.collate import CausalCollator
 from train.data.pack import best_fit
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.loss import IGNORE, install_loss, model_loss
 from train.recipe import ClmRecipe, parse_recipe
@@ -23,7 +23,7 @@ def prepare(data, cache):
         model = ["--model_name_or_path", str(data("models/llama/hf")), "--block_size", "256", "--cache_dir", cache]
         more = ["--train_file", str(path), "--validation_split_percentage", "0", *map(str, flags)]
         recipe = parse_recipe(ClmRecipe, [*model, *more])
-        return prepare_text(recipe, load_configuration(recipe))
+        return prepare_causal_data(recipe, load_configuration(recipe))
 
     return run
 
@@ -73,13 +73,13 @@ def test_blocks_hold_whole_samples(short, prepare):
     assert sorted(found) == sorted(rows)
     assert filler > 0
     assert max(len(segments(block)) for block in all_of(blocks.train)) > 2
-    contents, alone = blocks.train.contents, single.train.contents
+    stats, alone = blocks.train.stats, single.train.stats
     tokens, positions = sum(len(ids) for ids, _ in rows), 400 * len(blocks.train)
-    assert (contents.documents, contents.samples, contents.tokens, contents.truncated) == (
+    assert (stats.documents, stats.samples, stats.tokens, stats.truncated) == (
         len(rows), len(blocks.train), tokens, 0)  # fmt: skip
-    assert contents.padding == pytest.approx(filler / positions)
+    assert stats.padding == pytest.approx(filler / positions)
     assert positions == tokens + filler
-    assert contents.trained == alone.trained == sum(label != IGNORE for _, labels in rows for label in labels)
+    assert stats.trained == alone.trained == sum(label != IGNORE for _, labels in rows for label in labels)
     assert (alone.documents, alone.samples, alone.tokens) == (len(rows), len(rows), tokens)
     assert alone.padding == pytest.approx(1 - tokens / (len(rows) * max(len(ids) for ids, _ in rows)))
     again = all_of(prepare(short, "--chat_template", "instruction", "--block_size", "400").train)
@@ -123,7 +123,7 @@ def test_the_loss_of_a_block_is_the_sum_of_its_samples(family, short, prepare):
     assert len(blocks) < len(rows) / 2
     packed, separate = loss_of(blocks), loss_of(rows)
     assert packed[0] == pytest.approx(separate[0], rel=1e-5)
-    assert packed[1:] == separate[1:] == (rows.contents.trained, rows.contents.tokens)
+    assert packed[1:] == separate[1:] == (rows.stats.trained, rows.stats.tokens)
     with torch.no_grad():
         together = float(model_loss(model, collate([(rows[n], n) for n in range(len(rows))])))
     assert together == pytest.approx(separate[0], rel=1e-5)
@@ -151,18 +151,18 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     ]
     assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
     needed = max(len(row["input_ids"]) for row in whole)
-    needed = f"block_size = {needed} would keep 99% of them whole (the model has 512 positions)"
+    needed = f"block_size = {needed} would keep 99% of them complete (the model has 512 positions)"
     keeps = f"block_size = 100 tokens. {needed}"
     assert [note for note in data.notes if "WARNING" in note] == [
-        f"WARNING   20%: 2 of 10 training samples are left out: their answer lies beyond {keeps}",
+        f"WARNING   20%: 2 of 10 training samples are skipped: their answer lies beyond {keeps}",
         f"WARNING   20%: 2 of 10 training samples have their answer cut at {keeps}",
     ]
-    contents, tokens = data.train.contents, sum(len(row["input_ids"]) for row in whole)
-    assert (contents.documents, contents.samples, contents.tokens) == (10, 8, tokens)
-    assert contents.truncated == tokens - sum(min(len(row["input_ids"]), 100) for row in kept)
-    assert contents.trained == sum(int((row["labels"] != IGNORE).sum()) for row in all_of(data.train))
+    stats, tokens = data.train.stats, sum(len(row["input_ids"]) for row in whole)
+    assert (stats.documents, stats.samples, stats.tokens) == (10, 8, tokens)
+    assert stats.truncated == tokens - sum(min(len(row["input_ids"]), 100) for row in kept)
+    assert stats.trained == sum(int((row["labels"] != IGNORE).sum()) for row in all_of(data.train))
     packed = prepare(path, "--block_size", "100").train
-    assert (packed.contents.trained, packed.contents.truncated) == (contents.trained, contents.truncated)
+    assert (packed.stats.trained, packed.stats.truncated) == (stats.trained, stats.truncated)
     assert sum(len(segments(block)) - (block["num_tokens"] < 100) for block in all_of(packed)) == 8
     everything = prepare(path, "--packing", "none", "--block_size", "100", "--train_on_prompt")
     assert len(everything.train) == 10, "a prompt alone is trained on too"
@@ -174,15 +174,15 @@ def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
     most = write(tmp_path / "most.jsonl", asked([5] + [120] * 2, [2] * 3))
     flags = ("--packing", "none", "--block_size", "100")
     assert any(
-        note.startswith("note      1 of 21 training samples are left out") for note in prepare(few, *flags).notes
+        note.startswith("note      1 of 21 training samples are skipped") for note in prepare(few, *flags).notes
     )
     for path, part in ((most, "training"), (few, "held-out")):
         held_out = ("--validation_file", most) if part == "held-out" else ()
         message = refusal(prepare, path, *flags, *held_out)
-        assert f"2 of 3 {part} samples are left out" in message
+        assert f"2 of 3 {part} samples are skipped" in message
         assert "block_size = 1" in message
-        assert "99% of them whole" in message
-        assert "67%; to train all the same, say --allow_data_loss" in message
+        assert "99% of them complete" in message
+        assert "67%; to train anyway, say --allow_data_loss" in message
         assert len(prepare(path, *flags, *held_out, "--allow_data_loss").train)
 
 
@@ -255,4 +255,4 @@ def test_the_record_that_a_template_fails_on_is_named(tmp_path, prepare, workers
 def test_a_tokenizer_without_offsets(tokenizer_of, monkeypatch):
     tokenizer = tokenizer_of("gpt2")
     monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda self: False))
-    assert "GPT2Tokenizer) does not say which characters" in refusal(encoder_of, tokenizer, CHAT, "instruction")
+    assert "GPT2Tokenizer) does not return the characters" in refusal(encoder_of, tokenizer, CHAT, "instruction")

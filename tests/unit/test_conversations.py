@@ -7,14 +7,15 @@ from datasets import Dataset, Features, Translation
 from helpers import refusal
 
 from train.data.chat.instructions import find_form
-from train.data.pairs.conversations import (
-    Columns,
-    Pair,
-    find_columns,
-    read_conversation_files,
-    read_keyed_conversations,
+from train.data.pairs.columns import Columns, Pair, find_columns
+from train.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
+from train.data.pairs.prepare import (
+    PairEncoder,
+    SourceFormat,
+    prepare_pairs,
+    split_translation_columns,
+    turn_separator,
 )
-from train.data.pairs.prepare import PairEncoder, SourceFormat, languages_apart, prepare_pairs, turn_separator
 from train.data.records import BadRecord
 from train.data.sources import read_source
 from train.model.configuration import load_configuration
@@ -324,7 +325,7 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     only_bad = write(tmp_path / "bad.jsonl", [talk(0, 1)])
     said = refusal(prepare, only_bad, "--skip_bad_records")
     assert "has no record that can be used" in said
-    assert "name the column that is meant with --dialogue_column or --source_column or --target_column" in said
+    assert "name the right column with --dialogue_column or --source_column or --target_column" in said
 
 
 def test_the_same_columns_in_another_role(tmp_path, prepare):
@@ -350,7 +351,7 @@ def test_a_trained_tokenizer_marks_sources_and_targets(tmp_path, prepare):
     assert all(list(sample["labels"]).count(end) == 1 for sample in samples)
     lengths = [len(sample["labels"]) for sample in samples]
     assert max(lengths) == 5
-    assert data.train.contents.trained == sum(lengths)
+    assert data.train.stats.trained == sum(lengths)
     assert data.widths == (128, 5)
 
 
@@ -366,7 +367,7 @@ def test_conversations_as_topical_chat_has_them(data, tmp_path, cache):
     prepared = prepare_pairs(recipe, load_configuration(recipe))
     held_out = prepared.validation.samples
     assert len(prepared.train) + len(held_out) == sum(len(talk["content"]) - 1 for talk in talks.values()) > 500
-    assert prepared.train.contents.truncated > 0
+    assert prepared.train.stats.truncated > 0
     assert max(len(prepared.train[index]["input_ids"]) for index in range(100)) <= 128
     said = {turn["message"].strip() for talk in talks.values() for turn in talk["content"]}
     assert set(prepared.validation.targets) <= said
@@ -444,15 +445,15 @@ def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache
     rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)
-    table = languages_apart(read_source(recipe).parts["train"])
+    table = split_translation_columns(read_source(recipe).parts["train"])
     assert find_columns(recipe, table) == Columns(None, "en", "de")
     back = find_columns(PairOptions(source_column="de", target_column="en"), table)
     assert back.pairs(table[1]) == [Pair(["ein 1"], "a 1")]
-    assert languages_apart(table) is table
+    assert split_translation_columns(table) is table
     data = prepare(tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en",
                    "--validation_split_percentage", 0)  # fmt: skip
     assert sources(data, data.train) == [f"ein {n}" for n in range(4)]
     hub = Dataset.from_list(rows, Features({"translation": Translation(["en", "de"])}))
-    assert {"en", "de"} == set(languages_apart(hub).column_names)
+    assert {"en", "de"} == set(split_translation_columns(hub).column_names)
     with pytest.raises(UserError, match="--source_column"):
         parse_recipe(Seq2SeqRecipe, ["--config_name", "t5-large", "--train_file", "a.jsonl", "--source_lang", "en"])

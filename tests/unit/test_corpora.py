@@ -16,11 +16,11 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import ROOT, refusal, tiny_model
+from train.data.causal import prepare_causal_data
 from train.data.collate import CausalCollator
 from train.data.megatron.blend import Blend, build
 from train.data.megatron.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
 from train.data.order import FixedOrder, MicroBatches, loader
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.model.export import export_model
 from train.model.loss import IGNORE, install_loss
@@ -105,7 +105,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
     corpora = [open_corpus("data_path", prefix) for prefix in chosen]
     blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
     blend.check()
-    held_out = 0 if split in ("1",) else min(7, blend.most_without_repeating(1))
+    held_out = 0 if split in ("1",) else min(7, blend.max_samples_without_repeats(1))
     train, validation = build(blend, samples, held_out, VOCABULARY, EOD, recipe)
     theirs = megatrons(words, split, size, samples, held_out, 5, {name: name in flags for name in FLAGS})
     compared = 0
@@ -130,7 +130,7 @@ def test_without_weights_a_longer_run_blends_by_size(prefixes, tmp_path):
     train, _ = build(blend, 3 * once, 0, VOCABULARY, EOD, recipe)
     assert len(train) >= 3 * once
     origins = np.bincount([int(train.dataset[index]["dataset_id"]) for index in range(3 * once)], minlength=3)
-    assert np.allclose(origins / origins.sum(), blend.shares, atol=0.01)
+    assert np.allclose(origins / origins.sum(), blend.proportions, atol=0.01)
 
 
 def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
@@ -138,7 +138,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     corpora = [open_corpus("data_path", prefix) for prefix in prefixes]
     blend = Blend(corpora, None, "80,20", 16, seed=1)
     recipe = recipe_of("--data_path", *prefixes, "--split", "80,20", "--data_cache_path", str(tmp_path))
-    most = blend.most_without_repeating(1)
+    most = blend.max_samples_without_repeats(1)
     assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
     seen = []
     for passes in (1, 3):
@@ -155,7 +155,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
 def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights):
     blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], weights, "80,20", 16, seed=1)
     recipe = recipe_of("--data_path", *prefixes, "--data_cache_path", str(tmp_path))
-    most = blend.most_without_repeating(1)
+    most = blend.max_samples_without_repeats(1)
     _, held_out = build(blend, 50, most, VOCABULARY, EOD, recipe)
     rows = [tuple(held_out[index]["input_ids"].tolist()) for index in range(most)]
     assert len(set(rows)) == most > 0
@@ -296,7 +296,7 @@ def prepared(tokenised, cache: Path, *flags: str):
         str(cache), "--split", "90,10,0", *given, *flags,
     ])  # fmt: skip
     config = load_configuration(recipe)
-    data = prepare_text(recipe, config, global_batch=8)
+    data = prepare_causal_data(recipe, config, global_batch=8)
     check_vocabulary(config, data.tokenizer, recipe)
     return data
 
@@ -460,7 +460,6 @@ def test_damaged_corpora_are_refused(tokenised, damaged, tmp_path, spoil, said):
         (["--split", "90,-5,5"], ["split = '90,-5,5'"]),
         (["--split", "90;10"], ["split = '90;10'"]),
         (["--split", "1,2,3,4"], ["split = '1,2,3,4'"]),
-        (["--split", "99,1,0", "--block_size", "1024"], ["less than one sample", "block_size"]),
         (["--packing", "none"], ["packing", "no effect with data_path"]),
         (["--train_file", "x.txt"], ["train_file", "no effect with data_path"]),
         (["--train_tokenizer_vocab_size", "300"], ["train_tokenizer_vocab_size"]),
@@ -470,6 +469,14 @@ def test_mistakes_in_the_options(tokenised, tmp_path, flags, said):
     with pytest.raises(UserError) as caught:
         prepared(tokenised, tmp_path, *(flag.format(corpus=tokenised[1]) for flag in flags))
     assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+def test_a_part_needs_one_sample(tokenised, tmp_path):
+    prefix = write_corpus(tmp_path / "short", [[5] * 100] * 100)  # 1 % of it has 100 tokens, whatever else changes
+    flags = ["--data_path", prefix, "--split", "99,1,0", "--block_size"]
+    assert len(prepared(tokenised, tmp_path, *flags, "64").validation) == 1
+    with pytest.raises(UserError, match="100 tokens: less than one sample of block_size = 1024"):
+        prepared(tokenised, tmp_path, *flags, "1024")
 
 
 @pytest.mark.parametrize("flag", ["--reset_position_ids", "--eod_mask_loss", "--split=90,10,0", "--data_cache_path=x"])

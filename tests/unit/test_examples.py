@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from train.data.labelled.examples import ExampleData, prepare_examples
+from train.data.labelled.examples import prepare_examples
+from train.data.labelled.samples import ExampleData
 from train.model.configuration import load_configuration
 from train.recipe import ClsRecipe, UserError, parse_recipe
 from train.recipe.tasks import GLUE_ON_THE_HUB
@@ -196,7 +197,7 @@ def test_a_task_without_files_comes_from_the_hub():
     [
         (("--text_columns", "a", "b", "c"), "name one column, or the two of a pair"),
         (("--task_name", "sst2", "--validation_mismatched_file", "b.tsv"), "belongs to --task_name mnli"),
-        (("--task_name", "sst2", "--regression"), "leave regression out"),
+        (("--task_name", "sst2", "--regression"), "remove regression"),
         (("--max_length", "8", "--max_seq_length", "9"), "are the same option"),
     ],
 )
@@ -245,7 +246,7 @@ def test_empty_texts_and_missing_labels(tmp_path, prepare, refused, ending):
     assert words(data) == [TEXTS[n] for n in kept]
     assert names(data) == [LABELS[n] for n in kept]  # no label moved to its neighbour
     (note,) = [note for note in data.notes if "3 of 40 records" in note]
-    assert note.endswith("are left out: 1: it has no label (label); 2: the text (text) is empty")
+    assert note.endswith("are skipped: 1: it has no label (label); 2: the text (text) is empty")
 
 
 def test_of_a_pair_one_text_may_be_empty(tmp_path, prepare):
@@ -304,11 +305,11 @@ def test_truncation_is_counted_and_keeps_the_marks(tmp_path, prepare):
     path = write(tmp_path / "a.csv", {"sentence1": TEXTS, "sentence2": ["ok"] * 40, "label": LABELS})
     whole = prepare(path, "--validation_split_percentage", "0")
     cut = prepare(path, "--validation_split_percentage", "0", "--max_length", "12")
-    assert whole.train.contents.truncated == 0
+    assert whole.train.stats.truncated == 0
     assert whole.train.lengths.max() > 12
     assert cut.train.lengths.max() == 12
-    assert cut.train.contents.truncated == int(np.maximum(whole.train.lengths - 12, 0).sum()) > 0
-    assert cut.train.contents.tokens == whole.train.contents.tokens
+    assert cut.train.stats.truncated == int(np.maximum(whole.train.lengths - 12, 0).sum()) > 0
+    assert cut.train.stats.tokens == whole.train.stats.tokens
     sample, separator = cut.train[0], cut.tokenizer.sep_token_id
     assert sample["input_ids"][-1] == separator
     assert (sample["input_ids"] == separator).sum() == 2

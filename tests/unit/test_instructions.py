@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from helpers import refusal
 
+from train.data.causal import prepare_causal_data
 from train.data.chat.instructions import Form, find_form
 from train.data.records import BadRecord
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, parse_recipe
 
@@ -249,7 +249,7 @@ def prepare(llama, cache):
     def run(path, *flags: str):
         model = ["--model_name_or_path", str(llama), "--block_size", "256", "--cache_dir", cache]
         recipe = parse_recipe(ClmRecipe, [*model, "--train_file", str(path), *map(str, flags)])
-        return prepare_text(recipe, load_configuration(recipe))
+        return prepare_causal_data(recipe, load_configuration(recipe))
 
     return run
 
@@ -276,9 +276,9 @@ def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_pat
                        for part in (data.train, data.validation))  # fmt: skip
     assert train | held_out == set(range(100, 140))
     assert not train & held_out
-    assert (data.train.contents.documents, data.validation.contents.documents) == (30, 10) == (len(train), 10)
+    assert (data.train.stats.documents, data.validation.stats.documents) == (30, 10) == (len(train), 10)
     few = prepare(path, *flags, "--max_train_samples", "7", "--max_eval_samples", "2")
-    assert (few.train.contents.documents, few.validation.contents.documents) == (7, 2)
+    assert (few.train.stats.documents, few.validation.stats.documents) == (7, 2)
     assert text_of(data, data.train).count("It is") == 30
     assert text_of(few, few.train).count("It is") == 7
 
@@ -300,12 +300,12 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     assert "--skip_bad_records" in message
     flags = ("--chat_template", "instruction", "--validation_split_percentage", "0")
     data = prepare(path, *flags, "--skip_bad_records")
-    assert data.train.contents.documents == 21
+    assert data.train.stats.documents == 21
     assert any("2 of 23 records" in note and "record 21: the output is empty" in note for note in data.notes)
     only_bad = write(tmp_path / "bad.jsonl", [{"instruction": "?", "output": ""}])
     said = refusal(prepare, only_bad, *flags, "--skip_bad_records")
     assert "has no record that can be used" in said
-    assert "name the column that is meant with --messages_column or --text_column" in said
+    assert "name the right column with --messages_column or --text_column" in said
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_a_held_out_file_of_another_form(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
     other = write(tmp_path / "b.jsonl", [{"messages": [SYSTEM, *TURNS]}, {"messages": TURNS}])
     data = prepare(path, "--chat_template", "instruction", "--validation_file", other)
-    assert data.validation.contents.documents == 2
+    assert data.validation.stats.documents == 2
     assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo." in text_of(data, data.validation)
 
 
@@ -373,6 +373,6 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path, cache):
     flags = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "261", "--train_file", str(path), "--cache_dir",
              cache, "--chat_template", "instruction", "--block_size", "64"]  # fmt: skip
     recipe = parse_recipe(ClmRecipe, flags)
-    data = prepare_text(recipe, load_configuration(recipe))
+    data = prepare_causal_data(recipe, load_configuration(recipe))
     assert len(data.tokenizer) == 261
     assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo.<|endoftext|>" in text_of(data, data.train)

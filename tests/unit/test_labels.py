@@ -5,7 +5,14 @@ import pytest
 from datasets import ClassLabel, Value
 from transformers import BertConfig
 
-from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, renamed_head, set_labels
+from train.data.labelled.labels import (
+    MISSING,
+    Labels,
+    configure_labels,
+    find_labels,
+    in_model_order,
+    renamed_head,
+)
 from train.recipe import UserError
 
 NAN = float("nan")
@@ -145,19 +152,19 @@ def pretrained(*names: str) -> BertConfig:
     ],
 )  # fmt: skip
 def test_a_pretrained_models_own_order(ours, theirs, order):
-    assert in_the_models_order(Labels(ours), pretrained(*theirs)).names == order
+    assert in_model_order(Labels(ours), pretrained(*theirs)).names == order
 
 
 def test_ten_classes_are_ordered_by_number_and_not_by_their_text():
     names = tuple(f"topic {n}" for n in range(12))
-    assert in_the_models_order(Labels(tuple(sorted(names))), pretrained(*names)).names == names
+    assert in_model_order(Labels(tuple(sorted(names))), pretrained(*names)).names == names
 
 
 @pytest.mark.parametrize("labels", [Labels(("a", "b", "c")), Labels(None, number="score")])
 @pytest.mark.parametrize("model", [None, "a-body-without-a-head"])
 def test_the_labels_go_into_the_configuration(labels, model):
     config = BertConfig()
-    assert set_labels(config, labels, model, False) is None
+    assert configure_labels(config, labels, model, False) is None
     assert config.num_labels == labels.num_outputs
     assert config.id2label == dict(enumerate(labels.names or ("score",)))
     assert config.label2id == {name: number for number, name in config.id2label.items()}
@@ -168,19 +175,19 @@ def test_the_labels_go_into_the_configuration(labels, model):
     ("labels", "ours"), [(Labels(("a", "b", "c")), "3 labels (a, b, c)"), (Labels(None), "one number")]
 )
 def test_another_number_of_labels(labels, ours):
-    message = refusal(set_labels, pretrained("no", "yes"), labels, "some/model", False)
+    message = refusal(configure_labels, pretrained("no", "yes"), labels, "some/model", False)
     assert "model_name_or_path = 'some/model' was trained for 2 labels (no, yes)" in message
     assert ours in message
     assert "--ignore_mismatched_sizes" in message
     config = pretrained("no", "yes")
-    had = set_labels(config, labels, "some/model", True)
+    had = configure_labels(config, labels, "some/model", True)
     assert had == 2, "the outputs of the head that is to be replaced"
     assert config.num_labels == labels.num_outputs
 
 
 def test_the_same_number_of_labels_is_no_mismatch():
-    assert set_labels(pretrained("no", "yes"), Labels(("0", "1")), "some/model", False) is None
-    assert set_labels(pretrained("no", "yes"), Labels(("a", "b", "c")), None, False) is None  # from scratch
+    assert configure_labels(pretrained("no", "yes"), Labels(("0", "1")), "some/model", False) is None
+    assert configure_labels(pretrained("no", "yes"), Labels(("a", "b", "c")), None, False) is None  # from scratch
 
 
 def test_a_head_that_goes_on_under_other_names_is_said():

@@ -14,9 +14,8 @@ from test_saving import Alone, fill
 from train.checkpoint import writer as saving
 from train.checkpoint.directory import ASKED, CheckpointDirectory
 from train.checkpoint.writer import AsyncCheckpointWriter
-from train.data.megatron.blend import put_in_place
 from train.recipe import ClmRecipe, cache
-from train.recipe.files import appears, is_shared, is_there
+from train.recipe.files import appears, is_shared, is_there, put_in_place
 from train.strategy import machines
 from train.strategy.layout import ParallelLayout
 from train.strategy.machines import check_same

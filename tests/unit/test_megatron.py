@@ -460,7 +460,7 @@ def test_corpora(tmp_path, capsys):
         ("--tensor-model-parallel-size", "ZeRO-3", "Did you mean"),
         ("--swiglu", "llama-2-7b", "Did you mean"),
         ("--lr-warmup-samples", "--num_warmup_steps", "Did you mean"),
-        ("--hysteresis", "leave it out", "Did you mean"),
+        ("--hysteresis", "remove it", "Did you mean"),
     ],
 )
 def test_flags_that_are_typed_into_training(flag, said, not_said):
@@ -475,7 +475,7 @@ def test_flags_that_are_typed_into_training(flag, said, not_said):
     [
         ("--dataset-impl", "mmap"),
         ("--tokenizer-type", "--tokenizer"),
-        ("--chunk-size", "leave it out"),
+        ("--chunk-size", "remove it"),
         ("--split-sentences", "BERT"),
     ],
 )

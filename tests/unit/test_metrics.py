@@ -12,8 +12,8 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from train.checkpoint.run_state import BestEvaluation
-from train.data.labelled.examples import HeldOut
 from train.data.labelled.labels import Labels
+from train.data.labelled.samples import HeldOut
 from train.recipe import ClsRecipe, UserError
 from train.training.best_metric import BestMetricTracker, make_best_tracker
 from train.training.classification import best_constant, figures_of

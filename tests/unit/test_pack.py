@@ -7,7 +7,7 @@ from datasets import Dataset, Features, List, Value
 from train.data.collate import CausalCollator
 from train.data.order import FILLER
 from train.data.pack import PackedBlocks, SeparateDocuments
-from train.data.text.tokenize import Documents
+from train.data.token_tables import Documents
 from train.model.loss import IGNORE
 
 TEXTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18]]  # 18 tokens
@@ -45,9 +45,9 @@ def test_blocks_with_boundaries(documents, size):
         trained = place < 18 and place not in starts
         assert sample["labels"][offset] == (tokens[place] if trained else IGNORE), place
     counted = sum(int((block["labels"][1:] != IGNORE).sum()) for block in blocks_of(blocks))
-    assert blocks.contents.trained == counted
-    assert blocks.contents.padding == pytest.approx((len(tokens) - 18) / len(tokens))
-    assert blocks.contents.truncated == 0
+    assert blocks.stats.trained == counted
+    assert blocks.stats.padding == pytest.approx((len(tokens) - 18) / len(tokens))
+    assert blocks.stats.truncated == 0
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 7, 18])
@@ -61,15 +61,15 @@ def test_concatenation_is_group_texts(documents, size):
     for block in blocks_of(blocks):
         assert block["labels"].tolist() == block["input_ids"].tolist()
         assert "position_ids" not in block
-    assert blocks.contents.trained == len(blocks) * (size - 1)
-    assert blocks.contents.truncated == 18 % size
+    assert blocks.stats.trained == len(blocks) * (size - 1)
+    assert blocks.stats.truncated == 18 % size
 
 
 def test_separate_documents_are_cut_and_padded(documents):
     samples = SeparateDocuments(documents, block_size=4)
     assert [len(sample["input_ids"]) for sample in blocks_of(samples)] == [3, 2, 1, 4, 3]
-    assert samples.contents.truncated == 5
-    assert samples.contents.trained == 2 + 1 + 0 + 3 + 2
+    assert samples.stats.truncated == 5
+    assert samples.stats.trained == 2 + 1 + 0 + 3 + 2
     places = [(samples[index], FILLER if index == 1 else index) for index in range(5)]
     assert CausalCollator(pad_id=0)(places).inputs["input_ids"].shape == (5, 4)
     batch = CausalCollator(pad_id=0, multiple=8)(places)

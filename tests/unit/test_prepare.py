@@ -19,9 +19,9 @@ from helpers import ROOT
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig
 
 from train.cli import main
+from train.data.file_formats import FORMATS
 from train.data.megatron import corpus as corpus_files
 from train.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
-from train.data.sources import FORMATS
 from train.model.families.gpt2 import END_OF_TEXT
 from train.model.tokenizer import load_tokenizer
 from train.recipe.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
-from train.recipe.habits import SAID_HERE, SAID_IN_WORDS, habits_of
+from train.recipe.foreign_options import FOREIGN_NAMES, HINTS, foreign_option_hints
 
 TASKS = (ClmRecipe, ClsRecipe, Seq2SeqRecipe)
 
@@ -112,7 +112,7 @@ def test_what_is_refused(flags, words):
         ('learning_rate: "5e-4"\n', ["line 1", "'5e-4'", "a number", "without the quotes"]),
         ("seed: true\n", ["seed", "an integer"]),
         ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
-        ("seed: 1\nseed: 2\n", ["line 2", "second time"]),
+        ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
         ("- a\n- b\n", ["option: value"]),
         ("", ["empty"]),
         ("a: [1\n", ["not valid YAML"]),
@@ -156,8 +156,8 @@ def test_help_is_short_and_help_all_names_every_option(cls, capsys, monkeypatch)
     for line in (short + long).splitlines():
         assert len(line) <= 80, line
     headings = [line for line in long.splitlines() if line and not line.startswith(" ")][2:]
-    assert headings.index("Model and tokenizer") < headings.index("Where the data comes from")
-    assert headings.index("Where the data comes from") < headings.index("Batches and length of the run")
+    assert headings.index("Model and tokenizer") < headings.index("Data sources")
+    assert headings.index("Data sources") < headings.index("Batches and length of the run")
     assert len(headings) == len(set(headings)), "a group comes twice"
 
 
@@ -170,7 +170,7 @@ def test_help_is_short_and_help_all_names_every_option(cls, capsys, monkeypatch)
         (ClsRecipe, "cutoff_len", "say --max_length"),
         (Seq2SeqRecipe, "sequence_len", "say --max_source_length or --max_target_length"),
         (ClmRecipe, "deepspeed", "accelerate_configs/NAME.yaml"),
-        (ClmRecipe, "do_train", "leave it out"),
+        (ClmRecipe, "do_train", "remove it"),
         (ClmRecipe, "evaluation_strategy", "say --eval_steps"),
         (ClmRecipe, "lora_target", "say --lora_target_modules"),
         (ClmRecipe, "finetuning_type", "say --lora"),
@@ -178,11 +178,11 @@ def test_help_is_short_and_help_all_names_every_option(cls, capsys, monkeypatch)
         (ClmRecipe, "num_processes", "before the script's name"),
     ],
 )
-def test_habits_are_answered(tmp_path, cls, name, answer):
+def test_options_of_other_programs_get_a_hint(tmp_path, cls, name, answer):
     with pytest.raises(UserError) as caught:
         parse_recipe(cls, [f"--{name}", "1", *recipe_file(tmp_path, f"{name}: 1\n")])
     flag, line = caught.value.problems
-    assert flag == f"--{name} is not an option: {habits_of(cls, names_of(cls), False)[name]}"
+    assert flag == f"--{name} is not an option: {foreign_option_hints(cls, names_of(cls), False)[name]}"
     assert answer in flag
     assert answer in line
 
@@ -191,18 +191,18 @@ def names_of(cls) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
-def test_habits_name_options_that_there_are():
+def test_hints_name_existing_options():
     ours = {name for cls in TASKS for name in names_of(cls)}
     everywhere = names_of(ClmRecipe) & names_of(ClsRecipe) & names_of(Seq2SeqRecipe)
-    assert len(SAID_HERE) > 40
-    for options, said in SAID_HERE.items():
+    assert len(FOREIGN_NAMES) > 40
+    for options, said in FOREIGN_NAMES.items():
         assert set(options) <= ours, options
         assert not set(said.split()) & everywhere, said
-    for words, said in SAID_IN_WORDS.items():
+    for words, said in HINTS.items():
         named = set(re.findall(r"--(\w+)", words)) - {"config_file"}
         assert named <= ours, words
         assert not set(said.split()) & everywhere, said
-    said = [name for texts in (SAID_HERE, SAID_IN_WORDS) for text in texts.values() for name in text.split()]
+    said = [name for texts in (FOREIGN_NAMES, HINTS) for text in texts.values() for name in text.split()]
     assert len(said) == len(set(said)), "one name, two answers"
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from train.recipe.repeat import repeat_after_launcher
+from train.recipe.last_message import repeat_after_launcher
 
 LAUNCHER = """
 import subprocess, sys
@@ -52,8 +52,8 @@ def screen(folder, error: str, *flags: str, **variables: str) -> list[str]:
     ("error", "last"),
     [
         ("UserError('epochs = 0: no')", "error: epochs = 0: no"),
-        ("ValueError('no')", "ValueError: no (its traceback stands above)"),
-        ("KeyboardInterrupt()", "interrupted while the run was starting: its folder is as it was"),
+        ("ValueError('no')", "ValueError: no (its traceback is above)"),
+        ("KeyboardInterrupt()", "interrupted while the run was starting: its folder is unchanged"),
     ],
 )
 def test_the_message_comes_after_the_launchers_traceback(tmp_path, error, last):

@@ -6,10 +6,11 @@ import json
 import pytest
 from datasets import Dataset
 
+from train.data.causal import prepare_causal_data
 from train.data.encodings import likely, proposal
-from train.data.sources import columns_present, hold_out, not_utf8, read_source
+from train.data.sources import not_utf8, read_source
+from train.data.tables import columns_present, hold_out
 from train.data.text.documents import load_texts, split_off
-from train.data.text.prepare import prepare_text
 from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, UserError
 from train.recipe.paths import find_files
@@ -107,11 +108,11 @@ def test_a_long_line_is_cut_inside_itself():
 def test_a_split_that_takes_everything_is_refused():
     said = refusal(split_off, Dataset.from_dict({"text": ROWS[:20]}), 0.98)
     assert "validation_split_percentage = 98 leaves no sample on one side: the data is 20 records" in said
-    assert "Name a smaller share, a validation_file, or 0" in said
+    assert "Name a smaller percentage, a validation_file, or 0" in said
     said = refusal(hold_out, Dataset.from_dict({"text": ROWS[:1]}), 0.05)
     assert "the data is 1 record. Name a validation_file, or 0, which holds nothing out" in said
     assert "share" not in said, "none cuts a record in two"
-    assert "Name a larger share" in refusal(split_off, Dataset.from_dict({"text": ["abc def"]}), 0.01)
+    assert "Name a larger percentage" in refusal(split_off, Dataset.from_dict({"text": ["abc def"]}), 0.01)
 
 
 def test_tokens_of_a_cut_text_are_kept_for_the_next_process(tmp_path):
@@ -119,10 +120,10 @@ def test_tokens_of_a_cut_text_are_kept_for_the_next_process(tmp_path):
     path = write(tmp_path, "a.txt")
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], block_size=32,
                        cache_dir=str(tmp_path / "cache"))  # fmt: skip
-    prepare_text(recipe, load_configuration(recipe))
+    prepare_causal_data(recipe, load_configuration(recipe))
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("tokens-*.arrow")}
     assert len(kept) == 2
-    prepare_text(recipe, load_configuration(recipe))
+    prepare_causal_data(recipe, load_configuration(recipe))
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("tokens-*.arrow")} == kept
 
 
@@ -131,7 +132,7 @@ def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], cache_dir=cache,
                        block_size=32, validation_split_percentage=10)  # fmt: skip
     config = load_configuration(recipe)
-    first, second = prepare_text(recipe, config), prepare_text(recipe, config)
+    first, second = prepare_causal_data(recipe, config), prepare_causal_data(recipe, config)
     assert len(first.tokenizer) == 280
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
     assert first.train[0]["input_ids"].tolist() == second.train[0]["input_ids"].tolist()
@@ -147,7 +148,7 @@ def test_workers_change_nothing(tmp_path, cache):
     sets = []
     for number, workers in enumerate((None, 2)):
         recipe = ClmRecipe(**options, preprocessing_num_workers=workers, cache_dir=f"{tmp_path}/cache{number}")
-        sets.append(prepare_text(recipe, load_configuration(recipe)).train)
+        sets.append(prepare_causal_data(recipe, load_configuration(recipe)).train)
     assert len(sets[0]) == len(sets[1])
     assert all((sets[0][index]["input_ids"] == sets[1][index]["input_ids"]).all() for index in range(len(sets[0])))
 
@@ -172,7 +173,7 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "0xe9 at offset 8 (line 2). It reads as Latin-1 (cp1252), 'café au lait'" in message
     message = refusal(records, cache, tmp_path / "broken.jsonl")
     assert "broken.jsonl, line 2: not valid JSON" in message
-    assert "no known format" in refusal(records, cache, tmp_path / "table.xls")
+    assert "not that of a known format" in refusal(records, cache, tmp_path / "table.xls")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"])
@@ -221,14 +222,14 @@ def test_what_reads_as_two_encodings_has_both_named():
     assert likely(french)[:1] == ["cp1252"]
     assert "or" in proposal(french) or "Où êtes-vous" in proposal(french)
     assert likely(bytes(range(128, 256)) * 9) == []
-    assert "No encoding that is known here" in proposal(bytes(range(128, 256)) * 9)
+    assert "No known encoding decodes it" in proposal(bytes(range(128, 256)) * 9)
 
 
 def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):
     (tmp_path / "a.txt").write_text("吾輩は猫である。名前はまだ無い。" * 3)
     message = refusal(records, cache, tmp_path / "a.txt", encoding="latin-1")
     assert "a.txt is UTF-8" in message
-    assert "Leave --encoding out" in message
+    assert "Remove --encoding" in message
     assert "is not in it" in refusal(records, cache, tmp_path / "a.txt", encoding="ascii")
     assert "there is no such encoding" in ClmRecipe(train_file=["a.txt"], encoding="sjiss").problems()[-1]
 
@@ -270,7 +271,7 @@ def test_not_utf8_in_other_formats(tmp_path, cache, name):
     (tmp_path / name).write_bytes(write(tmp_path, "x" + name[5:]).read_bytes() + b'{"text": "caf\xe9"}\n')
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(tmp_path / name)],
                        cache_dir=cache, block_size=32)  # fmt: skip
-    assert "not UTF-8: byte 0xe9" in refusal(prepare_text, recipe, load_configuration(recipe))
+    assert "not UTF-8: byte 0xe9" in refusal(prepare_causal_data, recipe, load_configuration(recipe))
 
 
 def test_records_without_text_are_left_out(tmp_path, cache):

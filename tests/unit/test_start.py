@@ -10,7 +10,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, environment, refusal
 
-from train.recipe.repeat import is_accelerate_launch
+from train.recipe.last_message import is_accelerate_launch
 from train.strategy import gpus
 from train.tools.launch import command as start
 from train.tools.launch.schedulers import Machines, first_host, read_machines

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from train.data.pairs.prepare import prepare_pairs
-from train.data.sources import EMBEDDED, read_source
-from train.data.stdlib import MIN_WORDS, NUM_PACKAGES, definitions, in_words
+from train.data.sources import read_source
+from train.data.stdlib import EMBEDDED, MIN_WORDS, NUM_PACKAGES, definitions, in_words
 from train.model.configuration import load_configuration
 from train.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
 from train.training.generation import trivial_answers
@@ -132,7 +132,7 @@ def test_the_trivial_answers_are_scored_as_the_models_are(cache):
 
 
 def test_the_help_names_them():
-    from train.recipe.options import SourceOptions
+    from train.recipe.data_options import SourceOptions
 
     shown = SourceOptions.__dataclass_fields__["dataset_name"].metadata["help"]
     assert len(EMBEDDED) == 2

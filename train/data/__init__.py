@@ -1,1 +1,1 @@
-"""Sources, tokenising, packing, collating, and the global order of samples."""
+"""From records to samples: sources, tokenizing, packing, collating, and the global order of samples."""

@@ -1,7 +1,7 @@
 """From samples to the tensors of a micro-batch.
 
-A collator is called with (sample, index) pairs. The index FILLER marks a place that holds no sample: the row is there
-for its shape only, nothing is trained on it and nothing is counted.
+A collator is called with (sample, index) pairs. The index FILLER marks a place without a sample: its row only fills
+the shape; it is not trained on and not counted.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,22 @@ Samples = list[tuple[Sample, int]]
 
 @dataclass
 class Batch:
-    """A micro-batch: what the model is called with, and what is counted.
+    """A micro-batch: the inputs of the model, and its counts.
 
-    `num_targets` is what the loss is summed over (tokens, or examples), `num_tokens` is what the model reads and
-    predicts beside padding, `num_positions` the same with padding, and `indices` says which samples these are.
+    `num_targets` counts what the loss is summed over (tokens, or examples), `num_tokens` the tokens that the model
+    reads and predicts without padding, `num_positions` the same with padding; `indices` are those of the samples.
     """
 
-    inputs: dict[str, torch.Tensor | int]  # tensors (B, T); of flattened rows also what tells their documents apart
+    inputs: dict[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
     num_targets: int
     num_tokens: int
     num_positions: int
     indices: list[int]
-    labels: torch.Tensor | None = None  # (B,) of examples, where the loss is not the model's own
+    labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss
 
     @property
     def samples(self) -> list[int]:
-        """Which samples these are, without the places that hold none."""
+        """The indices of the samples, without FILLER."""
         return [index for index in self.indices if index != FILLER]
 
     def to(self, device: torch.device) -> "Batch":
@@ -53,9 +53,9 @@ class CausalCollator:
     """Stack blocks, or pad rows of different lengths on the right.
 
     Args:
-        pad_id: the token that fills rows; its label is ignored and attention does not see it.
-        flatten: lay packed rows out as one (1, B * T), and say where their documents end: flash attention takes that,
-            and from position_ids it would find it only in one row, and anew in each layer.
+        pad_id: the token that pads rows; its label is ignored and attention does not see it.
+        flatten: concatenate packed rows to (1, B * T) and pass the ends of documents to flash attention, which would
+            otherwise compute them from position_ids in each layer, and for one row only.
         multiple: widths are rounded up to a multiple of this.
     """
 
@@ -69,16 +69,16 @@ class CausalCollator:
         packed = "position_ids" in rows[0]
         names = {"input_ids": self.pad_id, "labels": IGNORE, "next_tokens": IGNORE, "position_ids": 0,
                  "attention_mask": 0, "documents": 0}  # fmt: skip
-        alike = len(set(lengths)) == 1
-        width = lengths[0] if alike else round_up(max(lengths), self.multiple)
+        same_length = len(set(lengths)) == 1
+        width = lengths[0] if same_length else round_up(max(lengths), self.multiple)
         inputs = {name: stack(rows, name, width, filler) for name, filler in names.items() if name in rows[0]}
         targets = inputs["next_tokens"] if "next_tokens" in inputs else inputs["labels"]
         targets[~counted(indices)] = IGNORE
-        if not packed and not alike:
+        if not packed and not same_length:
             inputs["attention_mask"] = mask(lengths, width)
         if "documents" in inputs:
             inputs["attention_mask"] = within_documents(inputs.pop("documents"))
-        first = 1 if "labels" in inputs else 0  # of labels, nothing predicts the first
+        first = 1 if "labels" in inputs else 0  # nothing predicts the first label
         num_targets = int((targets[:, first:] != IGNORE).sum())
         num_tokens = total([int(row.get("num_tokens", len(row["input_ids"]))) for row in rows], indices)
         if self.flatten and packed:
@@ -91,10 +91,10 @@ class CausalCollator:
 
 @dataclass
 class ExampleCollator:
-    """Pad rows on the right and stack their labels: one label a row, a class (int64) or a number (float32).
+    """Pad rows on the right and stack their labels: one label per row, a class (int64) or a number (float32).
 
     Args:
-        fillers: the columns of a sample that the model reads, each with what pads it.
+        fillers: {column of a sample that the model reads: value that pads it}.
         width: pad every batch to this many tokens; None: to its longest row.
         multiple: widths are rounded up to a multiple of this.
     """
@@ -117,25 +117,25 @@ class ExampleCollator:
 
 @dataclass
 class ChoiceCollator(ExampleCollator):
-    """Rows of all choices (B, C, T): C is the most choices of a sample, a missing one is a row of one token."""
+    """Rows of all choices (B, C, T): C is the largest number of choices, a missing choice is a row of one token."""
 
     def __call__(self, samples: Samples) -> Batch:
-        most, rows = max(len(sample["sizes"]) for sample, _ in samples), []
+        max_choices, rows = max(len(sample["sizes"]) for sample, _ in samples), []
         for sample, index in samples:
             stops = np.cumsum(sample["sizes"])[:-1]
             parts = {name: np.split(sample[name], stops) for name in self.fillers}
             missing = {name: np.array([filler]) for name, filler in self.fillers.items()}
-            for place in range(most):
-                there = place < len(sample["sizes"])
-                row = {name: parts[name][place] for name in parts} if there else missing
+            for place in range(max_choices):
+                exists = place < len(sample["sizes"])
+                row = {name: parts[name][place] for name in parts} if exists else missing
                 rows.append(({**row, "label": sample["label"]}, index))
         flat = super().__call__(rows)
-        inputs = {name: tensor.view(len(samples), most, -1) for name, tensor in flat.inputs.items()}
+        inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in flat.inputs.items()}
         indices = [index for _, index in samples]
         return replace(
-            flat, inputs=inputs, labels=flat.labels[::most], indices=indices,
+            flat, inputs=inputs, labels=flat.labels[::max_choices], indices=indices,
             num_targets=int(counted(indices).sum()),
-            num_tokens=total([len(sample["input_ids"]) for sample, _ in samples], indices),  # none of missing choices
+            num_tokens=total([len(sample["input_ids"]) for sample, _ in samples], indices),  # without missing choices
         )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ class PairCollator:
 
     Args:
         pad_id: fills sources.
-        widths: pad every batch to these many source and target tokens; None: to its longest ones.
+        widths: pad every batch to these numbers of source and target tokens; None: to its longest rows.
         multiple: widths are rounded up to a multiple of this.
     """
 
@@ -169,10 +169,10 @@ class PairCollator:
 
 @dataclass
 class PromptCollator:
-    """Pad what is to be answered: prompts that go on at their end on the left, sources on the right.
+    """Pad the inputs of generation: prompts of a decoder on the left, sources of an encoder on the right.
 
     Args:
-        pad_id: fills rows; attention does not see it.
+        pad_id: pads rows; attention does not see it.
         left: pad on the left.
         multiple: widths are rounded up to a multiple of this.
     """
@@ -193,22 +193,22 @@ class PromptCollator:
 
 
 def multiple_for(device: torch.device) -> int:
-    """The multiple that row lengths should have: matrix units of GPUs like 8, a CPU does not care."""
+    """The multiple for row lengths: 8 for the matrix units of GPUs, 1 on a CPU."""
     return 1 if device.type == "cpu" else 8
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The next multiple."""
+    """`length`, rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def counted(indices: list[int]) -> torch.Tensor:
-    """(B,) whether a row is a sample and no filler."""
+    """(B,) whether a row is a sample, not FILLER."""
     return torch.tensor(indices) != FILLER
 
 
 def total(lengths: list[int], indices: list[int]) -> int:
-    """The tokens of the rows that count."""
+    """The sum of the lengths of rows that are samples."""
     return sum(length for length, index in zip(lengths, indices) if index != FILLER)
 
 
@@ -218,8 +218,8 @@ def mask(lengths: list[int], width: int) -> torch.Tensor:
 
 
 def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    """What flash attention is told of the documents in a row, by transformers' names (FlashAttentionKwargs): where
-    they end, (documents + 1,) int32, and how long the longest is, a number, so that no layer waits for the device.
+    """The inputs of flash attention for packed documents (transformers' FlashAttentionKwargs): their ends,
+    (documents + 1,) int32, and the longest length as an int, so that no layer waits for the device.
 
     Args:
         positions: (1, T); each document counts from 0.
@@ -231,7 +231,7 @@ def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
 
 
 def within_documents(documents: torch.Tensor) -> torch.Tensor:
-    """(B, 1, T, T) whether a position sees another: an earlier one (or itself) of its own document.
+    """(B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
 
     Args:
         documents: (B, T) the number of each position's document.
@@ -241,7 +241,7 @@ def within_documents(documents: torch.Tensor) -> torch.Tensor:
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:
-    """(B, width) one column of the rows, filled up on the right."""
+    """(B, width) one column of the rows, padded on the right."""
     return torch.from_numpy(np.stack([_padded(row[name], width, filler) for row in rows]))
 
 

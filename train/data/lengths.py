@@ -1,33 +1,35 @@
-"""How long a row may be, and what is lost where rows are longer."""
+"""The maximum length of a row, and notes about data that is skipped or truncated."""
 
 import numpy as np
 
 from train.model.configuration import usable_positions
+from train.recipe.base import Recipe
+from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
-from train.recipe.options import Recipe, SourceOptions
 
-WARNED, STOPPED = 0.1, 0.5  # shares of a part's samples
-WHOLE = 0.99  # of the samples: what the proposed length keeps
+DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
+WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
+KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
 
 
 def choose_length(recipe: Recipe, option: str, config, default: int | None = None) -> int:
-    """The longest row in tokens: what `option` says, else its default, which gives way to the model's positions.
+    """The maximum length of a row in tokens: the value of `option`, else its default, at most the model's positions.
 
     Raises:
-        UserError: more was asked for than the model has positions.
+        UserError: the option is set to more than the model's positions.
     """
-    wanted, positions = getattr(recipe, option) or default, usable_positions(config)
-    if positions and wanted > positions:
+    length, positions = getattr(recipe, option) or default, usable_positions(config)
+    if positions and length > positions:
         if recipe.source(option):
             raise UserError(
-                f"{option} = {wanted} ({recipe.source(option)}): the model has {positions} positions. "
+                f"{option} = {length} ({recipe.source(option)}): the model has {positions} positions. "
                 f"Choose {positions} or less"
             )
         return positions
-    return wanted
+    return length
 
 
-def report_loss(
+def report_data_loss(
     recipe: SourceOptions,
     lost: int,
     total: int,
@@ -37,24 +39,24 @@ def report_loss(
     config=None,
     stops: bool = True,
 ) -> list[str]:
-    """What there is to say about samples that are lost: a note; of more than a tenth of them a warning.
+    """A note about samples that are skipped or truncated; a warning if they are more than a tenth.
 
     Args:
-        what: what of, and what became of them: "training samples are left out: ...".
-        lengths: of whole samples, in tokens; a warning then names the length for `option` that keeps 99 % of them.
-        stops: whether the run may end for it.
+        what: the rest of the sentence: "training samples are skipped: ...".
+        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them.
+        stops: whether to stop the run if they are more than half.
 
     Raises:
-        UserError: it is more than half of them, and the recipe does not allow that.
+        UserError: they are more than half, and the recipe does not allow that.
     """
-    share, remedy = lost / max(total, 1), ""
+    fraction, remedy = lost / max(total, 1), ""
     if lost and lengths is not None:
-        needed, positions = int(np.quantile(lengths, WHOLE, method="higher")), usable_positions(config)
+        needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)
         few = f" (the model has {positions} positions)" if positions and positions < needed else ""
-        remedy = f". {option} = {needed} would keep {WHOLE:.0%} of them whole{few}"
-    told = f"{lost:,} of {total:,} {what}"
-    if stops and share > STOPPED and not recipe.allow_data_loss:
-        raise UserError(f"{told}{remedy}. That is {share:.0%}; to train all the same, say --allow_data_loss")
-    if share > WARNED:
-        return [f"WARNING   {share:.0%}: {told}{remedy}"]
-    return [f"note      {told}"] if lost else []
+        remedy = f". {option} = {needed} would keep {KEPT:.0%} of them complete{few}"
+    message = f"{lost:,} of {total:,} {what}"
+    if stops and fraction > STOPPED and not recipe.allow_data_loss:
+        raise UserError(f"{message}{remedy}. That is {fraction:.0%}; to train anyway, say --allow_data_loss")
+    if fraction > WARNED:
+        return [f"WARNING   {fraction:.0%}: {message}{remedy}"]
+    return [f"note      {message}"] if lost else []

@@ -1,12 +1,12 @@
 """The global order: which samples update k sees, whatever the number of processes, the strategy or the accumulation.
 
-The run is one endless row of samples: epoch after epoch, each a permutation drawn from (seed, epoch). Update k takes
-places k * G to (k + 1) * G of that row, G being the global batch size; a batch may span two epochs, so that no sample
-is dropped or repeated at the seam. The position in the data is therefore one number, the consumed samples, and seeking
-to it costs nothing. The last update of a run is filled up with places that do not count.
+A run is one endless sequence of samples: epoch after epoch, each a permutation drawn from (seed, epoch). Update k
+takes positions k * G to (k + 1) * G of it, where G is the global batch size; a batch may span two epochs, so that no
+sample is dropped or repeated between them. The position in the data is therefore one number, the consumed samples, and
+seeking to it costs nothing. The last update of a run is filled up with places that do not count.
 
-Where samples differ in length, LengthGroups rearranges the permutation so that those of one update are alike, and
-within an update the micro-batches hold neighbours in length. Both follow from (seed, epoch, G) alone.
+If samples differ in length, LengthGroups rearranges the permutation so that the samples of one update are of similar
+length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import torch
 from train.data.pack import Sample, SampleSet
 from train.recipe.errors import UserError
 
-FILLER = -1  # a place in a batch that holds no sample
+FILLER = -1  # a place in a batch without a sample
 
 
 def samples_of_run(recipe, num_samples: int, global_batch: int) -> int:
@@ -31,13 +31,13 @@ def samples_of_run(recipe, num_samples: int, global_batch: int) -> int:
 
 @dataclass(frozen=True)
 class LengthGroups:
-    """Rearranges an epoch, so that an update's samples are of similar length, and stays an unbiased shuffle.
+    """Rearranges an epoch so that the samples of an update are of similar length. The shuffle stays unbiased.
 
     The permutation is cut into windows of `window` updates. A window's samples are sorted by length and cut into
-    batches of G, and the batches are put into random order. Which samples share a window is the permutation's doing,
-    and any batch may come first: so every sample has the same chance of every place in the epoch, long or short, and
-    is seen once. What is not random any more is who shares an update with whom: where the loss is a mean over tokens,
-    what is grouped must not go with their number (docs/padding.md).
+    batches of G, and the batches are put into random order. The permutation decides which samples share a
+    window, and any batch may come first: so each sample has the same chance of each place in the epoch, whatever its
+    length, and is seen once. Which samples share an update is no longer random: if the loss is a mean over tokens,
+    the grouping must not correlate with their number (docs/padding.md).
 
     Args:
         lengths: of all samples, in tokens.
@@ -49,20 +49,20 @@ class LengthGroups:
     window: int = 16
 
     def arrange(self, permutation: np.ndarray, head: int, rng: np.random.Generator) -> np.ndarray:
-        """`head` samples complete an update that the epoch before began; they and the last few stay as drawn."""
+        """`head` samples complete the last update of the previous epoch; they and the remainder stay as drawn."""
         size = self.global_batch
         pieces = [permutation[:head]]
         for start in range(head, len(permutation), self.window * size):
             drawn = permutation[start : start + self.window * size]
-            whole = len(drawn) // size * size
-            ordered = drawn[:whole][np.argsort(self.lengths[drawn[:whole]], kind="stable")]
+            full = len(drawn) // size * size
+            ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
             batches = rng.permuted(ordered.reshape(-1, size), axis=1)
-            pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[whole:]]
+            pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]]
         return np.concatenate(pieces)
 
 
 class Order(Protocol):
-    """Places in a row of samples -> sample indices."""
+    """Positions in the sequence of samples -> sample indices."""
 
     def places(self, start: int, stop: int) -> np.ndarray: ...
 
@@ -75,7 +75,7 @@ class SampleOrder:
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
 
     def epoch(self, number: int) -> np.ndarray:
-        """The permutation of epoch `number`, from (seed, number) alone (and G, where samples are grouped)."""
+        """The permutation of epoch `number`, from (seed, number) alone (and G, if samples are grouped by length)."""
         if number != self._epoch:
             rng = np.random.default_rng([self.seed, number])
             self._permutation = rng.permutation(self.num_samples)
@@ -97,8 +97,8 @@ class SampleOrder:
 
 
 class FixedOrder:
-    """The order of an evaluation, and of samples that are shuffled already: as they are, or the longest first where
-    there is a key to sort by."""
+    """The order of an evaluation, and of samples that are already shuffled: unchanged, or the longest first with a
+    key to sort by."""
 
     def __init__(self, num_samples: int, sort_key: np.ndarray | None = None):
         self.num_samples = num_samples
@@ -116,7 +116,7 @@ class MicroBatches(torch.utils.data.Sampler):
 
     Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
     (accumulation, world size, micro-batch). With a `sort_key` (of all samples) the places are first sorted, the
-    largest in front: the micro-batches that the ranks handle at the same time are then alike.
+    largest first: the micro-batches that the ranks process at the same time then have similar lengths.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class _Indexed(torch.utils.data.Dataset):
         return self.samples[max(index, 0)], index
 
 
-def _as_it_was_said(batches: Iterator) -> Iterator:
+def _without_torchs_traceback(batches: Iterator) -> Iterator:
     try:
         yield from batches
     except UserError as error:
@@ -170,10 +170,10 @@ def _as_it_was_said(batches: Iterator) -> Iterator:
 
 
 class _Loader(torch.utils.data.DataLoader):
-    """What a worker process says to the user arrives as it was said, not as the traceback that torch makes of it."""
+    """Raises the UserError of a worker process as it is, without the traceback that torch adds."""
 
     def __iter__(self):
-        return _as_it_was_said(super().__iter__())  # made now: it draws from the generator of random numbers
+        return _without_torchs_traceback(super().__iter__())  # created now: it draws a random number
 
 
 def loader(samples: SampleSet, sampler: MicroBatches, collate, workers: int, pin: bool) -> torch.utils.data.DataLoader:

@@ -1,6 +1,6 @@
-"""From documents to samples: full blocks with or without document boundaries, or one padded row each.
+"""From documents to samples: packed blocks with or without document boundaries, or one padded row per document.
 
-Conversations are packed whole (train/data/chat/prepare.py has them tokenised and their labels made).
+A conversation is never split over two blocks (train/data/chat/prepare.py tokenizes conversations and makes labels).
 """
 
 from bisect import bisect_left, insort
@@ -10,43 +10,43 @@ from typing import Protocol
 import numpy as np
 from datasets import Dataset
 
-from train.data.text.tokenize import Documents
+from train.data.token_tables import Documents
 from train.model.loss import IGNORE
 
-# input_ids, labels, and position_ids where packed; each (length,) int64. Also num_tokens where some are mere filling.
+# input_ids, labels, and position_ids if packed; each (length,) int64. num_tokens if some of them are filling.
 Sample = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """What became of the records of a split. Counts are tokens unless they say otherwise."""
+    """Statistics of the samples of a part. Counts are in tokens unless their names say otherwise."""
 
     documents: int
     tokens: int
     samples: int
     truncated: int  # tokens cut away
-    trained: int | None = None  # tokens that are predicted, and so trained on; None where examples are classified
-    padding: float | None = None  # share of all positions that hold padding, at most; None where batches decide
+    trained: int | None = None  # tokens that are predicted, and so trained on; None for classification
+    padding: float | None = None  # largest fraction of positions that are padding; None if it depends on the batches
 
     @property
     def mean_length(self) -> int:
-        """Tokens of an average sample, padding left out."""
+        """Mean number of tokens of a sample, without padding."""
         return round((self.tokens - self.truncated) / self.samples)
 
 
 def stats_rows(
-    train: DatasetStats | None, validation: DatasetStats | None, asked: DatasetStats | None = None
+    train: DatasetStats | None, validation: DatasetStats | None, prompts: DatasetStats | None = None
 ) -> list[tuple[str, ...]]:
-    """The table of what was read, shown before it is used: one row a figure, one column a part.
+    """The table of the data, shown before the run: one row per number, one column per part.
 
     Args:
-        asked: what is to be answered, where that is all there is.
+        asked: those of predict_file, which has no other part.
     """
-    parts = {"training": train, "held out": validation, "to answer": asked}
-    columns = [(name, contents) for name, contents in parts.items() if contents]
+    parts = {"training": train, "held out": validation, "to answer": prompts}
+    columns = [(name, stats) for name, stats in parts.items() if stats]
     first = columns[0][1]
     rows = [("", *(name for name, _ in columns))]
-    for label, show, there in (
+    for label, show, shown in (
         ("documents", lambda c: f"{c.documents:,}", first.documents != first.samples),
         ("samples", lambda c: f"{c.samples:,}", True),
         ("tokens", lambda c: f"{c.tokens:,}", True),
@@ -54,19 +54,19 @@ def stats_rows(
         ("truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})", True),
         ("padding", lambda c: f"{c.padding:.1%}", first.padding is not None),
     ):
-        if there:
-            rows.append((label, *(show(contents) for _, contents in columns)))
+        if shown:
+            rows.append((label, *(show(stats) for _, stats in columns)))
     return rows
 
 
 class SampleSet(Protocol):
     """Samples by index. Every rank can read every sample.
 
-    `lengths` says which samples may share an update, and `sort_key` which of an update's samples may share a
-    micro-batch, where they are grouped by length. Both are None where all samples are equally long.
+    With grouping by length, `lengths` decides which samples form an update, and `sort_key` which samples of an update
+    form a micro-batch. Both are None if all samples have the same length.
     """
 
-    contents: DatasetStats
+    stats: DatasetStats
     lengths: np.ndarray | None
     sort_key: np.ndarray | None
 
@@ -76,11 +76,11 @@ class SampleSet(Protocol):
 
 
 class PackedBlocks:
-    """Blocks of exactly block_size tokens, cut from the documents laid end to end.
+    """Blocks of exactly block_size tokens, cut from the concatenated documents.
 
-    With `boundaries`, position_ids restart at each document (which is how transformers' attention learns to keep
-    documents apart), the first token of a document is not predicted from the document before it, and the last block is
-    filled up with masked tokens. Without, the blocks are those of `group_texts`: one text, the remainder dropped.
+    With `boundaries`, position_ids restart at each document (from which transformers' attention separates documents),
+    the first token of a document is not predicted from the document before it, and the last block is filled up with
+    masked tokens. Without, the blocks are those of `group_texts`: one text, whose remainder is dropped.
     """
 
     def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int):
@@ -93,7 +93,7 @@ class PackedBlocks:
         if boundaries:
             unpredicted = np.union1d(unpredicted, documents.offsets[:-1])
         positions = self.num_blocks * block_size
-        self.contents = DatasetStats(
+        self.stats = DatasetStats(
             documents=len(documents),
             tokens=tokens,
             samples=self.num_blocks,
@@ -123,14 +123,14 @@ class PackedBlocks:
 
 
 class SeparateDocuments:
-    """One document a sample, cut at block_size; batches pad them."""
+    """One document per sample, truncated at block_size; the collator pads them."""
 
     def __init__(self, documents: Documents, block_size: int):
         lengths = documents.lengths
         self.documents, self.block_size = documents, block_size
         self.lengths = self.sort_key = np.minimum(lengths, block_size)
         kept = int(self.lengths.sum())
-        self.contents = DatasetStats(
+        self.stats = DatasetStats(
             documents=len(documents),
             tokens=documents.num_tokens,
             samples=len(documents),
@@ -149,11 +149,11 @@ class SeparateDocuments:
 
 
 class Conversations:
-    """Conversations with their labels, one a sample; batches pad them.
+    """Conversations with their labels, one per sample; the collator pads them.
 
     Args:
-        table: input_ids and labels, both empty where a conversation is left out; truncated, the tokens that each lost,
-            and trained, the number of its labels that count.
+        table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
+            each; trained, the number of labels that are trained on.
     """
 
     def __init__(self, table: Dataset):
@@ -162,10 +162,10 @@ class Conversations:
         self.lengths = self.sort_key = self.ids.lengths[self.rows]
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
-        self.contents = self.contents_in(len(self), len(self) * int(self.lengths.max()))
+        self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))
 
-    def contents_in(self, samples: int, positions: int) -> DatasetStats:
-        """The contents, laid out in so many samples with so many positions in all."""
+    def stats_of(self, samples: int, positions: int) -> DatasetStats:
+        """The statistics for this number of samples and of positions in all samples together."""
         kept = self.ids.num_tokens
         return DatasetStats(
             documents=len(self.ids),
@@ -185,9 +185,9 @@ class Conversations:
 
 
 class PackedConversations:
-    """Blocks of block_size tokens, each with as many whole conversations as fit, and filled up with masked tokens.
+    """Blocks of block_size tokens, each with as many complete conversations as fit, filled up with masked tokens.
 
-    None is cut in two: the second half of an answer teaches nothing without its question. position_ids restart at each
+    None is split: the second half of an answer teaches nothing without its question. position_ids restart at each
     conversation and at the filling, which keeps attention inside each.
     """
 
@@ -195,18 +195,18 @@ class PackedConversations:
         self.conversations, self.block_size, self.filler = conversations, block_size, filler
         self.lengths = self.sort_key = None
         self.blocks = best_fit(conversations.lengths, block_size)
-        self.contents = conversations.contents_in(len(self.blocks), len(self.blocks) * block_size)
+        self.stats = conversations.stats_of(len(self.blocks), len(self.blocks) * block_size)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> Sample:
-        held = [self.conversations[member] for member in self.blocks[index]]
-        lengths = [len(sample["input_ids"]) for sample in held]
+        samples = [self.conversations[member] for member in self.blocks[index]]
+        lengths = [len(sample["input_ids"]) for sample in samples]
         missing = self.block_size - sum(lengths)
         return {
-            "input_ids": np.concatenate([*(sample["input_ids"] for sample in held), np.full(missing, self.filler)]),
-            "labels": np.concatenate([*(sample["labels"] for sample in held), np.full(missing, IGNORE)]),
+            "input_ids": np.concatenate([*(sample["input_ids"] for sample in samples), np.full(missing, self.filler)]),
+            "labels": np.concatenate([*(sample["labels"] for sample in samples), np.full(missing, IGNORE)]),
             "position_ids": np.concatenate([np.arange(length) for length in (*lengths, missing)]),
             "num_tokens": np.array(sum(lengths)),
         }
@@ -244,15 +244,15 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 @dataclass
 class TextData:
-    """Samples of both parts, the tokenizer that made them, and what there is to say.
+    """Samples of both parts, the tokenizer that made them, and notes for the log.
 
     Args:
-        train: None where nothing is trained.
+        train: None without training.
         kind: how text became samples.
-        order: of the training samples, where they come in one of their own.
+        order: the order of the training samples, if they have one already.
         samples_per_epoch: training samples of one pass over the data; by default all.
-        report: a table of what was read; by default the contents of both parts.
-        prompts: what is to be answered, where that is all there is.
+        report: a table of the data; by default the statistics of both parts.
+        prompts: those of predict_file, without any other part.
     """
 
     train: SampleSet | None
@@ -260,7 +260,7 @@ class TextData:
     tokenizer: object
     block_size: int
     notes: list[str] = field(default_factory=list)
-    shown: list[str] = field(default_factory=list)  # a sample, as it is trained on
+    shown: list[str] = field(default_factory=list)  # a training sample as text
     is_chat: bool = False
     kind: str = ""
     order: object | None = None
@@ -272,4 +272,4 @@ class TextData:
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
         if not self.report:
             parts = (self.train, self.validation, self.prompts)
-            self.report = stats_rows(*(part and part.contents for part in parts))
+            self.report = stats_rows(*(part and part.stats for part in parts))

@@ -1,5 +1,4 @@
-"""Files as the readers take them: UTF-8, and of JSON the records alone. What is otherwise is written anew, once, into
-the cache."""
+"""Convert files for the readers: to UTF-8, and JSON objects to their records alone. The converted file is cached."""
 
 import json
 import os
@@ -10,23 +9,25 @@ from typing import Any
 
 from train.data.encodings import as_utf8, is_utf8, open_bytes
 from train.recipe.cache import cache_root
+from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
-from train.recipe.options import SourceOptions
 
 
 def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_source: bool = False) -> list[Path]:
-    """The files themselves, or what stands for them where the recipe has an `encoding` or a `field`.
+    """The files themselves, or converted copies if the recipe has an `encoding` or a `field`.
 
     Args:
-        of_another_source: the `encoding` may be that of the training data alone: a file that is UTF-8 is read so.
+        of_another_source: the `encoding` may be that of the training data only: a UTF-8 file is read as UTF-8.
 
     Raises:
         UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
     """
     if recipe.encoding and kind == "parquet":
-        raise UserError(f"encoding = {recipe.encoding!r}: it has no effect on .parquet, which is UTF-8. Leave it out")
+        raise UserError(
+            f"encoding = {recipe.encoding!r}: it has no effect on .parquet files, which are UTF-8. Remove it"
+        )
     if recipe.field and kind != "json":
-        raise UserError(f"field = {recipe.field!r}: it is for .json files, and {paths[0]} is {kind}. Leave it out")
+        raise UserError(f"field = {recipe.field!r}: it is for .json files, and {paths[0]} is {kind}. Remove it")
     if not (recipe.encoding or recipe.field):
         return paths
     encodings = [None if of_another_source and is_utf8(path) else recipe.encoding for path in paths]
@@ -34,8 +35,8 @@ def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_
 
 
 def _plain(path: Path, encoding: str | None, recipe: SourceOptions) -> Path:
-    found = path.stat()
-    what = (str(path), found.st_size, found.st_mtime_ns, encoding, recipe.field)
+    file_stat = path.stat()
+    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, encoding, recipe.field)
     ending = ".jsonl" if recipe.field else Path(path.name.removesuffix(".gz")).suffix
     place = cache_root(recipe.cache_dir) / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if not place.exists():
@@ -52,7 +53,7 @@ def _plain(path: Path, encoding: str | None, recipe: SourceOptions) -> Path:
 
 
 def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
-    """The records under a key of one JSON object, one a line."""
+    """The records under a key of one JSON object, one record per line."""
     try:
         held = json.loads(b"".join(portions))
     except ValueError as error:
@@ -61,8 +62,8 @@ def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[byte
         ) from None
     for key in field.split("."):
         if not isinstance(held, dict) or key not in held:
-            there = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
-            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {there}")
+            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
+            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
         held = held[key]
     if not isinstance(held, list) or not held:
         raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
@@ -72,7 +73,7 @@ def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[byte
 
 
 def _questions(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The questions of an article in SQuAD's files, as the hub has them (Rajpurkar et al. 2016)."""
+    """The questions of an article in SQuAD's files, as records of the hub (Rajpurkar et al. 2016)."""
     for paragraph in article["paragraphs"]:
         for question in paragraph.get("qas", []):
             answers = [answer["text"] for answer in question.get("answers", [])]

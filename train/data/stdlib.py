@@ -1,11 +1,11 @@
-"""Two data sets that every machine has: what stands in Python's own library.
+"""Two data sets that every machine has: made from Python's standard library.
 
-`stdlib-docstrings` (text, label): which package a docstring belongs to, of the NUM_PACKAGES that have most docstrings.
+`stdlib-docstrings` (text, label): the package of a docstring, one of the NUM_PACKAGES with the most docstrings.
 `stdlib-functions` (source, target): from a function's parameters and body, in words, to the words of its name.
 
-Top-level classes and functions are held out whole, about HELD_OUT_PERCENT of them, chosen by a hash of their names.
-What is held out and says the same as something that is trained on is left out. Which records there are depends on
-nothing but the library that this Python has.
+About HELD_OUT_PERCENT of the top-level classes and functions are held out, with all they contain, chosen by a hash of
+their names. Held-out records with the same words as a training record are skipped. The records depend only on the
+library of this Python.
 """
 
 import ast
@@ -21,52 +21,53 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from train.data.sources import name_for_the_cache
-from train.data.text.tokenize import encode_table
+from train.data.tables import set_fingerprint
+from train.data.token_tables import encode_table
 from train.recipe.cache import cache_root, prepare_anew
-from train.recipe.options import SourceOptions
+from train.recipe.data_options import SourceOptions
 
+EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the two data sets
 NUM_PACKAGES = 12
 HELD_OUT_PERCENT = 12
-MIN_WORDS = 3  # shorter docstrings say too little: "Constructor.", "See above."
+MIN_WORDS = 3  # shorter docstrings are not informative: "Constructor.", "See above."
 MIN_WORDS_OF_CODE = 6  # as do shorter functions: "def this self pass"
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-MASK = "..."  # stands where a docstring names one of the packages
-THIS = "this"  # stands where a function names itself
+MASK = "..."  # replaces the names of packages in docstrings
+THIS = "this"  # replaces the name of a function in its code
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
 
 
 def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
-    """The training and the held-out part of one of EMBEDDED (train/data/sources.py).
+    """The training and the held-out part of one of EMBEDDED.
 
-    Reading the library takes seconds, and is done once: the result is in the cache.
+    Reading the library takes seconds; the result is cached.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
-    table = name_for_the_cache(table, platform.python_version(), stamps)
+    table = set_fingerprint(table, platform.python_version(), stamps)
 
-    def look(batch: dict) -> dict:
-        found = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
-        return {column: [entry[column] for entry in found] for column in TABLE}
+    def parse_files(batch: dict) -> dict:
+        entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
+        return {column: [entry[column] for entry in entries] for column in TABLE}
 
-    entries = encode_table(table, look, TABLE, (), cache_root(recipe.cache_dir), overwrite=prepare_anew(recipe))
+    entries = encode_table(table, parse_files, TABLE, (), cache_root(recipe.cache_dir), overwrite=prepare_anew(recipe))
     records = _docstrings(entries.to_list()) if name == "stdlib-docstrings" else _functions(entries.to_list())
     parts = _split(records)
     return {
-        part: name_for_the_cache(Dataset.from_list(rows), name, part, entries._fingerprint)
+        part: set_fingerprint(Dataset.from_list(rows), name, part, entries._fingerprint)
         for part, rows in parts.items()
     }
 
 
 def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
-    """What is defined in a file: functions and methods; classes and the module itself where they have a docstring.
+    """The definitions in a file: functions and methods; classes and the module itself if they have a docstring.
 
-    Each is {package: empty for a module outside of any, top: the file and the top-level definition that it belongs to,
-    name, text: the docstring, code: of a function, without docstring, comments and decorators; else empty}. Nothing
-    comes of a file that this Python cannot read: some of the library are templates, or broken on purpose.
+    Each is {package: empty for a module outside of any, top: the file and the top-level definition that contains it,
+    name, text: the docstring, code: of a function, without docstring, comments and decorators; else empty}. Files that
+    this Python cannot parse give none: some of the library are templates, or have deliberate errors.
     """
     try:
         with tokenize.open(path) as source:
@@ -94,7 +95,7 @@ def _code(node: ast.AST) -> str:
 
 
 def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Records of stdlib-docstrings: nothing that two packages say, and no package's name in a text."""
+    """Records of stdlib-docstrings: no docstring of two packages, and no name of a package in a text."""
     entries = [entry for entry in entries if entry["package"] and entry["text"]]
     counts = Counter(entry["package"] for entry in entries)
     packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
@@ -120,7 +121,7 @@ def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def in_words(code: str) -> str:
-    """The words of a piece of code, names taken apart: `def getSize(self, depth=3)` is "def get size self depth 3"."""
+    """The words of code, with names split: `def getSize(self, depth=3)` is "def get size self depth 3"."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", code.replace("_", " "))
     return " ".join(re.findall(r"[A-Za-z]+|[0-9]+", apart)).lower() or code
 
@@ -133,7 +134,7 @@ def _split(records: list[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
             parts["validation" if held_out else "train"].append(record)
     trained = {record["says"] for record in parts["train"]}
     held_out = [record for record in parts["validation"] if record["says"] not in trained]
-    # In an order of their own, so that the first ones (max_eval_samples) are like the others.
+    # Shuffled, so that the first ones (max_eval_samples) are like the others.
     parts["validation"] = sorted(held_out, key=lambda record: _drawn(" ".join(record["says"])))
     for rows in parts.values():
         for record in rows:
@@ -142,10 +143,10 @@ def _split(records: list[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
 
 
 def _drawn(text: str) -> int:
-    """A number drawn for a text, the same on every machine."""
+    """A pseudo-random number for a text, the same on every machine."""
     return int(sha256(text.encode()).hexdigest(), 16)
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """The words of a text, by which two texts are compared: letters only, without case."""
+    """The words of a text, to compare two texts: letters only, in lower case."""
     return tuple(re.findall(r"[a-z]+", text.lower()))

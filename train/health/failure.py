@@ -6,7 +6,7 @@ import traceback
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
 from train.health.watchdog import died_elsewhere
 from train.recipe.errors import first_line
-from train.recipe.repeat import repeat_after_launcher
+from train.recipe.last_message import repeat_after_launcher
 
 EXIT_OTHER_DIED = 1  # whoever died first has the cause
 

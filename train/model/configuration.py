@@ -12,7 +12,7 @@ from urllib.request import getproxies
 
 from train.model.families import family_of
 from train.recipe.errors import UserError, first_line, nearest
-from train.recipe.options import ModelOptions
+from train.recipe.model_options import ModelOptions
 from train.recipe.paths import is_missing_folder
 
 ARCHITECTURES = Path(__file__).parent / "architectures"

@@ -20,7 +20,8 @@ from train.model.export import make_consistent, write_card
 from train.model.families import family_of
 from train.model.families.family import ALL_LINEAR
 from train.recipe.errors import UserError, nearest
-from train.recipe.options import LoraOptions, TrainingRecipe
+from train.recipe.model_options import LoraOptions
+from train.recipe.options import TrainingRecipe
 
 PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
 

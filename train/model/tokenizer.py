@@ -13,7 +13,7 @@ from train.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokeni
 from train.recipe.cache import cache_root
 from train.recipe.errors import UserError
 from train.recipe.files import is_there, put_in_place
-from train.recipe.options import ModelOptions
+from train.recipe.model_options import ModelOptions
 
 PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
                "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where prepared data lives, and how the processes of a machine share the work of preparing it."""
+"""The folder of prepared data, and a lock: one process of a machine prepares it while the others wait."""
 
 import os
 import sys
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.recipe.data_options import SourceOptions
 from train.recipe.files import is_shared
-from train.recipe.options import SourceOptions
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """The folder for prepared data: the recipe's cache_dir, else zerofit's part of the datasets library's cache."""
+    """The folder of prepared data: the recipe's cache_dir, else a folder in the cache of the datasets library."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     import datasets
@@ -20,22 +20,22 @@ def cache_root(cache_dir: str | None) -> Path:
 
 
 def prepare_anew(recipe: SourceOptions) -> bool:
-    """Whether this process may put new tables in the place of cached ones: where the recipe asks for it.
+    """Whether this process may replace cached tables: only with overwrite_cache.
 
-    A cache of the machine's own is renewed on each machine, by the process that comes first (`made_by_this_launch`);
-    one that machines share by rank 0 alone, since others may have mapped what a second one would replace.
+    On a local disk the first process of each machine replaces them (see `made_by_this_launch`). On a shared file
+    system only rank 0 does, since other machines may have mapped a file that a second process would replace.
     """
     return recipe.overwrite_cache and (_rank() == 0 or not is_shared(cache_root(recipe.cache_dir)))
 
 
 def made_by_this_launch(files: Iterable[Path]) -> bool:
-    """Whether some of these files are younger than the launcher of this machine's processes, which all of them ask."""
+    """Whether one of these files is newer than the launcher of this machine's processes, made by one of them."""
     import psutil
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
-    began = psutil.Process(os.getppid()).create_time()
-    return any(file.stat().st_mtime >= began for file in files)
+    launch_time = psutil.Process(os.getppid()).create_time()
+    return any(file.stat().st_mtime >= launch_time for file in files)
 
 
 def _rank() -> int:
@@ -44,10 +44,9 @@ def _rank() -> int:
 
 @contextmanager
 def one_process_at_a_time(cache_dir: str | None) -> Iterator[None]:
-    """Let the first process do the work while the others wait at a file, and then find it done in the cache.
+    """Hold a file lock: the first process does the work; the others wait, and then find the result in the cache.
 
-    They wait at a file and not in a collective: no process group exists yet, so none can time out, however long the
-    tokenising takes.
+    A file lock and no collective: no process group exists yet, so none can time out, however long tokenizing takes.
     """
     from filelock import FileLock
 

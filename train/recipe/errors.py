@@ -1,4 +1,4 @@
-"""Mistakes of the user, told in one message without a traceback, and the exit code that goes with them."""
+"""Errors of the user: one message without a traceback, and exit code 2."""
 
 import functools
 import logging
@@ -8,15 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from train.recipe.repeat import repeat_after_launcher
+from train.recipe.last_message import repeat_after_launcher
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C
-EXIT_BROKEN_PIPE = 141  # as a shell has it for a program whose reader went away
+EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
+EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe
 
 
 class UserError(Exception):
-    """One or more problems that only the user can mend. Each names the option, the value and the remedy."""
+    """One or more problems that the user must fix. Each names the option, the value and the remedy."""
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -31,11 +31,11 @@ class UserError(Exception):
 
 
 class NothingToDo(Exception):
-    """What was asked for is there already. The message says so; the exit code is 0."""
+    """The result exists already, which the message says; the exit code is 0."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like `name`, if any does."""
+    """The known name that is most similar to `name`; None if none is similar."""
     import difflib
 
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -43,7 +43,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, in one line; its type where it says nothing."""
+    """The first line of an exception's message; its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -51,23 +51,24 @@ _HOOKS: dict[str, Callable] = {"explain": lambda error: None, "leave": lambda: N
 
 
 def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
-    """Have errors that are no mistakes of the user explained: `explain` tells what it knows of one, and returns the
-    exit code; None where it knows nothing."""
+    """Register an explanation of errors other than UserError: `explain` prints it and returns the exit code, or None
+    for an error that it does not know."""
     _HOOKS["explain"] = explain
 
 
-def before_leaving(farewell: Callable[[], None]) -> None:
-    """Have something done before the process is left in order."""
-    _HOOKS["leave"] = farewell
+def before_leaving(callback: Callable[[], None]) -> None:
+    """Register a function that `leave` calls before it ends the process."""
+    _HOOKS["leave"] = callback
 
 
 def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Wrap an entry point: a `UserError` becomes one message on stderr and exit code 2.
 
-    Every rank meets the same mistake at about the same time, and a launcher stops all ranks when the first one leaves.
-    So rank 0 speaks and leaves; the others stay quiet for long enough that its message gets out, and leave after it.
-    Where a machine lacks what others have, the first of its ranks is the one that speaks.
-    An error that `explain_failures_with` has an explanation for ends with its exit code; any other is raised.
+    Usually all ranks find the same error at about the same time, and the launcher stops all ranks when the first one
+    exits. So rank 0 prints the message and exits; the other ranks wait until then, and print it only if no launcher
+    stops them, because the error concerns their machine alone: its first rank comes first.
+    An error that is explained (see `explain_failures_with`) ends with the exit code of the explanation; any other is
+    raised.
     """
 
     @functools.wraps(main)
@@ -75,12 +76,12 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(argv)
         except UserError as error:
-            rank, said = int(os.environ.get("RANK", "0")), error.report()
+            rank, message = int(os.environ.get("RANK", "0")), error.report()
             if rank:
                 _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
-                said = f"[rank {rank}] {said}"
-            print(said, file=sys.stderr, flush=True)
-            repeat_after_launcher(said)
+                message = f"[rank {rank}] {message}"
+            print(message, file=sys.stderr, flush=True)
+            repeat_after_launcher(message)
             return EXIT_USER_ERROR
         except NothingToDo as message:
             if int(os.environ.get("RANK", "0")) == 0:
@@ -93,12 +94,12 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             code = _HOOKS["explain"](error)
             if code is None:
                 named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-                repeat_after_launcher(f"{named} (its traceback stands above)")
+                repeat_after_launcher(f"{named} (its traceback is above)")
                 raise
             return code
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
-                message = "interrupted while the run was starting: its folder is as it was"
+                message = "interrupted while the run was starting: its folder is unchanged"
                 print(f"\n{message}", file=sys.stderr, flush=True)
                 repeat_after_launcher(message, after_signal=True)
             return EXIT_INTERRUPTED
@@ -107,15 +108,15 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def _wait_for_the_launcher(seconds: float) -> None:
-    """Leave quietly when the launcher asks to; return only if nobody asked, because then this rank erred alone."""
+    """Exit without a message on SIGTERM; return if none came, because then only this rank has the error."""
     signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))
     time.sleep(seconds)
 
 
 def leave(code: int) -> None:
-    """End the process with this exit code and nothing in between.
+    """End the process at once with this exit code.
 
-    A finished run that left it to the interpreter to take down torch's and DeepSpeed's native threads ended with
+    Without it, when the interpreter ends the native threads of torch and DeepSpeed, a finished run ended with
     "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
     """
     _HOOKS["leave"]()

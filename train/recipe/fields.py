@@ -1,4 +1,4 @@
-"""How an option is declared, and how a YAML value or a flag's text becomes its type."""
+"""Declare an option, and convert a YAML value or the text of a flag to the option's type."""
 
 import dataclasses
 import math
@@ -21,15 +21,15 @@ def option(
     hidden: bool = False,
     zero: str = "",
 ):
-    """A dataclass field that is an option: its default, its help line, and what values it takes.
+    """A dataclass field for an option: its default, its help text, and the values it allows.
 
     Args:
         positive: the value must be above zero.
         minimum: the smallest value allowed, inclusive.
-        aliases: other names for it, which users bring along from other programs.
-        common: --help shows it; --help_all shows all.
-        hidden: it is no user's business, and no help shows it.
-        zero: where a value must be above zero, what whoever says 0 may mean.
+        aliases: other names of the option, which other programs use.
+        common: --help shows it. --help_all shows all options.
+        hidden: no help shows it.
+        zero: of an option whose value must be above zero: what to type instead of 0.
     """
     metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum, "aliases": aliases,
                 "common": common, "hidden": hidden, "zero": zero}  # fmt: skip
@@ -40,7 +40,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """The type of an option, taken apart: `list[float] | None` is base float, many, optional."""
+    """The type of an option in parts: `list[float] | None` is base float, many, optional."""
 
     base: type
     many: bool
@@ -53,7 +53,7 @@ class Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Take a dataclass annotation apart. Supported: int, float, bool, str, lists of them, and `| None` of any."""
+    """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any."""
     optional = False
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -67,7 +67,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def from_text(text: str, base: type) -> Any:
-    """The value that a flag's text stands for. Raises ValueError if it does not stand for one of type `base`."""
+    """Convert the text of a flag to type `base`. Raises ValueError if it is not of that type."""
     if base is bool:
         if text.lower() in TRUE:
             return True
@@ -80,7 +80,7 @@ def from_text(text: str, base: type) -> Any:
 
 
 def checked(value: Any, base: type) -> Any:
-    """A YAML value as type `base`; an integer may stand for a number, nothing else is converted. Raises ValueError."""
+    """A YAML value as type `base`. Only an integer is converted, to a float. Raises ValueError for any other type."""
     if base is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if base is str and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -91,7 +91,7 @@ def checked(value: Any, base: type) -> Any:
 
 
 def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
-    """What the option's own rules (choices, sign, smallest value) hold against `value`; None if nothing."""
+    """Why `value` breaks a rule of its option (choices, sign, minimum), as a sentence; None if it breaks none."""
     for item in value if isinstance(value, list) else [value]:
         if item is None:
             continue

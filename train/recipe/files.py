@@ -1,4 +1,4 @@
-"""Files that several processes, and several machines, make and look for."""
+"""Files that several processes or machines write and read."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 
 # File systems that other machines may see as well (psutil's fstype begins with one of these).
 SHARED = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
-# NFS may not ask the server for this long whether a file is there (nfs(5): acdirmax is 60 s), and then some.
+# NFS may cache that a file is absent for 60 s (nfs(5): acdirmax); with a margin.
 SECONDS_TO_APPEAR = 90.0
 
 
@@ -24,9 +24,9 @@ def is_shared(folder: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file or folder is there; unlike `path.exists()`, not by what this machine remembers of it.
+    """Whether a file or folder exists, also on a network file system.
 
-    A network file system keeps in mind for a while that a name was absent; listing the folder asks anew.
+    A network file system may cache for a while that a name is absent; listing the folder asks the server again.
     """
     try:
         return path.name in os.listdir(path.parent)
@@ -35,7 +35,7 @@ def is_there(path: Path) -> bool:
 
 
 def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> bool:
-    """Whether `look` comes true within this time: what another machine has written may take a while to be seen."""
+    """Wait until `look` is true: a file of another machine may appear late. Returns False after `seconds`."""
     until = time.monotonic() + seconds
     while not look():
         if time.monotonic() > until:
@@ -45,14 +45,14 @@ def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> boo
 
 
 def without_folders(value: Any) -> Any:
-    """An option's value as others may see it: of absolute paths in it, alone or in a list, the last name is left."""
+    """An option's value to publish: absolute paths, alone or in a list, are reduced to their last name."""
     if isinstance(value, (list, tuple)):
         return [without_folders(one) for one in value]
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name. Where another machine was first, its folder, which holds the same, stays."""
+    """Rename a finished folder. If another machine was first, keep its folder, which has the same content."""
     try:
         partial.rename(folder)
     except OSError:

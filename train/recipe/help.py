@@ -10,8 +10,9 @@ import re
 import shutil
 import textwrap
 
+from train.recipe.data_options import SourceOptions
 from train.recipe.fields import Kind
-from train.recipe.options import SourceOptions, TrainingRecipe
+from train.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
 INDENT, COLUMN, WIDEST = 2, 36, 100  # where an option begins, where its text begins, and where the text ends at most

@@ -1,6 +1,6 @@
-"""Megatron's flags: what is typed here in place of each, or why nothing is. Of Megatron-LM and Megatron-DeepSpeed.
+"""Flags of Megatron-LM and Megatron-DeepSpeed: what to type instead of each, or why no option replaces it.
 
-The parser of recipes answers such flags with these words, and `zerofit convert megatron-args` uses the same ones.
+The parser of recipes prints these hints, and `zerofit convert megatron-args` uses the same ones.
 """
 
 SHAPE = "say --config_name, and --config_overrides with the names of that configuration"
@@ -17,8 +17,8 @@ TOKENIZER = "name the tokenizer's folder with --tokenizer_name"
 FULL = "whole layers are recomputed with --gradient_checkpointing"
 TRACKERS = "say --with_tracking --report_to tensorboard or wandb; they get every figure of metrics.jsonl"
 
-TYPED = {  # flags whose value has a place here under another name
-    "min_lr": "say --min_lr_ratio, the share of learning_rate that is left",
+TYPED = {  # flags that another option replaces
+    "min_lr": "say --min_lr_ratio, the minimum as a fraction of learning_rate",
     "eval_iters": "say --max_eval_samples (eval_iters * global_batch_size), or --max_eval_batches of each process",
     "num_layers": SHAPE,
     "hidden_size": SHAPE,
@@ -45,11 +45,11 @@ TYPED = {  # flags whose value has a place here under another name
     "lr_decay_tokens": "say --lr_decay_steps, tokens / (global_batch_size * block_size)",
     "lr_warmup_samples": "say --num_warmup_steps, samples / global_batch_size",
     "lr_warmup_tokens": "say --num_warmup_steps, tokens / (global_batch_size * block_size)",
-    "lr_wsd_decay_iters": "say --wsd_decay_ratio, a share of the updates of the schedule",
+    "lr_wsd_decay_iters": "say --wsd_decay_ratio, a fraction of the updates of the schedule",
     "exit_duration_in_mins": "say --max_hours",
     "num_workers": "say --dataloader_num_workers",
     "save": "say --output_dir",
-    "load": "say --model_name_or_path (weights to begin with), or --resume (a run that goes on)",
+    "load": "say --model_name_or_path (weights to begin with), or --resume (to resume a run)",
     "tokenizer_type": TOKENIZER,
     "tokenizer_model": TOKENIZER,
     "tokenizer_name_or_path": TOKENIZER,
@@ -63,18 +63,18 @@ TYPED = {  # flags whose value has a place here under another name
     "ds_sequence_parallel_size": DEGREE,
     "num_layers_per_virtual_pipeline_stage": DEGREE,
     "recompute_granularity": f"{FULL}; there is no selective recomputation",
-    "recompute_activations": f"it means selective recomputation (of attention), which there is not here; {FULL}",
+    "recompute_activations": f"it means selective recomputation (of attention), which is not supported; {FULL}",
     "checkpoint_activations": "say --gradient_checkpointing",
     "deepspeed_activation_checkpointing": "say --gradient_checkpointing",
     "wandb_project": "say --report_name, with --with_tracking --report_to wandb",
     "wandb_exp_name": "say --run_name, with --with_tracking --report_to wandb",
-    "tensorboard_dir": "say --with_tracking --report_to tensorboard; the files lie in the run's folder",
+    "tensorboard_dir": "say --with_tracking --report_to tensorboard; the files are in the run folder",
 }
 OF_LLAMA = "a Llama (--config_name llama-2-7b) has it"
 FLASH = "on a GPU a flash kernel runs by default, in half precision (--attn_implementation)"
 FUSED = "a matter of Megatron's kernels; the figures are the same"
 OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
-SATISFIED = {  # what is so here anyway
+SATISFIED = {  # what is always so
     "swiglu": OF_LLAMA,
     "normalization": "a Llama has rmsnorm, a GPT-2 layernorm",
     "use_rotary_position_embeddings": OF_LLAMA,
@@ -82,7 +82,7 @@ SATISFIED = {  # what is so here anyway
     "no_position_embedding": "a Llama has no learned positions",
     "untie_embeddings_and_output_weights": "say --config_overrides tie_word_embeddings=false (llama-2-7b has it)",
     "disable_bias_linear": OF_LLAMA,
-    "group_query_attention": "the number of key and value heads says so",
+    "group_query_attention": "the number of key and value heads decides it",
     "apply_layernorm_1p": "the same norm, whose weights count from 1 and not from 0",
     "no_query_key_layer_scaling": "no such scaling is done; it would cancel out but for rounding",
     "attention_softmax_in_fp32": "softmax is computed in fp32",
@@ -101,19 +101,19 @@ SATISFIED = {  # what is so here anyway
     "recompute_num_layers": "each layer is recomputed by itself",
     "overlap_grad_reduce": OVERLAP,
     "overlap_param_gather": OVERLAP,
-    "accumulate_allreduce_grads_in_fp32": "so it is under ddp; under ZeRO the JSON says it (data_types)",
-    "no_load_optim": "weights that a run begins with bring no optimizer along",
-    "no_load_rng": "weights that a run begins with bring no random state along",
+    "accumulate_allreduce_grads_in_fp32": "it is so under ddp; under ZeRO the JSON sets it (data_types)",
+    "no_load_optim": "no optimizer state comes with the weights that a run starts from",
+    "no_load_rng": "no random state comes with the weights that a run starts from",
     "exit_signal_handler": "SIGTERM, SIGUSR1 and Ctrl-C save and leave",
     "DDP_impl": "the strategy is the launcher's",
-    "finetune": "weights that a run begins with bring nothing else along",
+    "finetune": "nothing else comes with the weights that a run starts from",
     "calculate_per_token_loss": "the loss is a sum over tokens, divided by their number in the global batch",
     "cross_entropy_loss_fusion": "the memory-saving loss is the default (--loss)",
     "no_create_attention_mask_in_dataloader": "no mask is made where the kernel needs none",
     "dist_ckpt_format": "checkpoints have one format, which any number of processes reads",
     "ckpt_format": "checkpoints have one format, which any number of processes reads",
     "use_dist_ckpt": "checkpoints have one format, which any number of processes reads",
-    "async_save": "checkpoints are written while training goes on",
+    "async_save": "checkpoints are written while training continues",
     "use_fused_rmsnorm": FUSED,
     "no_gradient_accumulation_fusion": FUSED,
     "no_masked_softmax_fusion": FUSED,
@@ -130,7 +130,7 @@ SATISFIED = {  # what is so here anyway
 OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
 MEGATRONS_FORMAT = "Megatron's checkpoints are not read or written here"
 ONE_SCALE = "the scaler begins and grows as accelerate's or, under ZeRO, as the fp16 block of the JSON says"
-NONE = {  # what there is not, and why
+NONE = {  # what is not supported, and why
     "distributed_backend": "NCCL on GPUs, gloo without",
     "local_rank": "the launcher's",
     "sequence_parallel": "it splits activations among tensor-parallel processes, and there are none",
@@ -145,7 +145,7 @@ NONE = {  # what there is not, and why
     "no_save_optim": "say --save_only_model",
     "override_opt_param_scheduler": "the schedule is the recipe's; a run with another one is another run",
     "use_checkpoint_opt_param_scheduler": "the schedule is the recipe's; a run with another one is another run",
-    "use_checkpoint_args": "the recipe says it all",
+    "use_checkpoint_args": "the recipe has all options",
     "universal_checkpoint": MEGATRONS_FORMAT,
     "load_tag": MEGATRONS_FORMAT,
     "ckpt_step": MEGATRONS_FORMAT,
@@ -174,23 +174,23 @@ NONE = {  # what there is not, and why
     "checkpoint_num_layers": "each layer is recomputed by itself",
     "manual_gc": "Python's own",
     "empty_unused_memory_level": "torch's own",
-    "distributed_timeout_minutes": "--watchdog_minutes ends a run of which a process shows no sign of life",
-    "adlr_autoresume": "the same command goes on by itself",
+    "distributed_timeout_minutes": "--watchdog_minutes ends a run if a process makes no progress",
+    "adlr_autoresume": "the same command resumes by itself",
     "seed_for_dataloader": "one seed for all",
     "sample_rate": "all samples are used",
     "kill_switch_file": "a signal ends a run",
     "kill_switch_path": "a signal ends a run",
     "partition_activations": "there is no tensor parallelism to distribute them over",
     "synchronize_each_layer": "a matter of Megatron's timers",
-    "wandb_save_dir": "wandb's files lie in the run's folder",
+    "wandb_save_dir": "wandb's files are in the run folder",
     "wandb_entity": "set WANDB_ENTITY",
-    "no_load_lr_state": "weights that a run begins with bring no schedule along",
+    "no_load_lr_state": "no schedule comes with the weights that a run starts from",
     "override_lr_scheduler": "the schedule is the recipe's; a run with another one is another run",
-    "reset_iteration": "a run begins at update 0, or goes on where it stopped",
+    "reset_iteration": "a run begins at update 0, or resumes where it stopped",
     "no_check_for_nan_in_loss_and_grad": "NaN and infinity are never hidden; --on_fault says what is done about them",
     "use_megatron_fsdp": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
     "data_parallel_sharding_strategy": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
-    "init_model_with_meta_device": "under ZeRO-3 no process ever holds the whole model",
+    "init_model_with_meta_device": "under ZeRO-3 no process ever holds the full model",
     "checkpoint_in_cpu": "recomputation keeps its inputs where they are",
     "num_layers_per_virtual_pipeline_stage": "there is no pipeline",
     "standalone_embedding_stage": "there is no pipeline",
@@ -201,7 +201,7 @@ NONE = {  # what there is not, and why
     "create_moe_param_group": "there are no experts",
     "mlp_type": "there are no experts",
 }
-FAMILIES = (  # by how they begin
+FAMILIES = (  # by their prefix
     ("fp8", "there is no fp8; the recipe's precision is bf16, fp16 or fp32"),
     ("moe", "there are no experts"),
     ("retro", "no retrieval"),
@@ -226,13 +226,13 @@ FAMILIES = (  # by how they begin
     ("bert_", "no part of GPT"),
 )
 HINTS = {
-    **{name: f"leave it out: {why}" for name, why in (NONE | SATISFIED).items()},
+    **{name: f"remove it: {why}" for name, why in (NONE | SATISFIED).items()},
     **TYPED,
     "no_save_optim": NONE["no_save_optim"],
     "untie_embeddings_and_output_weights": SATISFIED["untie_embeddings_and_output_weights"],
 }
 TOKENIZER_OF_PREPARE = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
-MMAP = "leave it out: the .bin and .idx of mmap are what is written"
+MMAP = "remove it: the .bin and .idx of mmap are what is written"
 PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
     **dict.fromkeys(
         ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"),
@@ -240,17 +240,17 @@ PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
     ),
     "dataset_impl": MMAP,
     "data_impl": MMAP,
-    "partitions": "leave it out: --workers share out the files and parts of them",
-    "chunk_size": "leave it out: the parts of a file are chosen by size",
-    "log_interval": "leave it out: progress is shown all the time",
-    "keep_sequential_samples": "leave it out: documents are always kept in the order of the input",
-    "vocab_size": "leave it out: the tokenizer knows",
-    "seq_length": "leave it out: samples are cut in training, by --block_size",
-    "split_sentences": "leave it out: sentences are BERT's; documents are kept whole",
-    "keep_newlines": "leave it out: texts are kept as they are",
-    "lang": "leave it out: sentences are BERT's; documents are kept whole",
-    "find_optimal_num_workers": "leave it out: --workers is the number of cores by default",
-    "multimodal": "leave it out: corpora hold text",
+    "partitions": "remove it: the --workers read parts of files in parallel",
+    "chunk_size": "remove it: the parts of a file are chosen by size",
+    "log_interval": "remove it: progress is always shown",
+    "keep_sequential_samples": "remove it: documents are always kept in the order of the input",
+    "vocab_size": "remove it: the tokenizer knows",
+    "seq_length": "remove it: samples are cut in training, by --block_size",
+    "split_sentences": "remove it: sentences are BERT's; documents are kept whole",
+    "keep_newlines": "remove it: texts are kept as they are",
+    "lang": "remove it: sentences are BERT's; documents are kept whole",
+    "find_optimal_num_workers": "remove it: --workers is the number of cores by default",
+    "multimodal": "remove it: corpora hold text",
 }  # fmt: skip
 
 
@@ -263,4 +263,4 @@ def fate_of(name: str) -> tuple[str, str]:
     if name in NONE:
         return "no counterpart", NONE[name]
     why = next((why for start, why in FAMILIES if name.startswith(start)), None)
-    return ("no counterpart", why) if why else ("unknown", "not a flag that is known here: see whether it matters")
+    return ("no counterpart", why) if why else ("unknown", "not a known flag: see whether it matters")

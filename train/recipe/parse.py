@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import yaml
 
+from train.recipe.base import Recipe
 from train.recipe.errors import UserError, nearest
 from train.recipe.fields import broken_rule, checked, from_text, kind_of
-from train.recipe.habits import habits_of
+from train.recipe.foreign_options import foreign_option_hints
 from train.recipe.help import help_text, wants_help
-from train.recipe.options import Recipe
 
 R = TypeVar("R", bound=Recipe)
-RETIRED = ("trial",)  # options of earlier versions, which the recipe.yaml of their runs have, unset
+RETIRED = ("trial",)  # options of earlier versions: ignored in a recipe.yaml if unset
 
 
 def parse_recipe(
@@ -24,16 +24,16 @@ def parse_recipe(
     argv: list[str] | None = None,
     prog: str | None = None,
     tool: bool = False,
-    elsewhere: dict[str, str] | None = None,
+    hints: dict[str, str] | None = None,
 ) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
-    Each value remembers who set it (`recipe.source(name)`): a flag, a line of the YAML file, or nobody.
+    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None.
 
     Args:
         prog: the program's name in its help.
-        tool: the program is started by its name, not by accelerate launch, and trains nothing.
-        elsewhere: {name from another program: what to type}; by default those of training (habits.py).
+        tool: the program is a tool, which accelerate launch does not start.
+        hints: {option of another program: what to type}; by default those for training (foreign_options.py).
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
@@ -47,9 +47,9 @@ def parse_recipe(
         raise SystemExit(0)
 
     problems: list[str] = []
-    if elsewhere is None:
-        elsewhere = habits_of(cls, kinds, tool)
-    flags = _read_flags(argv, kinds, aliases, elsewhere, problems)
+    if hints is None:
+        hints = foreign_option_hints(cls, kinds, tool)
+    flags = _read_flags(argv, kinds, aliases, hints, problems)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     config = flags.pop("config", None)
@@ -57,7 +57,7 @@ def parse_recipe(
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:
-                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], elsewhere))
+                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
             else:
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
@@ -75,7 +75,7 @@ def parse_recipe(
         sources["config"] = config
     recipe.remember_sources(sources)
     if not problems:
-        recipe.settle()
+        recipe.reset_unused_options()
         problems.extend(recipe.problems())
     if problems:
         raise UserError(problems)
@@ -90,7 +90,7 @@ def _annotations(cls: type) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-def _read_flags(argv: list[str], kinds: dict, aliases: dict, habits: dict, problems: list[str]) -> dict[str, Any]:
+def _read_flags(argv: list[str], kinds: dict, aliases: dict, hints: dict, problems: list[str]) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
     flags: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, habits: dict, probl
         word = argv[position]
         position += 1
         if not word.startswith("--"):
-            problems.append(f"{word!r} stands where an option was expected. Options look like --name value")
+            problems.append(f"{word!r} is not an option. Options have the form --name value")
             continue
         name, equals, text = word[2:].partition("=")
         written = name.replace("-", "_")
@@ -117,7 +117,7 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, habits: dict, probl
         elif name in kinds:
             flags[name] = texts
         else:
-            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], habits))
+            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], hints))
     return flags
 
 
@@ -183,7 +183,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
             written, line = str(key.value), key.start_mark.line + 1
             name = aliases.get(written, written)
             if name in entries:
-                problems.append(f"{path}, line {line}: {written} stands here a second time, keep one of the two")
+                problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
         return {name: entry for name, entry in entries.items() if name not in RETIRED or entry[0] is not None}
     except yaml.YAMLError as error:
@@ -222,9 +222,9 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
 
 
-def _unknown(where: str, name: str, known: list[str], habits: dict) -> str:
-    if name in habits:
-        return f"{where} is not an option: {habits[name]}"
+def _unknown(where: str, name: str, known: list[str], hints: dict) -> str:
+    if name in hints:
+        return f"{where} is not an option: {hints[name]}"
     close = nearest(name, known)
     remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
     return f"{where} is not an option. {remedy}"

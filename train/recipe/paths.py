@@ -1,4 +1,4 @@
-"""What a recipe names on the disk: a look at it that costs little, before anything heavy is imported."""
+"""Check the files, folders and columns that a recipe names, quickly and before anything heavy is imported."""
 
 import csv
 import glob
@@ -16,15 +16,15 @@ FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "datase
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
                   "text_columns", "label_column", "choice_columns")  # fmt: skip
-HEAD_BYTES = 1 << 20  # of a file, in which every column shows itself
+HEAD_BYTES = 1 << 20  # of a file, read to find its columns
 
 
 def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
-    """See that what the recipe names is there, and that the run's folder can be written. Each rank looks for itself:
+    """Check that all files and folders of the recipe exist and that the run folder can be written. Each rank checks:
     machines may differ.
 
     Raises:
-        UserError: with all that is missing.
+        UserError: with all problems.
     """
     problems = []
     for option in FILE_OPTIONS:
@@ -60,8 +60,7 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
 
 
 def missing_columns(recipe) -> list[str]:
-    """Columns that options name and that the first file has not, by its head alone; what cannot be told so is left to
-    the reader of the whole."""
+    """Problems with columns that options name and the first file lacks. Only the file's beginning is read here."""
     part = next((option for option in FILE_OPTIONS if getattr(recipe, option, None)), None)
     if part is None or any(getattr(recipe, option, None) for option in ("encoding", "field", "task_name")):
         return []
@@ -81,7 +80,7 @@ def missing_columns(recipe) -> list[str]:
 
 
 def columns_of(path: Path) -> list[str]:
-    """The columns of a .csv, .tsv or .jsonl, by the header or the first records; none where they are not told so."""
+    """The columns of a .csv, .tsv or .jsonl file, by its header or first records; empty if they are unknown."""
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     if suffix not in (".csv", ".tsv", ".jsonl"):
         return []
@@ -104,7 +103,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:
-    """The files that paths and globs name, in a fixed order. `{stdlib}` stands for Python's own library.
+    """The files that paths and globs name, in a fixed order. `{stdlib}` is the folder of Python's standard library.
 
     Raises:
         UserError: something is missing, a folder, or empty.
@@ -132,13 +131,13 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether a name can only be that of a folder, and there is none."""
+    """Whether a name can only be a folder, and the folder does not exist."""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     return looks_like_a_path and not Path(name).expanduser().exists()
 
 
 def metas_folder(name: str) -> Path | None:
-    """The folder of Meta's consolidated.*.pth that a name stands for; None where transformers' files are there too."""
+    """The folder of Meta's consolidated.*.pth that a name means; None if it has transformers' files too."""
     path = Path(name).expanduser()
     folder = path.parent if path.suffix == ".pth" else path
     if (folder / "config.json").is_file() or not any(folder.glob("consolidated.*.pth")):
@@ -151,7 +150,7 @@ def is_run(folder: Path) -> bool:
 
 
 def missing_corpus(prefix: str) -> str | None:
-    """What to say where a corpus in Megatron's format lacks a file; None if both are there."""
+    """The problem if a file of a corpus in Megatron's format is missing; None if both exist."""
     missing = [f"{prefix}{ending}" for ending in (".idx", ".bin") if not Path(f"{prefix}{ending}").is_file()]
     if not missing:
         return None
@@ -162,7 +161,7 @@ def missing_corpus(prefix: str) -> str | None:
 
 
 def cannot_be_written(folder: Path) -> str | None:
-    """Why a folder cannot be made, or written into, for a sentence; None: it can. Leaves nothing behind."""
+    """Why a folder cannot be created or written, as part of a sentence; None if it can. Creates nothing."""
     folder = folder.absolute()
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir():
@@ -175,6 +174,6 @@ def cannot_be_written(folder: Path) -> str | None:
 
 
 def output_folder(task: str, recipe) -> Path:
-    """The run's folder; where nobody names one it is called after the recipe's file, or the task."""
+    """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
     source = recipe.source("config")
     return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the update: nothing steps, so nothing can step too often.
+"""The learning rate as a pure function of the update: it has no state that could be stepped too often.
 
 The shapes and their first value are those of `transformers.get_scheduler`, with a smallest rate added.
 """

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from train.recipe.base import Recipe
 from train.recipe.errors import UserError
-from train.recipe.options import Recipe
 from train.record.jsonl import JsonlFile
 
 PACKAGES = (

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError, nearest
-from train.recipe.repeat import is_accelerate_launch
+from train.recipe.last_message import is_accelerate_launch
 from train.strategy.named import Named, hand_down
 from train.strategy.pairs import CONFIGS
 

@@ -67,7 +67,7 @@ def take_named(recipe) -> Named | None:
     if problems:
         raise UserError(problems)
     ((name, (value, _)),) = given.items()
-    recipe.forget(name)
+    recipe.reset_option(name)
     if name == "strategy":
         return Named(f"--strategy {value}", config_file=str(find_strategies([value])[value]))
     if not Path(value).is_file():

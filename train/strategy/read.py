@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from train.recipe.base import Recipe
 from train.recipe.errors import UserError
-from train.recipe.options import Recipe
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import refuse_another_optimizer, resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from train.recipe.base import Recipe
 from train.recipe.fields import option
-from train.recipe.options import Recipe
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

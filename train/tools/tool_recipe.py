@@ -4,9 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import TypeVar
 
+from train.recipe.base import Recipe
 from train.recipe.errors import UserError
 from train.recipe.help import wants_help
-from train.recipe.options import Recipe, TrainingRecipe
+from train.recipe.options import TrainingRecipe
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 

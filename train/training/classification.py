@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from train.data.collate import Batch
-from train.data.labelled.examples import HeldOut
 from train.data.labelled.glue import TASKS, submission
 from train.data.labelled.labels import Labels
-from train.data.sources import find_files
+from train.data.labelled.samples import HeldOut
 from train.model.loss import logits_of_examples, loss_of_examples
+from train.recipe.paths import find_files
 from train.recipe.tasks import ClsRecipe
 from train.record.run_folder import RunFolder
 from train.training.evaluation import mean_over_replicas, one_row_each

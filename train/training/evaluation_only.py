@@ -8,8 +8,8 @@ import yaml
 from train.health.watchdog import Watchdog
 from train.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
 from train.model.folders import is_adapter, model_folder
-from train.recipe.answers import OF_DATA
 from train.recipe.errors import UserError
+from train.recipe.inference_options import DATA_OPTIONS
 from train.recipe.options import TrainingRecipe
 from train.record.run_folder import RunFolder, describe_environment, differences
 from train.record.terminal import duration
@@ -56,7 +56,7 @@ class EvaluationTrainer(Trainer):
         file = folder.path / "recipe.yaml"
         if not file.is_file():
             return
-        asked = ("model_name_or_path", "predict_file", *OF_DATA)
+        asked = ("model_name_or_path", "predict_file", *DATA_OPTIONS)
         earlier = {name: value for name, value in yaml.safe_load(file.read_text()).items() if name in asked}
         if differing := differences(recipe, 0, earlier):
             folder.refuse_a_different_run(differing)

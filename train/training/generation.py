@@ -86,10 +86,10 @@ def _written(engine, batches: Iterator[Batch], tokenizer, settings: dict[str, An
 
 def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
     """For the log: what one and the same answer reaches, the target that training has most often."""
-    if held_out is None or held_out.usual is None:
+    if held_out is None or held_out.most_common is None:
         return []
-    usual = held_out.usual if len(held_out.usual) < SHOWN else f"{held_out.usual[:SHOWN]}..."
-    figures = compute("generation", [held_out.usual] * len(held_out.targets), held_out.targets)
+    usual = held_out.most_common if len(held_out.most_common) < SHOWN else f"{held_out.most_common[:SHOWN]}..."
+    figures = compute("generation", [held_out.most_common] * len(held_out.targets), held_out.targets)
     return [f"baseline    always {usual!r}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())]
 
 

@@ -18,8 +18,8 @@ from train.health.out_of_memory import host_advice, resident_bytes
 from train.health.shutdown import ShutdownHandler, StopReason
 from train.health.watchdog import Watchdog
 from train.recipe.errors import UserError, explain_failures_with
+from train.recipe.last_message import repeat_after_launcher
 from train.recipe.options import TrainingRecipe
-from train.recipe.repeat import repeat_after_launcher
 from train.recipe.schedule import make_schedule
 from train.record.meters import MemoryMeter
 from train.record.plot import plot_run

@@ -1,7 +1,7 @@
-"""Instructions, prompts and chats: which of these a table holds, and each record as a list of messages.
+"""Instructions, prompts and chats: the kind of records in a table, and each record as a list of messages.
 
 A *message* is {"role": system, user or assistant, "content": text}. The message of an instruction has the record's
-`instruction` and `input` beside its content, an answer that stands in a prompt has `trained: False`, and an answer
+`instruction` and `input` beside its content, an answer inside a prompt has `trained: False`, and an answer
 that calls tools has its `tool_calls`, as transformers' templates take them.
 """
 
@@ -12,22 +12,22 @@ from typing import Any
 
 from datasets import Dataset
 
-from train.data.pairs.conversations import (
+from train.data.records import BadRecord
+from train.data.tables import columns_present, text_columns
+from train.data.turns import (
     ASSISTANT,
     DIALOGUES,
     ROLE_OF_A_TURN,
-    asks_about_a_text,
     blank,
     calls_of,
     first_answer,
     holds_lists,
+    question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     roles_of,
     turns_of,
 )
-from train.data.records import BadRecord
-from train.data.sources import columns_present, text_columns
 from train.model.chat import Message
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
@@ -38,25 +38,25 @@ INPUTS = ("input", "context")
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
-    "assistant": (*ASSISTANT, "function_call"),  # a call that is written out as text is trained on
-    "tool": ("tool", "function", "observation", "ipython"),  # what it answered
+    "assistant": (*ASSISTANT, "function_call"),  # a call written as text is trained on
+    "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
 }
-MEANT = {name: role for role, names in ROLES.items() for name in names}
+ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the records of a table are, and the columns that hold them.
+    """The kind of a table's records, and their columns.
 
     Args:
         kind: instruction, prompt or messages.
         question: the column of the instruction, of the prompt, or of the turns.
-        answer: the column of the answer; None where it is among the turns.
-        system_prompt: for conversations that have no system text of their own.
-        verdict: whether the answer is a good one.
-        plain: prompt and answer are texts, which may stand one after the other without a template between them.
+        answer: the column of the answer; None if it is one of the turns.
+        system_prompt: for conversations without one.
+        verdict: the column that says whether the answer is a good one.
+        plain: prompt and answer are texts, which can be concatenated without a template.
     """
 
     kind: str
@@ -87,8 +87,8 @@ class Form:
         """
         return self._conversation(record, answered=True)
 
-    def asked(self, record: dict[str, Any]) -> list[Message]:
-        """The same up to where the model is to answer; an answer that is known is left out."""
+    def prompt_messages(self, record: dict[str, Any]) -> list[Message]:
+        """The messages before the answer of the model; an answer in the record is removed."""
         return self._conversation(record, answered=False)
 
     def _conversation(self, record: dict[str, Any], answered: bool) -> list[Message]:
@@ -138,11 +138,11 @@ class Form:
 
 
 def _worded(value: Any) -> Any:
-    return str(value) if isinstance(value, (int, float)) else value  # an answer of digits, read as a number
+    return str(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
 
 
 def _unpacked(value: Any) -> Any:
-    """Turns that are kept as the text of a JSON list, as tables without lists have them."""
+    """Turns that are stored as the text of a JSON list, as in tables without lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
@@ -166,26 +166,25 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
     for number, ((name, text), calls) in enumerate(zip(turns_of(value), calls_of(value)), 1):
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
-        if name not in MEANT:
+        if name not in ROLE_OF_NAME:
             known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
-        calls = calls if MEANT[name] == "assistant" else []
+        calls = calls if ROLE_OF_NAME[name] == "assistant" else []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRecord(f"turn {number} of its {column} ({name}): its tool_calls are no list of objects")
-        if blank(text) and (calls or MEANT[name] == "system"):
+        if blank(text) and (calls or ROLE_OF_NAME[name] == "system"):
             text = ""
         elif text is None:
             raise BadRecord(f"turn {number} of its {column} ({name}) has no text and no tool_calls")
         else:
             text = _text(text, f"turn {number} of its {column} ({name})")
-        messages.append({"role": MEANT[name], "content": text} | ({"tool_calls": calls} if calls else {}))
+        messages.append({"role": ROLE_OF_NAME[name], "content": text} | ({"tool_calls": calls} if calls else {}))
     return messages
 
 
 def _check_order(messages: list[Message], answered: bool = True) -> None:
-    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant, or end before
-    the assistant's where that is not `answered` yet; between two turns of the assistant tools may have answered in
-    place of the user."""
+    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant; without
+    `answered` the last assistant is missing. Between two turns of the assistant, tools may replace the user."""
     if not messages:
         raise BadRecord("a conversation without a turn")
     begin = int(messages[0]["role"] == "system")
@@ -201,7 +200,7 @@ def _check_order(messages: list[Message], answered: bool = True) -> None:
             raise BadRecord(f"turn {number} is the {message['role']}'s, where one of the {expected} was due")
         before = expected
     if not answered and messages[-1]["role"] == "system":
-        raise BadRecord("nobody has said anything that could be answered")
+        raise BadRecord("no turn that could be answered")
     if answered and messages[-1]["role"] != "assistant":
         raise BadRecord(f"no answer: the last turn, number {len(messages)}, is the {messages[-1]['role']}'s")
 
@@ -210,10 +209,10 @@ def _check_order(messages: list[Message], answered: bool = True) -> None:
 
 
 def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
-    """What the records are: what the recipe says, else what the columns are called. None: running text.
+    """The form of the records: that of the recipe, else by the names of the columns. None: plain text.
 
     Raises:
-        UserError: the columns of the form that the recipe names are not there.
+        UserError: the columns of the recipe's form do not exist.
     """
     if recipe.data_format == "text" or recipe.text_column:
         return None
@@ -228,32 +227,32 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     verdict = None if recipe.messages_column else refuse_preferences(table, "--messages_column")
     kinds = KINDS if recipe.data_format == "auto" else (recipe.data_format,)
     kinds = ("messages",) if recipe.messages_column else kinds
-    found = next(filter(None, (_form(kind, recipe, table) for kind in kinds)), None)
-    if found is None and recipe.data_format != "auto":
-        wanted = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
-        wanted |= {
+    form = next(filter(None, (_form(kind, recipe, table) for kind in kinds)), None)
+    if form is None and recipe.data_format != "auto":
+        expected = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
+        expected |= {
             kind: f"the columns {' or '.join(QUESTIONS[kind])} and {' or '.join(ANSWERS[kind])}" for kind in ANSWERS
         }
         raise UserError(
-            f"data_format = {recipe.data_format}: it reads {wanted[recipe.data_format]}; {columns_present(table)}"
+            f"data_format = {recipe.data_format}: it reads {expected[recipe.data_format]}; {columns_present(table)}"
         )
-    return dataclasses.replace(found, verdict=verdict) if found else None
+    return dataclasses.replace(form, verdict=verdict) if form else None
 
 
 def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
-    there = table.column_names
-    extra = {"system": "system" if "system" in there else None, "system_prompt": recipe.system_prompt}
+    names = table.column_names
+    extra = {"system": "system" if "system" in names else None, "system_prompt": recipe.system_prompt}
     if kind == "messages":
-        lists = [name for name in DIALOGUES if name in there and holds_lists(table.features[name])]
+        lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
         packed = [name for name in DIALOGUES if name in text_columns(table)]
         known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
         forced = lists if recipe.data_format == "messages" else []
         column = recipe.messages_column or next(iter((*known, *forced)), None)
         return Form(kind, column, **extra) if column else None
-    if kind == "instruction" and (asked := asks_about_a_text(table)):
-        return Form(kind, *asked, **extra)
-    answer = next((name for name in ANSWERS[kind] if name in there), None)
-    question = next((name for name in QUESTIONS[kind] if name in there), None)
+    if kind == "instruction" and (columns := question_answering_columns(table)):
+        return Form(kind, *columns, **extra)
+    answer = next((name for name in ANSWERS[kind] if name in names), None)
+    question = next((name for name in QUESTIONS[kind] if name in names), None)
     if recipe.predict_file:
         answer = None
     elif answer is None:
@@ -263,14 +262,14 @@ def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
     if kind == "prompt":
         plain = not any(holds_lists(table.features[name]) for name in (question, answer) if name)
         return Form(kind, question, answer, **extra, plain=plain)
-    extra["history"] = "history" if "history" in there and holds_lists(table.features["history"]) else None
-    return Form(kind, question, answer, next((name for name in INPUTS if name in there), None), **extra)
+    extra["history"] = "history" if "history" in names and holds_lists(table.features["history"]) else None
+    return Form(kind, question, answer, next((name for name in INPUTS if name in names), None), **extra)
 
 
 def _has_roles(conversations: list) -> bool:
-    """Whether turns say whose they are, and it is one of the known roles."""
+    """Whether turns have a known role."""
     try:
         lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
-        return any(role in MEANT for items in lists for role in roles_of(items))
+        return any(role in ROLE_OF_NAME for items in lists for role in roles_of(items))
     except BadRecord:
         return False

@@ -1,4 +1,4 @@
-"""Instructions and chats for the causal task: from records to token ids, of which the answers are trained on."""
+"""Instructions and chats for the causal task: from records to token ids, with labels for the answers."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -8,11 +8,12 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from train.data.chat.instructions import Form
-from train.data.lengths import report_loss
+from train.data.lengths import report_data_loss
 from train.data.pack import Conversations, PackedConversations, SampleSet, TextData
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import Source, first, hold_out
-from train.data.text.tokenize import IDS, Documents, encode_table, fingerprint
+from train.data.sources import Source
+from train.data.tables import first_records, hold_out
+from train.data.token_tables import IDS, Documents, encode_table, fingerprint
 from train.model import chat
 from train.model.chat import BadTemplate, Template, install_template, missing_end_token, render
 from train.model.loss import IGNORE
@@ -24,26 +25,26 @@ from train.recipe.tasks import ClmRecipe
 TABLE = Features({"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
                   "is_cut": Value("bool")})  # fmt: skip
 PARTS = {"train": "training", "validation": "held-out"}
-SHOWN = 1600  # characters of a sample that is shown, about
+SHOWN = 1600  # about how many characters of a sample to show
 
 
 @dataclass
 class _Part:
-    """A part of the data on its way: its records, the number of each in its source, and the source's name."""
+    """A part of the data in preparation: its records, the number of each in its source, and the source's name."""
 
     table: Dataset
     numbers: np.ndarray
     where: str
 
     def first(self, limit: int | None) -> "_Part":
-        return _Part(first(self.table, limit), self.numbers[:limit], self.where)
+        return _Part(first_records(self.table, limit), self.numbers[:limit], self.where)
 
 
 def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, Form], block_size: int) -> TextData:
     """Check, split, render, tokenise and pack conversations.
 
     Args:
-        forms: what the records of each part are; they need not be alike.
+        forms: the form of the records of each part; they may differ.
 
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
@@ -62,7 +63,7 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     for name, part in parts.items():
         encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)
         table = _encode(part, encoder, recipe)
-        notes += what_is_lost(recipe, config, table, name, block_size)
+        notes += truncation_notes(recipe, config, table, name, block_size)
         sets[name] = Conversations(table)
     shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
@@ -71,7 +72,7 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
 
 
 def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form]) -> dict[str, _Part]:
-    """The parts, a held-out one drawn by records where there is none, max_*_samples applied."""
+    """The parts; a held-out one is split off by records if there is none; max_*_samples are applied."""
     parts = {name: _Part(table.select_columns(forms[name].columns), np.arange(len(table)), source.where(name))
              for name, table in source.parts.items()}  # fmt: skip
     if "validation" not in parts and recipe.validation_split_percentage > 0:
@@ -87,7 +88,7 @@ def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form]) -> dict[st
 
 
 def _texts(table: Dataset, form: Form):
-    """Every text, for the training of a tokenizer."""
+    """Every text, to train a tokenizer."""
     for batch in table.iter(200):
         for record in records_of(batch):
             try:
@@ -106,15 +107,15 @@ def _packed(conversations: Conversations, recipe: ClmRecipe, block_size: int, fi
 class ChatEncoder:
     """Conversations -> token ids, with a label for each that is trained on.
 
-    A conversation is tokenised as one text, as it will be when the model is used. A token is trained on if any of its
-    characters is: a model whose tokens join the prompt's last space and the answer's first word has to write both.
+    A conversation is tokenized as one text, as in generation. A token is trained on if any of its characters is: if
+    one token has the prompt's last space and the answer's first word, the model must generate both.
     """
 
     def __init__(self, tokenizer, form: Form, template: Template, block_size: int, train_on_prompt: bool):
         if not tokenizer.is_fast:
             raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not say which characters "
-                "a token stands for, so answers and prompts are not told apart. Set tokenizer_name to one with a "
+                f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not return the "
+                "characters of a token, so answers and prompts cannot be separated. Set tokenizer_name to one with a "
                 "tokenizer.json"
             )
         self.tokenizer, self.form, self.template = tokenizer, form, template
@@ -132,7 +133,7 @@ class ChatEncoder:
             raise UserError(f"{where}: {self.template.origin} fails on it: {bad}") from None
 
     def encode(self, rendered: list[tuple[str, list[chat.Span]]]) -> dict[str, list]:
-        """The columns of TABLE; what has no trained token within block_size has no token at all."""
+        """The columns of TABLE; a record without a trained token within block_size gets no tokens."""
         rows: dict[str, list] = {name: [] for name in TABLE}
         texts = [text for text, _ in rendered]
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True,
@@ -140,7 +141,7 @@ class ChatEncoder:
         for row, (_, spans) in enumerate(rendered):
             ids, answer = np.array(encoded["input_ids"][row]), overlap(encoded["offset_mapping"][row], spans)
             trained = np.ones_like(answer) if self.train_on_prompt else answer.copy()
-            trained[0] = False  # nothing comes before it
+            trained[0] = False  # nothing predicts it
             count = int(trained[: self.block_size].sum())
             length = min(len(ids), self.block_size) if count else 0
             rows["input_ids"].append(ids[:length])
@@ -152,9 +153,9 @@ class ChatEncoder:
 
 
 def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
-    """(tokens,) whether a token stands for a character in one of the spans.
+    """(tokens,) whether a token has a character in one of the spans.
 
-    Of a character that takes several tokens, each token has that character's range.
+    If a character takes several tokens, each of them has that character's range.
     """
     starts, stops = np.array(offsets).reshape(-1, 2).T
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
@@ -167,21 +168,21 @@ def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe) -> Dataset:
             try:
                 rendered.append(encoder.render(record, f"{part.where}, record {part.numbers[index] + 1}"))
             except BadRecord:
-                continue  # counted and said already
+                continue  # reported already
         return encoder.encode(rendered)
 
     return encode_table(part.table, encode, TABLE, encoder.key, cache_root(recipe.cache_dir),
                         recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ what there is to say
+# ------------------------------------------------------------------------------------------------ notes
 
 
-def what_is_lost(recipe: ClmRecipe, config, table: Dataset, part: str, block_size: int) -> list[str]:
+def truncation_notes(recipe: ClmRecipe, config, table: Dataset, part: str, block_size: int) -> list[str]:
     """What there is to say about answers beyond block_size. Raises UserError if none is left, or too few."""
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
-    left_out, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
-    if left_out == len(table):
+    skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
+    if skipped == len(table):
         longest = columns["truncated"].max(initial=0)
         raise UserError(
             f"block_size = {block_size}: of all {len(table):,} {PARTS[part]} samples the answer lies beyond it, no "
@@ -191,15 +192,15 @@ def what_is_lost(recipe: ClmRecipe, config, table: Dataset, part: str, block_siz
     lengths = Documents(table).lengths + columns["truncated"]
     notes = []
     for lost, what in (
-        (left_out, f"{of} are left out: their answer lies beyond {beyond}"),
+        (skipped, f"{of} are skipped: their answer lies beyond {beyond}"),
         (cut, f"{of} have their answer cut at {beyond}"),
     ):
-        notes += report_loss(recipe, lost, len(table), what, lengths, "block_size", config)
+        notes += report_data_loss(recipe, lost, len(table), what, lengths, "block_size", config)
     return notes
 
 
 def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str = "training") -> list[str]:
-    """A sample as text, with marks around what is trained on (of the held-out part: predicted)."""
+    """A sample as text, with marks around what is trained on (in the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     if len(ends) > 12:
@@ -212,7 +213,7 @@ def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str
         so_far = decoded
     text += " …" if ends[-1] < len(trained) else ""
     does = "is trained on" if part == PARTS["train"] else "is predicted"
-    heading = f"sample    the first {part} sample, written by {template.origin}; what stands in ⟦ ⟧ {does}:"
+    heading = f"sample    the first {part} sample, written by {template.origin}; the text in ⟦ ⟧ {does}:"
     return [heading, *("  | " + line for line in text.splitlines())]
 
 

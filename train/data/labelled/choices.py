@@ -1,7 +1,7 @@
 """Multiple choice: which columns hold a question and its choices, and records as samples of several rows.
 
 Each choice is read with its question, as a pair of texts: `[CLS] question [SEP] choice [SEP]`. Where a question has
-two texts (an article and what is asked of it, or SWAG's two sentences), the second stands before each choice.
+two texts (an article and what is asked of it, or SWAG's two sentences), the second is put before each choice.
 """
 
 import re
@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from train.data.labelled.examples import ExampleData, HeldOut, encode_texts
-from train.data.labelled.labels import NOTHING, Labels
-from train.data.lengths import choose_length, report_loss
+from train.data.labelled.labels import NO_LABEL, Labels
+from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
+from train.data.lengths import choose_length, report_data_loss
 from train.data.pack import Sample
-from train.data.pairs.conversations import blank, holds_lists
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import Source, columns_present, first, hold_out, text_columns
+from train.data.sources import Source
+from train.data.tables import columns_present, first_records, hold_out, text_columns
 from train.data.tokenized import TokenizedDataset
+from train.data.turns import blank, holds_lists
 from train.model.tokenizer import get_tokenizer
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe
 
 NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+)")
 LISTS = ("choices", "options", "endings")
-CONTEXTS = (  # the columns of a question, where nobody names them
+CONTEXTS = (  # the columns of a question, by default
     ("sent1", "sent2"), ("article", "question"), ("context", "question"), ("passage", "question"),
     ("premise", "question"), ("premise",), ("startphrase",), ("question",), ("ctx",), ("goal",), ("sentence",),
     ("context",),
@@ -63,7 +64,7 @@ class Choices:
         if len(texts) < 2 or any(blank(text) for text in texts):
             raise BadRecord(f"it has {len(texts)} choices" if len(texts) < 2 else "a choice is empty")
         value = record[self.label]
-        if value in NOTHING:
+        if value in NO_LABEL:
             raise BadRecord(f"it has no label ({self.label})")
         right = names.index(str(value)) if str(value) in names else self._number(value)
         if not 0 <= right < len(texts):
@@ -90,7 +91,7 @@ class Choices:
 
 
 def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
-    """The columns of multiple choice; None where the records are no such.
+    """The columns of multiple choice; None for other records.
 
     Raises:
         UserError: `choice_columns` names columns that are not there, or no column of the question or label is found.
@@ -104,7 +105,7 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     label = recipe.label_column or next((name for name in ANSWERS if name in present and name not in choices), None)
     missing = [name for name in (*choices, *context, label) if name and name not in present]
     if not recipe.choice_columns and not (context and label):
-        return None  # it may be something else
+        return None  # it may be another kind of data
     if missing or not (context and label) or (len(choices) == 1 and not _is_list(table, choices[0])):
         what = f"there is no column {missing[0]!r}" if missing else (
             "it takes two columns, or one that holds lists" if context and label else
@@ -130,30 +131,30 @@ def _is_list(table: Dataset, name: str) -> bool:
 
 
 def _counted(choices: Choices, table: Dataset) -> Choices:
-    """With the number of the first choice: 0 or 1, by the labels that there are."""
-    values = {str(value).strip() for value in table[choices.label][:] if value not in NOTHING}
+    """The same with the number of the first choice, 0 or 1, inferred from the labels."""
+    values = {str(value).strip() for value in table[choices.label][:] if value not in NO_LABEL}
     numbers = {int(float(value)) for value in values if re.fullmatch(r"\d+(\.0)?", value)}
-    most = len(choices.choices) if len(choices.choices) > 1 else max(numbers, default=0)
-    return replace(choices, start=int(bool(numbers) and 0 not in numbers and max(numbers) == most))
+    max_choices = len(choices.choices) if len(choices.choices) > 1 else max(numbers, default=0)
+    return replace(choices, start=int(bool(numbers) and 0 not in numbers and max(numbers) == max_choices))
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
 class ChoiceRows:
-    """Samples of several rows: their ids one after another, and in `sizes` how long each row is.
+    """Samples of several rows: their concatenated ids, and in `sizes` the length of each row.
 
     Args:
         rows: a row for each choice of each record.
         sizes: (records,) choices of each.
-        labels: (records,) which choice is right.
+        labels: (records,) the index of the right choice.
     """
 
     def __init__(self, rows: TokenizedDataset, sizes: np.ndarray, labels: np.ndarray):
         self.rows, self.labels = rows, labels
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
         self.lengths = self.sort_key = np.maximum.reduceat(rows.lengths, self.starts[:-1]) * sizes  # as padded
-        self.contents = replace(rows.contents, documents=len(labels), samples=len(labels))
+        self.stats = replace(rows.stats, documents=len(labels), samples=len(labels))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -175,7 +176,7 @@ def prepare_choices(
     """
     if recipe.lora:
         raise UserError(
-            "lora = true: the data is multiple choice, for which there are no adapters. Leave --lora out, or name a "
+            "lora = true: the data is multiple choice, for which there are no adapters. Remove --lora, or name a "
             "text and a label with --text_columns and --label_column"
         )
     notes = [f"data      question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}, "
@@ -193,7 +194,7 @@ def prepare_choices(
     if not recipe.trains:
         parts.pop("train", None)
     parts = {
-        name: first(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
+        name: first_records(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
         for name, part in parts.items()
     }
     train = next(iter(parts.values()))
@@ -203,11 +204,11 @@ def prepare_choices(
         rows = encode_texts(_pairs(part, choices), tokenizer, length, recipe)
         what = f"{'training' if name == 'train' else 'held-out'} choices are cut at {length} tokens (max_length)"
         cut, lengths = int((rows.truncated > 0).sum()), rows.lengths + rows.truncated
-        notes += report_loss(recipe, cut, len(rows), what, lengths, "max_length", config, stops=False)
+        notes += report_data_loss(recipe, cut, len(rows), what, lengths, "max_length", config, stops=False)
         sizes, right = zip(*((len(texts), number) for texts, number in map(choices.read, part)))
         sets[name] = ChoiceRows(rows, np.array(sizes), np.array(right))
-    most = max(int(np.diff(samples.starts).max()) for samples in sets.values())
-    labels = Labels(tuple(str(number + choices.start) for number in range(most)), choices=True)
+    max_choices = max(int(np.diff(samples.starts).max()) for samples in sets.values())
+    labels = Labels(tuple(str(number + choices.start) for number in range(max_choices)), choices=True)
     texts = {name: part.remove_columns(choices.label) for name, part in parts.items()}
     held = [HeldOut(sets[name], texts[name], name.removeprefix("validation")) for name in held_out if name in sets]
     return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)

@@ -1,35 +1,26 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, Value
 
 from train.data.labelled import glue
-from train.data.labelled.labels import MISSING, Labels, find_labels, in_the_models_order, trained_labels
-from train.data.lengths import choose_length, report_loss
-from train.data.pack import SampleSet
-from train.data.sources import (
-    HELD_OUT,
-    PREDICT,
-    Source,
-    bad_record,
-    columns_present,
-    first,
-    hold_out,
-    read_source,
-    text_columns,
-)
-from train.data.text.tokenize import IDS, encode_table, fingerprint
-from train.data.tokenized import TokenizedDataset
-from train.model.tokenizer import get_tokenizer, padding_values
-from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
+from train.data.labelled.choices import find_choices, prepare_choices
+from train.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, trained_labels
+from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
+from train.data.lengths import choose_length, report_data_loss
+from train.data.records import bad_record
+from train.data.sources import HELD_OUT, PREDICT, Source, read_source
+from train.data.tables import columns_present, first_records, hold_out, text_columns
+from train.model.tokenizer import get_tokenizer
+from train.recipe.cache import one_process_at_a_time
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClsRecipe
 
-TEXTS = (  # columns that hold the text, or the texts of a pair, where nobody names them
+TEXTS = (  # columns that hold the text, or the texts of a pair, by default
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
     ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
@@ -37,35 +28,8 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 
 
 @dataclass
-class HeldOut:
-    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
-
-    Args:
-        numbers: of records that have no label: the file's own number of each, as it is submitted.
-    """
-
-    samples: SampleSet
-    texts: Dataset
-    suffix: str  # "" or "_mismatched"
-    numbers: list | None = None
-
-
-@dataclass
-class ExampleData:
-    """Samples of all parts (Rows; ChoiceRows of multiple choice; no `train` where nothing is trained), the labels, and
-    the tokenizer that made them."""
-
-    train: SampleSet | None
-    held_out: list[HeldOut]
-    labels: Labels
-    tokenizer: object
-    max_length: int
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass
 class _Part:
-    """A part of the data on its way: its texts, in order, and its labels."""
+    """A part of the data in preparation: its texts, in order, and its labels."""
 
     texts: Dataset
     labels: np.ndarray
@@ -75,7 +39,7 @@ class _Part:
 
 
 def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
-    """Read, check and tokenise; the first process of the machine works, the others find it done.
+    """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
 
     Raises:
         UserError: columns are not found, a text is empty, a label is missing or outside the label set.
@@ -85,11 +49,8 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         return _prepare_unlabelled(recipe, config, task)
     with one_process_at_a_time(recipe.cache_dir):
         source, held_out = _read(recipe)
-        if task is None:
-            from train.data.labelled.choices import find_choices, prepare_choices
-
-            if choices := find_choices(recipe, source.first):
-                return prepare_choices(recipe, config, source, held_out, choices)
+        if task is None and (choices := find_choices(recipe, source.first)):
+            return prepare_choices(recipe, config, source, held_out, choices)
         texts, label = _columns(recipe, source.first, task)
         labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
         notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
@@ -108,7 +69,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     for name, part in rows.items():
         what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
         cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
-        notes += report_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
+        notes += report_data_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
@@ -116,11 +77,10 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
 
 
 def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -> ExampleData:
-    """The records of predict_file, every one of them, with labels of which nothing is asked; the classes are those of
-    the model."""
+    """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if any("MultipleChoice" in name for name in config.architectures or ()):
         raise UserError(
-            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, whose files are not answered "
+            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, which cannot predict "
             "without labels. Use --evaluate_only"
         )
     with one_process_at_a_time(recipe.cache_dir):
@@ -131,7 +91,7 @@ def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -
             )
         texts, _ = _columns(recipe, table, task, labelled=False)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
-        labels = in_the_models_order(labels, config)
+        labels = in_model_order(labels, config)
         kind = np.float32 if labels.names is None else np.int64
         part = _Part(_only(table, texts), np.zeros(len(table), dtype=kind))
         tokenizer = get_tokenizer(recipe, config, lambda: (), "")
@@ -145,7 +105,7 @@ def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -
 
 
 def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
-    """The tables, and the names of the held-out parts that there may be."""
+    """(the tables, the names of possible held-out parts)."""
     held_out = {"validation": HELD_OUT}
     if recipe.task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
@@ -159,7 +119,7 @@ def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
 def _columns(
     recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None, labelled: bool = True
 ) -> tuple[tuple[str, ...], str | None]:
-    """(the text columns, the label column, if there is to be one)."""
+    """(the text columns, the label column if `labelled`)."""
     present, problems = set(table.column_names), []
     texts = tuple(recipe.text_columns or ())
     if texts:
@@ -173,10 +133,10 @@ def _columns(
         if not texts and not task and len(words) == 1:
             texts = (words[0],)
         if not texts:
-            wanted = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
+            expected = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
                 "the text is in no column of a known name, and it is"
             )  # fmt: skip
-            problems.append(f"{wanted} not found. Name the columns with --text_columns")
+            problems.append(f"{expected} not found. Name the columns with --text_columns")
     label = recipe.label_column
     if not labelled:
         label = None
@@ -198,7 +158,7 @@ def _columns(
 
 
 def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config):
-    """(labels, parts with bad records left out, what there is to say)."""
+    """(labels, parts without bad records, notes for the log)."""
     train = source.first
     feature = train.features[label]
     where = {name: source.where(name) for name in source.parts}
@@ -210,7 +170,7 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         labels = Labels(task.labels)
     else:
         labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
-    labels = replace(in_the_models_order(labels, config), number=label)
+    labels = replace(in_model_order(labels, config), number=label)
     parts, notes = {}, []
     for name, table in source.parts.items():
         if missing := [column for column in (*texts, label) if column not in table.column_names]:
@@ -226,14 +186,14 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         if bad:
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
             kinds = "; ".join(f"{count:,}: {what}" for what, count in Counter(bad.values()).items())
-            what = f"records of {where[name]} are left out: {kinds}"
-            notes += report_loss(recipe, len(bad), len(table), what)
+            what = f"records of {where[name]} are skipped: {kinds}"
+            notes += report_data_loss(recipe, len(bad), len(table), what)
         parts[name] = part
     return labels, parts, notes
 
 
 def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:
-    """The text columns alone, as text (a .csv column of digits is read as numbers)."""
+    """The text columns, as text (a .csv column of digits is read as numbers)."""
     table = table.select_columns(list(texts))
     if len(text_columns(table)) == len(texts):
         return table
@@ -259,37 +219,10 @@ def _split(part: _Part, share: float) -> dict[str, _Part]:
 
 
 def _first(part: _Part, limit: int | None) -> _Part:
-    return _Part(first(part.texts, limit), part.labels[:limit])
+    return _Part(first_records(part.texts, limit), part.labels[:limit])
 
 
 def _all_texts(table: Dataset):
     for batch in table.iter(1000):
         for column in batch.values():
             yield from (text for text in column if text)
-
-
-def encode_texts(
-    texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None
-) -> TokenizedDataset:
-    """Token ids of the text or the pair, the longer text cut first where both do not fit."""
-    columns = tuple(padding_values(tokenizer))
-
-    def encode(batch: dict) -> dict:
-        given = [[text or "" for text in column] for column in batch.values()]
-        encoded = tokenizer(*given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
-                            verbose=False)  # fmt: skip
-        rows = {name: list(encoded[name]) for name in columns}
-        truncated = [0] * len(given[0])
-        for index, ids in enumerate(rows["input_ids"]):
-            if len(ids) > length:
-                cut = tokenizer(*(column[index] for column in given), truncation=True, max_length=length)
-                truncated[index] = len(ids) - len(cut["input_ids"])
-                for name in columns:
-                    rows[name][index] = cut[name]
-        return {**rows, "truncated": truncated}
-
-    features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
-    anew = prepare_anew(recipe)
-    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns),
-                         cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
-    return TokenizedDataset(table, columns, labels)

@@ -11,11 +11,11 @@ class GlueTask:
     """A task's texts and labels under the hub's names.
 
     Args:
-        labels: names in the order of the hub's class numbers; None where the label is a number (STS-B).
-        released: what the columns are called in the original .tsv files, where that differs.
-        file: what a submission's file is called, without .tsv.
-        numbered: a submission has the hub's class numbers and not the names.
-        header: False where the original training and development files have no line of column names (CoLA).
+        labels: names in the order of the hub's class numbers; None if the label is a number (STS-B).
+        released: the names of the text columns in the original .tsv files, if they differ.
+        file: the name of a submission's file, without .tsv.
+        numbered: a submission has the hub's class numbers, not the names.
+        header: the columns of original training and development files without a header (CoLA).
     """
 
     texts: tuple[str, ...]
@@ -44,22 +44,22 @@ TASKS = {
     "stsb": GlueTask(PAIR, None, "pearson", "STS-B", label_column="score"),
     "wnli": GlueTask(PAIR, ("not_entailment", "entailment"), "accuracy", "WNLI"),
 }  # fmt: skip
-NUMBERS = ("index", "id", "idx")  # columns of the records' numbers in files without labels; `id` is QQP's
-OTHERS = {"mismatched": "MNLI-mm", "diagnostic": "AX"}  # by a word in the file's name: what is MNLI's too
+NUMBERS = ("index", "id", "idx")  # columns with the numbers of records in files without labels; `id` is for QQP
+OTHERS = {"mismatched": "MNLI-mm", "diagnostic": "AX"}  # other submissions of MNLI, by a word in the file name
 
 
 def numbers(table: Dataset) -> list:
-    """The number of each record: what the file says, else its place."""
+    """The number of each record: that in the file, else its position."""
     column = next((name for name in NUMBERS if name in table.column_names), None)
     return table[column][:] if column else list(range(len(table)))
 
 
 def submission(task_name: str, file: Path, numbers: list, answers: list) -> tuple[str, str]:
-    """(name, text) of the file that gluebenchmark.com takes: `index`, `prediction`, one record a line.
+    """(name, text) of the file that gluebenchmark.com takes: `index`, `prediction`, one record per line.
 
     Args:
-        file: which was answered; MNLI has three.
-        answers: names of labels, or the numbers of STS-B, which end at 0 and 5.
+        file: the predicted file; MNLI has three.
+        answers: names of labels, or the numbers of STS-B, which are clipped to 0 and 5.
     """
     task = TASKS[task_name]
     if task.labels is None:

@@ -1,4 +1,4 @@
-"""Labels: which there are, what they are called, and the number of each record's."""
+"""Labels: the classes, their names, and the label of each record."""
 
 import math
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import numpy as np
 from train.recipe.errors import UserError
 
 MISSING = -1
-NOTHING = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
+NO_LABEL = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
 MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The classes by name, in the order of their numbers; None where the label is a number itself (regression).
+    """The names of the classes, in the order of their numbers; None if the label is a number (regression).
 
     Args:
-        choices: it is multiple choice: the classes are an example's choices, by their numbers.
-        number: what a number of regression is called.
+        choices: multiple choice: the classes are the choices of an example, by their numbers.
+        number: the name of the number in a regression.
     """
 
     names: tuple[str, ...] | None
@@ -28,7 +28,7 @@ class Labels:
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the model gives for an example."""
+        """Number of outputs of the model for an example."""
         return len(self.names) if self.names else 1
 
     @property
@@ -42,10 +42,10 @@ class Labels:
         return shown + (f" (f1 is that of {self.names[1]})" if len(self.names) == 2 else "")
 
     def encode(self, values: list[Any], where: str, class_names: tuple[str, ...] | None = None) -> np.ndarray:
-        """The labels of all records as int64 classes or float32 numbers; MISSING or nan where there is none.
+        """The labels of all records as int64 classes or float32 numbers; MISSING or nan without a label.
 
         Args:
-            class_names: what the data's own numbers stand for, where it numbers its classes.
+            class_names: the names of the data's class numbers, if it has class numbers.
 
         Raises:
             UserError: a label is none of the classes, or no number.
@@ -56,8 +56,8 @@ class Labels:
         for row, value in enumerate(values):
             if not (_is_missing(value) or _is_number(value) or isinstance(value, bool)):
                 raise UserError(
-                    f"{where}, record {row + 1}: the label {value!r} is no number. With words as labels leave "
-                    "--regression out"
+                    f"{where}, record {row + 1}: the label {value!r} is no number. With words as labels remove "
+                    "--regression"
                 )
         return np.array([math.nan if _is_missing(value) else float(value) for value in values], dtype=np.float32)
 
@@ -79,7 +79,7 @@ class Labels:
                 row = values.index(value)
                 raise UserError(
                     f"{where}, record {row + 1}: the label {value!r} is outside the label set "
-                    f"({', '.join(self.names)}). Correct the record, or see that label_column names the right column"
+                    f"({', '.join(self.names)}). Correct the record, or set label_column to the right column"
                 )
             known[value] = number[name]
         return np.array([known[value] for value in values], dtype=np.int64)
@@ -88,23 +88,23 @@ class Labels:
 def find_labels(values: list[Any], where: str, feature: Any, regression: bool | None) -> Labels:
     """The label set of the training data.
 
-    Names of a ClassLabel column are taken as they are; words and whole numbers are classes, sorted; numbers with a
-    fractional part make a regression. What is asked for with `regression` goes before all of these.
+    The names of a ClassLabel column are used unchanged; words and integers are classes, sorted; numbers with a
+    fractional part make a regression. `regression` overrides all of these.
 
     Raises:
-        UserError: there are no labels, only one, or more than anybody classifies into.
+        UserError: there are no labels, only one, or too many.
     """
     names = getattr(feature, "names", None)
     if names and not regression:
         return Labels(tuple(names))
-    there = {value for value in values if not _is_missing(value)}
-    if not there:
+    present = {value for value in values if not _is_missing(value)}
+    if not present:
         raise UserError(f"{where}: no record has a label. See that label_column names the right column")
     if regression or (
-        regression is None and all(_is_number(v) for v in there) and not all(_is_whole(v) for v in there)
+        regression is None and all(_is_number(v) for v in present) and not all(_is_whole(v) for v in present)
     ):
         return Labels(None)
-    ordered = sorted(there, key=float if all(_is_whole(v) for v in there) else _name)
+    ordered = sorted(present, key=float if all(_is_whole(v) for v in present) else _name)
     names = tuple(dict.fromkeys(_name(value) for value in ordered))
     if len(names) < 2 or len(names) > MOST_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
@@ -115,8 +115,8 @@ def find_labels(values: list[Any], where: str, feature: Any, regression: bool | 
     return Labels(names)
 
 
-def in_the_models_order(labels: Labels, config) -> Labels:
-    """The classes as a pretrained model numbers them, where it knows the same names; else as they are."""
+def in_model_order(labels: Labels, config) -> Labels:
+    """The classes in the order of a pretrained model that has the same names; else unchanged."""
     theirs = [name for _, name in sorted(config.id2label.items())]
     ours = {name.lower(): name for name in labels.names or ()}
     if len(theirs) == labels.num_outputs and set(ours) == {str(name).lower() for name in theirs}:
@@ -127,11 +127,11 @@ def in_the_models_order(labels: Labels, config) -> Labels:
 def trained_labels(
     config, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
 ) -> tuple[Labels, tuple[str, ...] | None]:
-    """(the labels of a trained classifier, what the data's numbers stand for), where nothing is trained.
+    """(the labels of a trained classifier, the names of the data's class numbers), for a launch without training.
 
     Args:
-        class_names: the classes by the data's own numbers, where it numbers them.
-        values: the labels of the data; empty where it has none.
+        class_names: the names of the data's class numbers, if it has class numbers.
+        values: the labels of the data; empty if it has none.
         is_number: the task asks for a number.
 
     Raises:
@@ -159,25 +159,25 @@ def trained_labels(
 
 
 def pretrained_head(config, pretrained: str | None) -> list[str] | None:
-    """The labels of the head that the pretrained weights bring; None where they bring none."""
+    """The labels of the pretrained head; None if the weights have no head."""
     if not pretrained or not any("SequenceClassification" in name for name in config.architectures or ()):
         return None
     return [str(name) for _, name in sorted(config.id2label.items())]
 
 
 def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
-    """A sentence for the log where a pretrained head of as many labels goes on under other names."""
+    """A note if a pretrained head with the same number of labels gets other names for them."""
     had, names = pretrained_head(config, pretrained), labels.names or ()
     if had is None or len(had) != len(names) or {name.lower() for name in had} == {name.lower() for name in names}:
         return None
     pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
-    return f"note      the pretrained head goes on under other names: {pairs}"
+    return f"note      the pretrained head is used with other names: {pairs}"
 
 
-def set_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
+def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
     """Write the labels into the model's configuration.
 
-    Returns: the number of outputs that the pretrained head has, where it must be replaced.
+    Returns: the number of outputs of the pretrained head if it must be replaced, else None.
 
     Raises:
         UserError: the pretrained model's head has another number of classes, and it may not be replaced.
@@ -200,15 +200,15 @@ def set_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched
 
 
 def _name(value: Any) -> str:
-    """How a label is called: 1, 1.0, "1" and "1.0" are the same class."""
-    if isinstance(value, int) or not _is_whole(value):  # True is an int too, and is called True
+    """The name of a label: 1, 1.0, "1" and "1.0" are the same class."""
+    if isinstance(value, int) or not _is_whole(value):  # True is an int too, and its name is True
         return str(value)
     return str(int(float(value)))
 
 
 def _is_missing(value: Any) -> bool:
-    """Nothing, or nan: so pandas stores a missing label."""
-    return value in NOTHING or str(value).strip().lower() in ("", "nan")
+    """Whether a label is empty or nan, which is pandas' missing value."""
+    return value in NO_LABEL or str(value).strip().lower() in ("", "nan")
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Megatron's GPT samples: documents shuffled, laid end to end, and cut into pieces of block_size + 1 tokens, by
-megatron-core itself. So a run sees the samples that Megatron-LM sees with the same seed, split and blend.
+"""Megatron's GPT samples: documents shuffled, concatenated, and cut into pieces of block_size + 1 tokens, by
+megatron-core itself. So a run has the same samples as Megatron-LM with the same seed, split and blend.
 
 Source: megatron-core's gpt_dataset.py, blended_dataset.py and blended_megatron_dataset_builder.py.
 """
@@ -24,23 +24,23 @@ from train.data.megatron.corpus import INDICES, Corpus, megatron
 from train.data.pack import DatasetStats, Sample
 from train.model.loss import IGNORE
 from train.recipe.cache import one_process_at_a_time
+from train.recipe.causal_options import RESETS
 from train.recipe.errors import UserError
 from train.recipe.files import is_there, put_in_place
-from train.recipe.tasks import RESETS
 
 TRAINING, HELD_OUT, TEST = range(3)
 PARTS = ("training", "evaluation")
-SURPLUS = 1.01  # of each corpus of a blend megatron-core lays out half a percent more than is used
+SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus of a blend than it uses
 
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """Corpora, what share of the samples each gives, and how the documents are split.
+    """Corpora, the proportion of samples from each, and the split of the documents.
 
     Args:
-        weights: as they were given; None: each corpus gives in proportion to its size.
-        split: the text of the option, which megatron-core reads.
-        block_size: tokens of a sample; it has one more, which is predicted and never read.
+        weights: those of data_path; None: in proportion to the size of each corpus.
+        split: the text of the option, which megatron-core parses.
+        block_size: tokens of a sample, without the one more that is only predicted.
     """
 
     corpora: list[Corpus]
@@ -51,7 +51,7 @@ class Blend:
 
     @functools.cached_property
     def bounds(self) -> list[tuple[float, float] | None]:
-        """Where training, evaluation and test begin and end, as shares of the documents; None: no such part."""
+        """(start, end) of training, evaluation and test, as fractions of the documents; None for an empty part."""
         config = megatron().config
         return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(self.split))
 
@@ -66,29 +66,31 @@ class Blend:
         return int(corpus.lengths[held.start : held.stop].sum(dtype=np.int64))
 
     def samples(self, corpus: Corpus, part: int) -> int:
-        """Samples that one pass over a part of a corpus gives."""
+        """Number of samples in one pass over a part of a corpus."""
         return max(0, (self.tokens(corpus, part) - 1) // self.block_size)
 
     def samples_per_epoch(self, part: int) -> int:
-        """Samples of one pass over the part of all corpora together."""
+        """Number of samples in one pass over a part of all corpora together."""
         return sum(self.samples(corpus, part) for corpus in self.corpora)
 
     @property
-    def shares(self) -> list[float]:
-        """The share of the samples that each corpus gives."""
+    def proportions(self) -> list[float]:
+        """The proportion of the samples that comes from each corpus."""
         part = TRAINING if self.bounds[TRAINING] else HELD_OUT
         weights = self.weights or [self.samples(corpus, part) for corpus in self.corpora]
         return [weight / sum(weights) for weight in weights]
 
-    def most_without_repeating(self, part: int) -> int:
-        """Samples of a part that can be drawn with these shares, each at most once."""
+    def max_samples_without_repeats(self, part: int) -> int:
+        """Number of samples of a part that can be drawn in these proportions, each at most once."""
         if self.weights is None:
             return self.samples_per_epoch(part)
-        each = (self.samples(corpus, part) / share for corpus, share in zip(self.corpora, self.shares))
-        return max(1, int(min(each) / SURPLUS))
+        limits = (
+            self.samples(corpus, part) / proportion for corpus, proportion in zip(self.corpora, self.proportions)
+        )
+        return max(1, int(min(limits) / SURPLUS))
 
     def check(self) -> None:
-        """Raises UserError where a part that has a share would have no document, or no sample."""
+        """Raises UserError if a part of the split would have no document, or no sample."""
         problems = []
         for corpus in self.corpora:
             for part in (TRAINING, HELD_OUT):
@@ -99,12 +101,12 @@ class Blend:
                 if not documents:
                     problems.append(
                         f"split = {self.split!r} leaves {PARTS[part]} none of the {len(corpus.lengths):,} documents "
-                        f"of {corpus.prefix}. Give it a larger share, or 0"
+                        f"of {corpus.prefix}. Give it a larger proportion, or 0"
                     )
                 elif not self.samples(corpus, part):
                     problems.append(
                         f"split = {self.split!r} gives {PARTS[part]} {what}, {tokens:,} tokens: less than one sample "
-                        f"of block_size = {self.block_size} and one more. Give it a larger share, or 0, or choose a "
+                        f"of block_size = {self.block_size} and one more. Give it a larger proportion or 0, or a "
                         "smaller block_size"
                     )
         if problems:
@@ -112,13 +114,13 @@ class Blend:
 
 
 class CorpusSamples:
-    """A part of a blend, in the order in which it is seen: sample k is the k-th of the run.
+    """A part of a blend in the order of the run: sample k is the k-th of the run.
 
     Args:
         dataset: megatron-core's GPTDataset or BlendedDataset.
-        count: samples in use.
-        rows: of the tokenizer; an id beyond them is refused where it is read.
-        resets: whether positions, and attention, begin anew after an end of document.
+        count: number of samples in use.
+        rows: number of tokens of the tokenizer; a larger id is refused when it is read.
+        resets: whether positions, and attention, restart after an end-of-document token.
     """
 
     lengths = sort_key = None
@@ -127,13 +129,13 @@ class CorpusSamples:
         self.dataset, self.count, self.rows, self.eod, self.block_size = dataset, count, rows, eod, block_size
         self.reset_positions, self.reset_attention = resets
         tokens = count * block_size
-        self.contents = DatasetStats(documents=count, tokens=tokens, samples=count, truncated=0)
+        self.stats = DatasetStats(documents=count, tokens=tokens, samples=count, truncated=0)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
-        """input_ids and next_tokens, each (block_size,) int64, and what the resets take.
+        """input_ids and next_tokens, each (block_size,) int64, and the columns for the resets.
 
         Raises:
             UserError: an id is beyond the vocabulary.
@@ -158,12 +160,12 @@ def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
     """The message for an id that the tokenizer does not have."""
     return (
         f"data_path: {where} holds token {number:,}, and the tokenizer has {rows:,}: the corpus was made with "
-        "another tokenizer, or was damaged. Name that tokenizer with tokenizer_name, or prepare the corpus anew"
+        "another tokenizer, or was damaged. Name that tokenizer with tokenizer_name, or prepare the corpus again"
     )
 
 
-class _Ends:
-    """What megatron-core's datasets ask of a tokenizer: the end of a document, and what the cache depends on."""
+class _TokenizerStub:
+    """The attributes of a tokenizer that megatron-core's datasets read: the end of a document, and its identity."""
 
     def __init__(self, rows: int, eod: int):
         self.vocab_size, self.eod = rows, eod
@@ -173,10 +175,10 @@ class _Ends:
 def build(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, recipe
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
-    """(training, held-out) samples. Their index is made once, by the first process that comes, and is mapped by all.
+    """(training, held-out) samples. The first process makes their index; all processes map it into memory.
 
     Args:
-        num_samples: of the whole run: documents are shuffled over all its epochs. 0: nothing is trained.
+        num_samples: of the full run: documents are shuffled over all its epochs. 0: no training.
         num_held_out: 0: none.
         rows: tokens of the tokenizer.
         eod: the token at the end of a document.
@@ -188,13 +190,13 @@ def build(
     root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/cache/{INDICES}").expanduser()
     sizes = (num_samples, num_held_out)
     flags = {name: getattr(recipe, name) for name in RESETS}
-    ends = _Ends(rows, eod)
+    ends = _TokenizerStub(rows, eod)
     folder = root / _name(blend, sizes, eod)
     try:
         if not is_there(folder):
             root.mkdir(parents=True, exist_ok=True)
             with one_process_at_a_time(str(root)):
-                if not is_there(folder):  # whole, or not there at all: a killed run leaves no half of an index
+                if not is_there(folder):  # complete or absent: a killed run leaves no partial index
                     partial = folder.with_name(f"{folder.name}.partial-{platform.node()}")
                     shutil.rmtree(partial, ignore_errors=True)
                     _datasets(blend, sizes, ends, flags, partial)
@@ -202,9 +204,9 @@ def build(
         found = _datasets(blend, sizes, ends, flags, folder)
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
-        why = "it is no folder" if is_file else error.strerror or error
+        why = "it is not a folder" if is_file else error.strerror or error
         raise UserError(
-            f"the index of the samples cannot be kept in {root}: {why}. Name another folder with --data_cache_path"
+            f"the index of the samples cannot be written to {root}: {why}. Name another folder with --data_cache_path"
         ) from None
     resets = (recipe.reset_position_ids, recipe.reset_attention_mask)
     counts = (len(found[TRAINING]) if num_samples else 0, num_held_out)
@@ -216,7 +218,7 @@ def build(
 
 
 def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
-    """Of an index: everything that it follows from. megatron-core's own names leave out what the files hold."""
+    """The name of an index: a hash of all that it depends on. megatron-core's names omit what the files hold."""
     files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
     key = {
         "corpora": [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files],
@@ -226,19 +228,21 @@ def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
 
 
-def _datasets(blend: Blend, sizes: tuple[int, int], ends: _Ends, flags: dict[str, bool], cache: Path) -> tuple:
-    """megatron-core's datasets of training and evaluation, None where there is none; the index is read from or put
-    into `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
+def _datasets(
+    blend: Blend, sizes: tuple[int, int], ends: _TokenizerStub, flags: dict[str, bool], cache: Path
+) -> tuple:
+    """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
+    to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
     weights = blend.weights
     if len(blend.corpora) > 1 and weights is None and sizes[TRAINING] > blend.samples_per_epoch(TRAINING):
-        weights = blend.shares  # without weights megatron-core gives one pass and no more
+        weights = blend.proportions  # without weights megatron-core makes only one pass
     train = _dataset(blend, TRAINING, weights, sizes[TRAINING], ends, flags, cache) if sizes[TRAINING] else None
     if not sizes[HELD_OUT]:
         return train, None
     return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], ends, flags, cache)
 
 
-def _dataset(blend: Blend, part: int, weights, count: int, ends: _Ends, flags: dict[str, bool], cache: Path):
+def _dataset(blend: Blend, part: int, weights, count: int, ends: _TokenizerStub, flags: dict[str, bool], cache: Path):
     """megatron-core's dataset of one part."""
     core = megatron()
     config = core.gpt.GPTDatasetConfig(
@@ -248,7 +252,7 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _Ends, flags: d
     )  # fmt: skip
     config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
     sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]
-    # BlendedDataset asks for its rank without looking whether there are any; no process group exists yet.
+    # BlendedDataset asks for its rank, but no process group exists yet.
     with patch.object(torch.distributed, "get_rank", lambda *_: 0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -259,4 +263,4 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _Ends, flags: d
 def epochs(blend: Blend, num_samples: int) -> list[float]:
     """How often a run of `num_samples` passes over the training part of each corpus."""
     counts = [blend.samples(corpus, TRAINING) for corpus in blend.corpora]
-    return [num_samples * share / count if count else 0.0 for share, count in zip(blend.shares, counts)]
+    return [num_samples * proportion / count if count else 0.0 for proportion, count in zip(blend.proportions, counts)]

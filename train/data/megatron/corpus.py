@@ -1,8 +1,9 @@
-"""Megatron's corpora: PREFIX.bin and PREFIX.idx, and PREFIX.json, which says what made them. Samples are made by
-megatron-core; what a corpus holds is read without it, since its import takes seconds.
+"""Megatron's corpora: PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how they were made.
 
-The format has no checksum and no end mark, and its reader believes what it reads: a cut-off .bin shows only as an
-error in the middle of training. So the sizes are checked against each other before a corpus is opened.
+megatron-core makes the samples; the files are checked here without it, since its import takes seconds.
+
+The format has no checksum and no end mark, and megatron-core does not check it: a truncated .bin causes an error only
+in the middle of training. So the sizes of the files are compared before a corpus is opened.
 """
 
 import dataclasses
@@ -24,22 +25,22 @@ from train.recipe.paths import missing_corpus
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
 DTYPES = dict(enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1))
-INDICES = "GPTDataset_indices"  # the folder that training keeps beside a corpus, called as Megatron calls it
-PORTION = 1 << 22  # ids that are looked at in one go
-# What a tokenizer makes of these tells it from others that have the same vocabulary.
+INDICES = "GPTDataset_indices"  # Megatron's name of the folder of indices beside a corpus
+PORTION = 1 << 22  # number of ids to read at a time
+# Their token ids distinguish tokenizers that have the same vocabulary.
 PROBES = ("The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.", "def f(x):\n    return x[0] != 1_000",
           "吾輩は猫である。名前はまだ無い。", "naïve café — “Ünïcödé” 🙂", " leading and trailing ")  # fmt: skip
 
 
 @functools.cache
 def megatron() -> SimpleNamespace:
-    """megatron-core's modules for data, imported where they are used: that takes seconds.
+    """megatron-core's modules for data, imported late, since it takes seconds.
 
     Raises:
         UserError: it is not installed.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which are for models, are not there
+        warnings.simplefilter("ignore")  # Transformer Engine and Apex, which only models need, are not installed
         try:
             from megatron.core.datasets import (
                 blended_megatron_dataset_builder,
@@ -59,16 +60,16 @@ def megatron() -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class Card:
-    """PREFIX.json, which `zerofit prepare` writes. A corpus of another program has none.
+    """PREFIX.json, which `zerofit prepare` writes. A corpus from another program has none.
 
     Args:
-        tokenizer: how it was named.
+        tokenizer: its name.
         fingerprint: of the tokenizer, see `tokenizer_fingerprint`.
         vocab_size: ids are below it.
         eod: the id after each document; None where there is none.
         documents, tokens: their numbers; documents without a token count as well.
         largest_id: the largest id in the corpus.
-        sources: what it was made from: files, or corpora.
+        sources: the files or corpora that it was made from.
         made_by: the program and its version.
     """
 
@@ -88,15 +89,15 @@ class Card:
 
 @dataclass
 class Corpus:
-    """A corpus whose files agree with each other, mapped into memory.
+    """A corpus with consistent files, mapped into memory.
 
     Args:
         prefix: the path without .bin.
         dtype: of the ids.
         lengths: (sequences,) tokens of each sequence, int32. Megatron's own tool makes one sequence of a document.
-        pointers: (sequences,) where each begins in the .bin, in bytes, int64.
+        pointers: (sequences,) the start of each in the .bin, in bytes, int64.
         ends: (documents + 1,) the first sequence of each document, and the end of the last, int64.
-        card: None where there is no PREFIX.json.
+        card: None without PREFIX.json.
     """
 
     prefix: str
@@ -119,7 +120,7 @@ class Corpus:
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
 
     def id_range(self, one_of: int = 1) -> tuple[int, int]:
-        """(smallest, largest) id, looked for in one of so many portions, spread evenly."""
+        """(smallest, largest) id in one of every `one_of` portions of the corpus."""
         ids = self.ids()
         portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
         ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
@@ -127,13 +128,13 @@ class Corpus:
 
 
 def open_corpus(option: str, prefix: str) -> Corpus:
-    """Open PREFIX.bin and PREFIX.idx, once their sizes are known to agree. A suffix of the two may be given.
+    """Open PREFIX.bin and PREFIX.idx after a check of their sizes. `prefix` may have one of the two suffixes.
 
     Args:
-        option: where the prefix was named, for messages.
+        option: the option that names the prefix, for messages.
 
     Raises:
-        UserError: a file is missing, of another format or version, cut off, or not of the other one.
+        UserError: a file is missing, of another format or version, truncated, or not of the same corpus.
     """
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
     problem = _problem(prefix)
@@ -157,7 +158,7 @@ def open_corpus(option: str, prefix: str) -> Corpus:
 
 
 def _problem(prefix: str) -> str | None:
-    """What the sizes and the header show to be wrong; None if nothing."""
+    """A problem with the header or the sizes of the files; None if there is none."""
     index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     if missing := missing_corpus(prefix):
         return missing
@@ -194,10 +195,10 @@ def _problem(prefix: str) -> str | None:
 
 
 def read_card(prefix: str) -> Card | None:
-    """PREFIX.json; None where there is none.
+    """PREFIX.json; None if it does not exist.
 
     Raises:
-        UserError: it is none of ours.
+        UserError: `zerofit prepare` did not write it.
     """
     path = Path(f"{prefix}.json")
     if not path.is_file():
@@ -213,8 +214,8 @@ def read_card(prefix: str) -> Card | None:
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
-    """A hash of the vocabulary and of what a few texts become: the same for a tokenizer however it is stored, and with
-    or without tokens that were added for padding and the like."""
+    """A hash of the vocabulary and of the token ids of a few texts: the same for a tokenizer however it is stored, and
+    with or without added tokens, such as one for padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     vocabulary = backend.get_vocab(with_added_tokens=False) if backend is not None else tokenizer.get_vocab()

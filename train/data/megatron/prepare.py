@@ -1,22 +1,22 @@
-"""Data for the causal task that is tokenised already: from corpora in Megatron's format to samples, and a report."""
+"""Corpora in Megatron's format for the causal task: already tokenized, from files to samples, and a report."""
 
 import os
 
-from train.data.lengths import choose_length
+from train.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from train.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
 from train.data.megatron.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from train.data.order import FixedOrder, samples_of_run
 from train.data.pack import TextData
-from train.data.text.prepare import DEFAULT_BLOCK_SIZE
 from train.model.tokenizer import load_tokenizer, producible_tokens
+from train.recipe.causal_options import RESETS
 from train.recipe.errors import UserError
-from train.recipe.tasks import RESETS, ClmRecipe
+from train.recipe.tasks import ClmRecipe
 
-LOOKED_AT = 2**27  # ids of a corpus that nothing is known of, looked through before training
+LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
 
 
 def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
-    """Open the corpora that the recipe names, and lay out the samples of the run.
+    """Open the corpora that the recipe names, and make the samples of the run.
 
     Args:
         global_batch: samples of an update.
@@ -37,7 +37,7 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
     blend.check()
     per_epoch = blend.samples_per_epoch(TRAINING)
     total = samples_of_run(recipe, per_epoch, global_batch) if recipe.trains else 0
-    held_out = blend.most_without_repeating(HELD_OUT) if blend.bounds[HELD_OUT] else 0
+    held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
     if not (held_out or recipe.trains):
         raise UserError(
             f"split = {recipe.split!r}: nothing is held out to evaluate on. 0,1 evaluates on all documents"
@@ -45,7 +45,7 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
     if held_out < blend.samples_per_epoch(HELD_OUT) / 2:
         notes.append(
             f"note      with these weights evaluation can have {held_out:,} of {blend.samples_per_epoch(HELD_OUT):,} "
-            "samples, else some would come twice"
+            "samples, or some would be repeated"
         )
     train, validation = build(blend, total, min(held_out, recipe.max_eval_samples or held_out), rows, eod, recipe)
     order = FixedOrder(len(train)) if recipe.trains else None
@@ -58,38 +58,40 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
 
 def check_named_once(corpora: list[Corpus]) -> None:
     """Raises UserError where a corpus was named twice, perhaps in two ways."""
-    seen: dict[str, str] = {}
+    prefixes: dict[str, str] = {}
     for corpus in corpora:
-        before = seen.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
+        before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
         if before is not corpus.prefix:
-            raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Add its weights up")
+            raise UserError(
+                f"data_path: {before} and {corpus.prefix} are one corpus. Name it once, with the sum of its weights"
+            )
 
 
 def kind(recipe: ClmRecipe, block_size: int) -> str:
-    """How documents become samples, as a sentence for the log."""
+    """How samples are made of documents, as a sentence for the log."""
     resets = "".join(f", {name}" for name in RESETS if getattr(recipe, name))
     return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {recipe.split}{resets}; samples of one pass:"
 
 
 def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
-    """See that the corpora were made with the tokenizer of the run. Returns what there is to say.
+    """Check that the corpora were made with the tokenizer of the run. Returns notes for the log.
 
     Args:
-        rows: tokens of the tokenizer.
+        rows: number of tokens of the tokenizer.
 
     Raises:
         UserError: they were made with another one, or hold ids that it does not have.
     """
-    notes, problems, own = [], [], None
+    notes, problems, fingerprint = [], [], None
     for corpus in corpora:
         card = corpus.card
         if card is not None:
-            own = own or tokenizer_fingerprint(tokenizer)
-            if card.fingerprint != own:
+            fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
+            if card.fingerprint != fingerprint:
                 problems.append(
                     f"data_path: {corpus.prefix} was made with another tokenizer ({card.tokenizer}) than the run has "
                     f"({tokenizer.name_or_path}): their vocabularies, or how they write a text, differ. Name that one "
-                    "with tokenizer_name, or prepare the corpus anew"
+                    "with tokenizer_name, or prepare the corpus again"
                 )
             elif card.eod is None:
                 notes.append(
@@ -100,9 +102,9 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
         smallest, largest = corpus.id_range(one_of)
         if smallest < 0 or largest >= rows:
             problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
-        looked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
+        checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
         notes.append(
-            f"note      {corpus.prefix} has no .json that tells its tokenizer; {looked} below {largest + 1:,}"
+            f"note      {corpus.prefix} has no .json that tells its tokenizer; {checked} below {largest + 1:,}"
         )
     if problems:
         raise UserError(problems)
@@ -110,36 +112,36 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
 
 
 def end_of_document(recipe: ClmRecipe, corpora: list[Corpus], tokenizer) -> int:
-    """The id at the end of each document: what the corpora were made with, else the tokenizer's end-of-text token; -1
-    where there is none.
+    """The id at the end of each document: that of the corpora, else the tokenizer's end-of-text token; -1 if there is
+    none.
 
     Raises:
-        UserError: there is none, and options are set that go by it; or there are several.
+        UserError: there is none, and options need it; or there are several.
     """
-    known = {corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora} - {None}
-    if len(known) > 1:
-        ends = ", ".join(map(str, sorted(known)))
+    eods = {corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora} - {None}
+    if len(eods) > 1:
+        ends = ", ".join(map(str, sorted(eods)))
         raise UserError(
             f"data_path: the documents of these corpora end with different tokens ({ends}). Prepare them alike"
         )
-    if known:
-        return known.pop()
-    useless = [name for name in RESETS if getattr(recipe, name)]
-    if useless:
+    if eods:
+        return eods.pop()
+    unused = [name for name in RESETS if getattr(recipe, name)]
+    if unused:
         raise UserError(
-            f"{', '.join(useless)}: no effect, since no token ends the documents of {corpora[0].prefix}. Prepare the "
-            f"corpus with --append_eod, or leave the option{'s' * (len(useless) > 1)} out"
+            f"{', '.join(unused)}: no effect, since no token ends the documents of {corpora[0].prefix}. Prepare the "
+            f"corpus with --append_eod, or remove the option{'s' * (len(unused) > 1)}"
         )
     return -1
 
 
 def report(blend: Blend, total: int, validation) -> list[tuple[str, ...]]:
-    """The table before training: a row a corpus, what it holds and how often the run passes over it."""
+    """The table before training: one row per corpus, its size and the number of epochs of the run."""
     head = ("corpus", "share", "documents", "tokens", "training", "evaluation", "test", "epochs")
     rows, passes = [], epochs(blend, total)
-    for corpus, share, times in zip(blend.corpora, blend.shares, passes):
+    for corpus, proportion, times in zip(blend.corpora, blend.proportions, passes):
         samples = [f"{blend.samples(corpus, part):,}" for part in (TRAINING, HELD_OUT, TEST)]
-        rows.append((corpus.prefix, f"{share:.1%}", f"{corpus.documents:,}", f"{corpus.tokens:,}", *samples,
+        rows.append((corpus.prefix, f"{proportion:.1%}", f"{corpus.documents:,}", f"{corpus.tokens:,}", *samples,
                      f"{times:.3g}"))  # fmt: skip
     if len(rows) > 1:
         samples = [f"{blend.samples_per_epoch(part):,}" for part in (TRAINING, HELD_OUT, TEST)]

@@ -5,11 +5,13 @@ from dataclasses import asdict, dataclass, field
 
 from datasets import Dataset, Features, Value
 
-from train.data.lengths import choose_length, report_loss
-from train.data.pairs.conversations import Columns, Pair, find_columns, read_conversation_files
+from train.data.lengths import choose_length, report_data_loss
+from train.data.pairs.columns import Columns, Pair, find_columns
+from train.data.pairs.conversation_files import read_conversation_files
 from train.data.records import BadRecord, check_records, records_of
-from train.data.sources import columns_present, first, hold_out, read_source
-from train.data.text.tokenize import IDS, encode_table, fingerprint
+from train.data.sources import read_source
+from train.data.tables import columns_present, first_records, hold_out
+from train.data.token_tables import IDS, encode_table, fingerprint
 from train.data.tokenized import TokenizedDataset
 from train.model.families import family_of
 from train.model.tokenizer import end_with_eos, get_tokenizer
@@ -27,8 +29,8 @@ PARTS = {"train": "training", "validation": "held-out"}
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How a source is written for the encoder. It is saved in the tokenizer's configuration, so that whoever asks the
-    model later writes it likewise."""
+    """How a source is written for the encoder. It is saved in the tokenizer's configuration, so that later
+    prompts have the same format."""
 
     prefix: str
     separator: str  # between two turns
@@ -36,23 +38,23 @@ class SourceFormat:
 
     @classmethod
     def of(cls, tokenizer, config, max_length: int) -> "SourceFormat":
-        """The one that a model was trained with; where none is known its family's, with sources of `max_length`."""
+        """The format that a model was trained with; if unknown that of its family, with sources of `max_length`."""
         known = tokenizer.init_kwargs.get(FORMAT)
         return cls(**known) if known else cls("", turn_separator(config, tokenizer), max_length)
 
 
 @dataclass
 class HeldOutPairs:
-    """The held-out samples, the whole target of each as text, and the target that training has most often."""
+    """The held-out samples, the full target of each as text, and the most common target of the training data."""
 
     samples: TokenizedDataset
     targets: list[str]
-    usual: str | None
+    most_common: str | None
 
 
 @dataclass
 class PairData:
-    """Samples of both parts, and the tokenizer that made them; no `train` where nothing is trained."""
+    """Samples of both parts, and the tokenizer that made them; no `train` without training."""
 
     train: TokenizedDataset | None
     validation: HeldOutPairs | None
@@ -62,7 +64,7 @@ class PairData:
 
 
 def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
-    """Read, check, split and tokenise; the first process of the machine works, the others find it done.
+    """Read, check, split and tokenise; the first process of the machine works, the others use its cache.
 
     The held-out part is drawn by records: no turn of a held-out conversation is trained on.
 
@@ -71,7 +73,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     with one_process_at_a_time(recipe.cache_dir):
         source = read_source(recipe, reader=read_conversation_files)
-        source.parts = {part: languages_apart(table) for part, table in source.parts.items()}
+        source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
         columns = find_columns(recipe, source.first)
         notes = [f"data      {columns.describe}"]
         for part, table in source.parts.items():
@@ -96,20 +98,20 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         tables = {name: _encode(part, columns, encoder, recipe) for name, part in parts.items()}
     tokenizer.init_kwargs[FORMAT] = asdict(form)
     limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
-    tables = {name: first(table, limits[name]) for name, table in tables.items()}
+    tables = {name: first_records(table, limits[name]) for name, table in tables.items()}
     for name, table in tables.items():
-        notes += what_is_lost(recipe, config, columns, table, name, widths)
+        notes += truncation_notes(recipe, config, columns, table, name, widths)
     train, validation = tables.get("train"), None
     if "validation" in tables:
         table = tables["validation"]
-        usual = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
-        validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], usual)
+        most_common = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
+        validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], most_common)
     return PairData(
         TokenizedDataset(train, COLUMNS) if train is not None else None, validation, tokenizer, widths, notes
     )
 
 
-def languages_apart(table: Dataset) -> Dataset:
+def split_translation_columns(table: Dataset) -> Dataset:
     """Records {"translation": {"en": ..., "de": ...}}, as those of wmt, with a column for each language."""
     held = table.features.get("translation")
     if not (isinstance(held, dict) or hasattr(held, "languages")):
@@ -122,9 +124,11 @@ def languages_apart(table: Dataset) -> Dataset:
     )
 
 
-def what_is_lost(recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]) -> list[str]:
-    """What there is to say about texts that are cut; of a conversation the latest turns are kept, as is meant.
-    Raises UserError if most targets are cut."""
+def truncation_notes(
+    recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]
+) -> list[str]:
+    """Notes about truncated texts; of a conversation the latest turns are kept, which is intended. Raises UserError if
+    most targets are truncated."""
     numbers = table.select_columns(["source_tokens", "target_tokens"]).with_format("numpy")[:]
     notes = []
     for side, width in zip(("source", "target"), widths):
@@ -133,7 +137,7 @@ def what_is_lost(recipe, config, columns: Columns, table: Dataset, part: str, wi
         option, lengths = f"max_{side}_length", numbers[f"{side}_tokens"]
         what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
         lost = int((lengths > width).sum())
-        notes += report_loss(recipe, lost, len(table), what, lengths, option, config, stops=side == "target")
+        notes += report_data_loss(recipe, lost, len(table), what, lengths, option, config, stops=side == "target")
     return notes
 
 
@@ -159,7 +163,7 @@ class PairEncoder:
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
         self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
-        # What prefix and separator add to a text; alone they may be more tokens, such as the space at a prefix's end.
+        # The tokens that prefix and separator add to a text; alone they may be more, such as a space at the end.
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
         self.prefix_size, self.separator_size = prefixed - text, two - 2 * text
         if self.prefix_size >= self.room:
@@ -176,8 +180,8 @@ class PairEncoder:
         return marked[:place], marked[place + len(plain) :]
 
     def encode(self, pairs: list[Pair]) -> dict[str, list]:
-        """Columns input_ids, labels, target (the whole text), is_cut (of the target), truncated (tokens lost), and the
-        tokens that the whole source and target have."""
+        """Columns input_ids, labels, target (the full text), is_cut (of the target), truncated (tokens cut), and the
+        numbers of tokens of the full source and target."""
         if not pairs:
             return {name: [] for name in TABLE}
         sources, lost = self.sources([pair.source for pair in pairs])
@@ -194,7 +198,7 @@ class PairEncoder:
                 "source_tokens": whole, "target_tokens": lengths}  # fmt: skip
 
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
-        """(ids, tokens lost) of each source. Of a conversation the latest turns are kept, as many as fit whole; of a
+        """(ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of a
         last turn that does not fit alone its end is kept; of a single text its beginning."""
         (before, after), room = self.marks[0], self.room
         prefix, between, size = self.prefix_size, self.separator_size, self._sizes(histories)
@@ -202,7 +206,7 @@ class PairEncoder:
         rows = self._ids([self._joined(turns) for turns in kept])
         lost = []
         for index, turns in enumerate(histories):
-            while len(rows[index]) > room and len(kept[index]) > 1:  # joined, the turns take more than one by one
+            while len(rows[index]) > room and len(kept[index]) > 1:  # joined, the turns may take more tokens
                 kept[index] = kept[index][1:]
                 rows[index] = self._ids([self._joined(kept[index])])[0]
             ids = rows[index]
@@ -216,7 +220,7 @@ class PairEncoder:
         return self.prefix + self.separator.join(turns)
 
     def _sizes(self, histories: list[list[str]]) -> dict[str, int]:
-        """{turn: its tokens}, each turn looked at once."""
+        """{turn: its number of tokens}; each turn is tokenized once."""
         turns = list(dict.fromkeys(turn for history in histories for turn in history))
         return dict(zip(turns, map(len, self._ids(turns))))
 
@@ -236,7 +240,7 @@ class PairEncoder:
 
 
 def _texts(table: Dataset, columns: Columns):
-    """Every text once, for the training of a tokenizer."""
+    """Every text once, to train a tokenizer."""
     for batch in table.iter(200):
         for record in records_of(batch):
             try:
@@ -254,7 +258,7 @@ def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2
             try:
                 pairs += columns.pairs(record)
             except BadRecord:
-                continue  # counted and said already
+                continue  # reported already
         return encoder.encode(pairs)
 
     return encode_table(table, encode, TABLE, (*encoder.key, columns), cache_root(recipe.cache_dir),

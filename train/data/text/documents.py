@@ -1,4 +1,4 @@
-"""From records to documents: one `text` column, a training and a held-out part."""
+"""From records to documents: one `text` column, in a training and a held-out part."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -7,27 +7,20 @@ from pathlib import Path
 from datasets import Dataset
 
 from train.data.encodings import open_bytes
-from train.data.sources import (
-    Source,
-    columns_present,
-    empty_split,
-    first,
-    hold_out,
-    name_for_the_cache,
-    read_source,
-    text_columns,
-)
+from train.data.sources import Source, read_source
+from train.data.tables import columns_present, empty_split, first_records, hold_out, set_fingerprint, text_columns
+from train.data.token_tables import NO_TEXT
 from train.model.families.gpt2 import END_OF_TEXT
+from train.recipe.causal_options import TextOptions
 from train.recipe.errors import UserError
-from train.recipe.tasks import ClmRecipe, TextOptions
+from train.recipe.tasks import ClmRecipe
 
-FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the text and not from the list of documents
-NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
+FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
 
 
 @dataclass
 class Records:
-    """Training and held-out records (column `text`), and how a text file was cut into documents."""
+    """Training and held-out records (column `text`), and the unit of documents in a text file."""
 
     train: Dataset | None
     validation: Dataset | None
@@ -40,10 +33,10 @@ def load_texts(recipe: ClmRecipe) -> Records:
 
 
 def read_records(recipe: ClmRecipe) -> tuple[Source, str]:
-    """(what the recipe names, what a record of it is).
+    """(the data that the recipe names, the unit of a record).
 
     Raises:
-        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub is out of reach.
+        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
     """
     units: list[str] = []
 
@@ -56,7 +49,7 @@ def read_records(recipe: ClmRecipe) -> tuple[Source, str]:
 
 
 def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
-    """The column of text alone, the held-out part split off if there is none, max_*_samples applied.
+    """The column of text; a held-out part is split off if there is none; max_*_samples are applied.
 
     Raises:
         UserError: there is no such column; a split is empty.
@@ -67,13 +60,13 @@ def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
     train, validation = parts.get("train"), parts.get("validation")
     if validation is None and recipe.validation_split_percentage > 0:
         train, validation = split_off(train, recipe.validation_split_percentage / 100)
-    train = first(train, recipe.max_train_samples) if recipe.trains else None
-    validation = validation if validation is None else first(validation, recipe.max_eval_samples)
+    train = first_records(train, recipe.max_train_samples) if recipe.trains else None
+    validation = validation if validation is None else first_records(validation, recipe.max_eval_samples)
     return Records(train, validation, unit)
 
 
 def _text_unit(recipe: TextOptions, files: list[Path]) -> str:
-    """line, paragraph, file or mark: how these text files are cut into documents."""
+    """The unit of documents in these text files: line, paragraph, file or mark."""
     if recipe.document_separator in ("line", "paragraph", "file"):
         return recipe.document_separator
     if recipe.document_separator or _contains(files[0], END_OF_TEXT):
@@ -91,15 +84,15 @@ def _contains(path: Path, mark: str) -> bool:
     return False
 
 
-def text_column(dataset: Dataset, wanted: str | None) -> str:
-    """The column that holds the text. Raises UserError: there is none, or several might be meant."""
+def text_column(dataset: Dataset, name: str | None) -> str:
+    """The column of text. Raises UserError if there is none, or several are possible."""
     texts, present = text_columns(dataset), columns_present(dataset)
-    if wanted:
-        if wanted not in dataset.column_names:
-            raise UserError(f"text_column = {wanted!r}: there is no such column; {present}")
-        if wanted not in texts:
-            raise UserError(f"text_column = {wanted!r} holds no text; {present}")
-        return wanted
+    if name:
+        if name not in dataset.column_names:
+            raise UserError(f"text_column = {name!r}: there is no such column; {present}")
+        if name not in texts:
+            raise UserError(f"text_column = {name!r} holds no text; {present}")
+        return name
     if "text" in texts:
         return "text"
     if len(texts) != 1:
@@ -111,7 +104,7 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
     dataset = dataset.remove_columns([name for name in dataset.column_names if name != column])
     dataset = dataset if column == "text" else dataset.rename_column(column, "text")
     if dataset.data.column("text").null_count:  # records without text
-        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Leaving out empty records")
+        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
     return dataset
 
 
@@ -124,27 +117,27 @@ def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
     return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
 
 
-def split_off(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """(training, held-out) parts: documents drawn at random with a fixed seed, or, of a few long ones, their ends."""
+def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """(training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long documents."""
     if len(dataset) >= FEW_DOCUMENTS:
-        return hold_out(dataset, share)
-    cuts = [_cut_near_the_end(text, share) for text in dataset["text"]]
+        return hold_out(dataset, fraction)
+    cuts = [_cut_near_the_end(text, fraction) for text in dataset["text"]]
     parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
     if not any(parts):
         raise UserError(NO_TEXT)
     if not all(parts):
-        raise empty_split(dataset, share, texts=True)
+        raise empty_split(dataset, fraction, texts=True)
     train, held_out = (
-        name_for_the_cache(Dataset.from_dict({"text": part}), dataset._fingerprint, share, name)
+        set_fingerprint(Dataset.from_dict({"text": part}), dataset._fingerprint, fraction, name)
         for part, name in zip(parts, ("train", "held out"))
     )
     return train, held_out
 
 
-def _cut_near_the_end(text: str, share: float) -> tuple[str, str]:
-    """Cut off about the last `share` of a text, at the start of the line that the cut falls into if that is near."""
-    wanted = round(len(text) * (1 - share))
-    newline = text.rfind("\n", 0, wanted)
-    near = wanted - newline <= share * len(text) / 2
-    cut = newline + 1 if newline > 0 and near else wanted
+def _cut_near_the_end(text: str, fraction: float) -> tuple[str, str]:
+    """Cut off about the last `fraction` of a text, at the start of a line if one is near."""
+    target = round(len(text) * (1 - fraction))
+    newline = text.rfind("\n", 0, target)
+    near = target - newline <= fraction * len(text) / 2
+    cut = newline + 1 if newline > 0 and near else target
     return text[:cut], text[cut:]

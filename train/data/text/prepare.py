@@ -1,62 +1,32 @@
-"""Data for the causal task: from the recipe's data options to samples, before any process waits in a collective."""
+"""Text for the causal task: from records to packed samples."""
 
-from train.data.chat.instructions import KINDS, Form, find_form
-from train.data.chat.prepare import prepare_chat
-from train.data.lengths import choose_length
+from pathlib import Path
+
+from datasets import Dataset, Features
+
 from train.data.pack import DatasetStats, PackedBlocks, SampleSet, SeparateDocuments, TextData
-from train.data.sources import Source, columns_present, not_utf8
-from train.data.text.documents import read_records, take_texts
-from train.data.text.tokenize import Documents, tokenise
+from train.data.sources import Source
+from train.data.text.documents import take_texts
+from train.data.token_tables import IDS, Documents, encode_table, fingerprint
 from train.model.tokenizer import get_tokenizer, padding_token
-from train.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
+from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
 
-DEFAULT_BLOCK_SIZE = 1024
 
-
-def prepare_text(recipe: ClmRecipe, config, global_batch: int = 1) -> TextData:
-    """Read, tokenise and pack; the first process of the machine works, the others find it done.
+def prepare_text(recipe: ClmRecipe, config, source: Source, unit: str, block_size: int) -> TextData:
+    """Cut the source's records into documents, tokenise and pack them.
 
     Args:
-        global_batch: samples of an update; corpora are laid out for the whole run.
+        unit: what a document is in the source: row, record, file, line, paragraph or mark.
+
+    Raises:
+        UserError: there is no column of text, a part is empty, or block_size leaves it no sample.
     """
-    if recipe.data_path:
-        from train.data.megatron.prepare import prepare_corpora
-
-        return prepare_corpora(recipe, config, global_batch)
-    block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
-    if recipe.predict_file:
-        from train.data.prompts import read_prompts
-
-        return read_prompts(recipe, config, block_size)
-    try:
-        with one_process_at_a_time(recipe.cache_dir):
-            data = _prepare(recipe, config, block_size)
-    except UnicodeDecodeError as error:
-        raise not_utf8(recipe, error) from None
-    data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
-    return data
-
-
-def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
-    source, unit = read_records(recipe)
-    forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
-    _check_options(recipe, next(iter(forms.values())), source)
-    if all(forms.values()):
-        return prepare_chat(recipe, config, source, forms, block_size)
-    if any(forms.values()):
-        kinds = "; ".join(
-            f"{source.where(part)}: {KINDS[form.kind] if form else 'running text'} a record, "
-            f"{columns_present(source.parts[part])}" for part, form in forms.items()
-        )  # fmt: skip
-        raise UserError(
-            f"training and held-out data are not of one kind. {kinds}. Say what both are with --data_format"
-        )
     records = take_texts(recipe, source, unit)
-    read = records.train if recipe.trains else records.validation
-    texts = (text for batch in read.iter(100) for text in batch["text"])
-    tokenizer = get_tokenizer(recipe, config, lambda: texts, read._fingerprint)
+    tokenizer_text = records.train if recipe.trains else records.validation
+    texts = (text for batch in tokenizer_text.iter(100) for text in batch["text"])
+    tokenizer = get_tokenizer(recipe, config, lambda: texts, tokenizer_text._fingerprint)
     append_eos = _append_eos(recipe, tokenizer)
     sets: dict[str, SampleSet | None] = {"train": None, "validation": None}
     for part in sets:
@@ -64,54 +34,27 @@ def _prepare(recipe: ClmRecipe, config, block_size: int) -> TextData:
         if dataset is not None:
             anew = prepare_anew(recipe)
             cache, workers = cache_root(recipe.cache_dir), recipe.preprocessing_num_workers
-            encoded = tokenise(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
+            encoded = tokenize_texts(dataset, tokenizer, append_eos, cache, workers, overwrite=anew)
             sets[part] = _samples(recipe, Documents(encoded), block_size, tokenizer, part)
-    hints = _hints(recipe, (sets["train"] or sets["validation"]).contents, unit, block_size)
+    hints = _hints(recipe, (sets["train"] or sets["validation"]).stats, unit, block_size)
     return TextData(sets["train"], sets["validation"], tokenizer, block_size, hints)
 
 
-def is_packed(recipe: ClmRecipe) -> bool:
-    """Whether documents are kept apart by positions that begin anew, which transformers' attention must heed."""
-    if recipe.predict_file:
-        return False
-    if recipe.data_path:
-        return recipe.reset_position_ids and recipe.reset_attention_mask
-    return recipe.packing == "documents"
+def _hints(recipe: ClmRecipe, stats: DatasetStats, unit: str, block_size: int) -> list[str]:
+    """A hint about the unit of documents, if the numbers suggest that it is not the intended one.
 
-
-def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
-    """Raises UserError for options that have no effect on what the data was taken for."""
-    if form is None:
-        given = [name for name in ("chat_template", "system_prompt", "train_on_prompt") if getattr(recipe, name)]
-        what = f"text; {columns_present(source.first)}. Name the form with --data_format"
-    else:
-        given = [name for name in ("document_separator", "append_eos") if getattr(recipe, name) is not None]
-        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
-    if given:
-        named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
-        raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
-    if form is not None and recipe.packing == "concatenate":
-        raise UserError(
-            f"packing = concatenate: the data is {KINDS[form.kind]} a record (column {form.question}), and without "
-            "boundaries there is no loss on the answers alone. Use --packing documents or none"
-        )
-
-
-def _hints(recipe: ClmRecipe, contents: DatasetStats, unit: str, block_size: int) -> list[str]:
-    """Advice on how the documents were cut, where the figures suggest that it was not meant so.
-
-    `unit` is what a document was in the source: row, record, file, line, paragraph or mark.
+    `unit` is that of a document in the source: row, record, file, line, paragraph or mark.
     """
-    mean = contents.tokens / contents.documents
+    mean = stats.tokens / stats.documents
     if recipe.packing == "documents" and mean < block_size / 4:
         return [
             f"hint      a document ({unit}) has {mean:.0f} tokens on average and attention stays inside it: "
             "if these are lines of longer texts, --packing concatenate or another --document_separator gives "
             "longer contexts"
         ]
-    if contents.truncated > 0.1 * contents.tokens:
+    if stats.truncated > 0.1 * stats.tokens:
         return [
-            f"hint      {contents.truncated / contents.tokens:.0%} of all tokens are cut away: "
+            f"hint      {stats.truncated / stats.tokens:.0%} of all tokens are cut away: "
             "a larger --block_size, or packing, keeps them"
         ]
     return []
@@ -136,3 +79,25 @@ def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer
             "Choose a smaller one, or --packing documents, which fills the last block up"
         )
     return blocks
+
+
+def tokenize_texts(
+    dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
+) -> Dataset:
+    """Token ids of each document (column `input_ids`, int32), without empty documents.
+
+    Without `workers` the tokenizer uses its own threads; with it, that number of processes tokenizes.
+    """
+
+    def encode(batch: dict) -> dict:
+        texts = [text for text in batch["text"] if text and not text.isspace()]
+        if not texts:
+            return {"input_ids": []}
+        ids = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        if append_eos:
+            end = tokenizer.eos_token_id
+            ids = [row if row and row[-1] == end else [*row, end] for row in ids]
+        return {"input_ids": [row for row in ids if row]}
+
+    columns = Features({"input_ids": IDS})
+    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache, workers, overwrite)

@@ -110,7 +110,7 @@ class TrialTrainer(Trainer):
         self.done, self.held, request = 0, None, self.request
         self.engine.model.train()
         facts = {
-            "longest": task.longest, "mean_sample": task.train_set.contents.mean_length,
+            "longest": task.longest, "mean_sample": task.train_set.stats.mean_length,
             "num_samples": self.num_samples, "accumulation": self.strategy.batches.accumulation,
             "precision": self.strategy.precision, "parameters": self.parameters,
         }  # fmt: skip

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         from train.tools.prepare import merge_and_info as tools
 
         kind, run = {"merge": (JoinOptions, tools.join), "info": (InfoOptions, tools.info)}[argv[0]]
-        options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True, elsewhere=PREPARE_HINTS)
+        options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True, hints=PREPARE_HINTS)
         with _ended_in_order():
             return run(options)
     if argv and not argv[0].startswith("-"):
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         raise UserError(f"zerofit prepare {argv[0]}: there is no such thing. {remedy}")
     try:
-        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, elsewhere=PREPARE_HINTS)
+        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:
         print(MORE)
         raise

@@ -3,8 +3,10 @@
 import os
 from dataclasses import dataclass
 
+from train.recipe.base import Recipe
+from train.recipe.data_options import unknown_encoding
 from train.recipe.fields import option
-from train.recipe.options import Recipe, unknown_encoding, wrong_vocabulary_files
+from train.recipe.model_options import wrong_vocabulary_files
 
 
 def usable_cores() -> int:

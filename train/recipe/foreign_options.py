@@ -1,11 +1,13 @@
-"""Names of options that users bring along from other programs: the Trainer and the examples of transformers,
-LLaMA-Factory, axolotl; and Megatron's (megatron.py). They are answered with what is said here."""
+"""Options of other programs that users type here: the Trainer and examples of transformers, LLaMA-Factory, axolotl.
 
-import train.recipe.megatron_flags as megatron
+For each, a message names the option to type instead. Megatron's flags are in megatron_flags.py.
+"""
+
+from train.recipe.megatron_flags import HINTS as MEGATRON_HINTS
 from train.recipe.options import TrainingRecipe
 
-# Of our options those that the task has: what they are called elsewhere.
-SAID_HERE = {
+# {options of a recipe: names of them in other programs}; a message names the options that the task has.
+FOREIGN_NAMES = {
     ("num_train_epochs",): "epochs num_epochs n_epochs train_epochs",
     ("max_train_steps",): "max_steps num_train_steps total_steps",
     ("per_device_train_batch_size",): "batch_size train_batch_size train_micro_batch_size_per_gpu "
@@ -69,23 +71,23 @@ STRATEGY = (
     "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml, which names the "
     "DeepSpeed JSON; under torchrun say --strategy NAME, or --deepspeed_config FILE"
 )
-# What takes more than a name: what is said, and of which names.
-SAID_IN_WORDS = {
+# {hint: names in other programs}, where naming one option is not enough.
+HINTS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
     STRATEGY: "deepspeed zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
     "say --precision fp16": "fp16",
-    "training is what this program does; leave it out": "do_train",
-    "what is trained follows from the data: text, instructions or chats (--data_format); leave it out": "stage",
+    "training is what this program does; remove it": "do_train",
+    "what is trained follows from the data: text, instructions or chats (--data_format); remove it": "stage",
     "AdamW is the optimizer; another one is named in the DeepSpeed JSON": "optim optimizer",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
     "loss.png is always drawn": "plot_loss",
-    "`zerofit merge` folds an adapter into its base; go on from the result with --model_name_or_path":
+    "`zerofit merge` folds an adapter into its base; train the result with --model_name_or_path":
     "adapter_name_or_path lora_model_dir export_dir",
     "samples come from the disk, and are never all in memory": "streaming",
     "NaN and infinity are never hidden; --on_fault says what is done about them": "logging_nan_inf_filter",
-    "going on costs nothing: no batch is read again": "ignore_data_skip",
+    "resuming costs nothing: no batch is read again": "ignore_data_skip",
     "weights are always written as safetensors": "save_safetensors",
     "weights are always loaded that way": "low_cpu_mem_usage",
     "padding is never trained on": "ignore_pad_token_for_loss",
@@ -97,18 +99,20 @@ SAID_IN_WORDS = {
 }  # fmt: skip
 
 
-def habits_of(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
-    """{a name that is no option of the recipe: what is said of it}.
+def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
+    """{name of an option in another program: what to type instead}.
 
     Args:
-        names: of the recipe's options.
-        tool: accelerate launch does not start it.
+        names: the options of the recipe.
+        tool: the recipe is a tool's, which accelerate launch does not start.
     """
     if not issubclass(cls, TrainingRecipe):
         return {}
-    habits = {name: f"say {' or '.join(f'--{option}' for option in options if option in names)}"
-              for options, said in SAID_HERE.items() if any(option in names for option in options)
-              for name in said.split()}  # fmt: skip
-    words = {name: words for words, said in SAID_IN_WORDS.items() for name in said.split()
-             if not (tool and words in (LAUNCHER, STRATEGY))}  # fmt: skip
-    return {**({} if tool else megatron.HINTS), **habits, **words}
+    hints = {}
+    for options, foreign_names in FOREIGN_NAMES.items():
+        if options := [f"--{option}" for option in options if option in names]:
+            hints |= {name: f"say {' or '.join(options)}" for name in foreign_names.split()}
+    for hint, foreign_names in HINTS.items():
+        if not (tool and hint in (LAUNCHER, STRATEGY)):
+            hints |= dict.fromkeys(foreign_names.split(), hint)
+    return {**({} if tool else MEGATRON_HINTS), **hints}

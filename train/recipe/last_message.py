@@ -1,11 +1,11 @@
-"""The last words of a run that fails, after those of its launcher.
+"""Print the last message of a failed run again, after the output of its launcher.
 
-`accelerate launch` prints a traceback of its own, some thirty lines, below whatever its processes had to say.
+`accelerate launch` prints a traceback of its own, about thirty lines, below the messages of its processes.
 
-* torchrun, its launcher of several processes, shows in a summary at the end what a process has written into its error
-  file: there the message goes.
-* With one process, and after Ctrl-C, there is no such place. On a terminal a small process, this file, waits for the
-  launcher's end and prints the message again. (With `--quiet` the launcher has nothing to say, and so it does not.)
+* With several processes torchrun prints a summary at the end, with the content of a process's error file: the message
+  is written there.
+* With one process, and after Ctrl-C, there is no summary. On a terminal a small process, this file, waits until the
+  launcher has ended and prints the message again (not with `--quiet`, where the launcher prints nothing).
 """
 
 import contextlib
@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 
-LONGEST_S = 120.0  # torchrun waits for its processes for 30 s, unless told otherwise
+LONGEST_S = 120.0  # torchrun waits 30 s for its processes by default
 TRACEBACK_BYTES = 200  # at least
 
 
 def _written(pid: int) -> int:
-    """Bytes that a process has written so far; 0 where that cannot be seen."""
+    """Bytes that a process has written so far; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as file:
         return int(next(line.split()[1] for line in file if line.startswith("wchar")))
     return 0
@@ -32,18 +32,18 @@ WRITTEN_BEFORE = _written(LAUNCHER)
 
 
 def repeat_after_launcher(text: str, after_signal: bool = False) -> None:
-    """See that `text`, which has been printed, is also the last that is read. Never fails.
+    """Make `text`, which has been printed, the last message on the terminal as well. Never fails.
 
     Args:
-        after_signal: the launcher has heard the same signal, and ends without a summary.
+        after_signal: the launcher got the same signal, and ends without a summary.
     """
     with contextlib.suppress(OSError):
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file:  # as torch/distributed/elastic/multiprocessing/errors reads it
-            told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+            error = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
             with open(file, "w", encoding="utf-8") as opened:
-                json.dump(told, opened)
-        # A launcher of one process says nothing before its traceback: `text` is below it already.
+                json.dump(error, opened)
+        # The launcher of one process prints only its traceback; if that is out already, `text` is below it.
         is_last = not after_signal if file else _written(LAUNCHER) >= WRITTEN_BEFORE + TRACEBACK_BYTES
         if not is_last and os.environ.get("RANK", "0") == "0" and os.isatty(2) and _prints_a_traceback(LAUNCHER):
             subprocess.Popen(
@@ -53,8 +53,7 @@ def repeat_after_launcher(text: str, after_signal: bool = False) -> None:
 
 
 def _prints_a_traceback(pid: int) -> bool:
-    """Whether this process' parent, alive, is an `accelerate launch` that is not quiet. (Elsewhere than on Linux
-    nobody can tell.)"""
+    """Whether this process' parent is alive and is an `accelerate launch` without --quiet (known on Linux only)."""
     if os.getppid() != pid:
         return False
     with open(f"/proc/{pid}/cmdline") as file:

@@ -1,12 +1,12 @@
-"""Options of a launch that trains nothing: it evaluates a model, or lets it answer the records of a file."""
+"""Options of a launch without training: it evaluates a model, or predicts for the records of a file."""
 
 from dataclasses import dataclass
 
+from train.recipe.base import Recipe
 from train.recipe.fields import option
-from train.recipe.options import Recipe
 
-# Options of training. A launch that trains nothing forgets them: a run's recipe or command serves it as it is.
-OF_TRAINING = (
+# Options of training. A launch without training resets them, so that a run's recipe or command can be used unchanged.
+TRAINING_OPTIONS = (
     "gradient_checkpointing", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by", "config_name",
     "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules", "lora_modules_to_save",
     "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples", "per_device_train_batch_size",
@@ -19,7 +19,7 @@ OF_TRAINING = (
     "resume", "max_hours", "on_fault", "spike_threshold", "record_samples", "with_tracking", "report_to",
     "report_name", "run_name", "sample_tokens", "sample_prompt", "length_grouping",
 )  # fmt: skip
-OF_DATA = (  # what predict_file takes the place of
+DATA_OPTIONS = (  # of the data that predict_file replaces
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",
     "validation_split_percentage", "max_eval_samples", "max_eval_batches", "data_path", "split", "data_cache_path",
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate",
@@ -28,15 +28,13 @@ MODEL = "the weights are those of model_name_or_path: a hub name, a folder such 
 
 
 @dataclass
-class AnswerOptions(Recipe):
+class InferenceOptions(Recipe):
     """Evaluation and predictions, without training"""
 
-    evaluate_only: bool = option(
-        False, "Train nothing: evaluate model_name_or_path on the held-out data.", common=True
-    )
+    evaluate_only: bool = option(False, "Do not train: evaluate model_name_or_path on the held-out data.", common=True)
     predict_file: list[str] | None = option(  # noqa: RUF009
         None,
-        "Train nothing: let model_name_or_path answer each record of this file, which needs no labels.",
+        "Do not train: predict with model_name_or_path for each record of this file, which needs no labels.",
         aliases=("test_file",),
         common=True,
     )
@@ -47,32 +45,33 @@ class AnswerOptions(Recipe):
 
     @property
     def without_effect(self) -> list[str]:
-        """The flags that a launch without training has forgotten."""
+        """The flags that have no effect on a launch without training."""
         return self.__dict__.get("_without_effect", [])
 
-    def settle(self) -> None:
-        """Forget what a launch without training does not need."""
-        super().settle()
+    def reset_unused_options(self) -> None:
+        """Reset the options of training in a launch without training."""
+        super().reset_unused_options()
         if self.trains or not self.model_name_or_path:
             return
-        forgotten = [*OF_TRAINING]
+        reset = [*TRAINING_OPTIONS]
         if self.config_name or self.model_type:
-            forgotten.append("config_overrides")  # they made the architecture, which the weights' folder has
+            reset.append("config_overrides")  # they made the architecture, which the weights' folder has
         if self.predict_file:
-            forgotten += OF_DATA
+            reset += DATA_OPTIONS
         elif self.validation_file:
-            forgotten += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
-        self._without_effect = [source for name in forgotten if (source := self.forget(name)) and source[:2] == "--"]
+            reset += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
+        sources = [self.reset_option(name) for name in reset]
+        self._without_effect = [source for source in sources if source and source.startswith("--")]
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        asked = [f"--{name}" for name in ("evaluate_only", "predict_file") if getattr(self, name)]
-        if len(asked) > 1:
-            found.append(f"{' and '.join(asked)}: these are two launches, keep one of them")
-        if asked and not self.model_name_or_path:
-            found.append(f"{asked[0]}: {MODEL}. Name it")
+        problems = super().problems()
+        chosen = [f"--{name}" for name in ("evaluate_only", "predict_file") if getattr(self, name)]
+        if len(chosen) > 1:
+            problems.append(f"{' and '.join(chosen)}: these are two launches, keep one of them")
+        if chosen and not self.model_name_or_path:
+            problems.append(f"{chosen[0]}: {MODEL}. Name it")
         if self.evaluate_only and self.train_file and not self.validation_split_percentage:
-            found.append(
+            problems.append(
                 "evaluate_only: nothing is held out (validation_split_percentage = 0). Name a validation_file"
             )
-        return found
+        return problems

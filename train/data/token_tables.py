@@ -1,4 +1,4 @@
-"""From text to token ids: once, in parallel, cached, and memory-mapped from then on."""
+"""Tables of token ids: made once, in parallel, cached, and memory-mapped from then on."""
 
 import functools
 import hashlib
@@ -8,33 +8,11 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
-from train.data.text.documents import NO_TEXT
 from train.recipe.cache import made_by_this_launch
 from train.recipe.errors import UserError
 
+NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
 IDS = List(Value("int32"))  # a column of token ids
-
-
-def tokenise(
-    dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
-) -> Dataset:
-    """Token ids of each document (column `input_ids`, int32), empty documents left out.
-
-    Without `workers` the tokenizer's own native threads share the work; with them, that many processes do.
-    """
-
-    def encode(batch: dict) -> dict:
-        texts = [text for text in batch["text"] if text and not text.isspace()]
-        if not texts:
-            return {"input_ids": []}
-        ids = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-        if append_eos:
-            end = tokenizer.eos_token_id
-            ids = [row if row and row[-1] == end else [*row, end] for row in ids]
-        return {"input_ids": [row for row in ids if row]}
-
-    columns = Features({"input_ids": IDS})
-    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache, workers, overwrite)
 
 
 def encode_table(
@@ -49,13 +27,13 @@ def encode_table(
 ) -> Dataset:
     """A new table, made by `encode` from batches of the old one's rows.
 
-    It is kept in a file under `cache`, named after all that it follows from, and mapped into memory from there.
+    It is stored in a file under `cache`, named after everything that it depends on, and memory-mapped.
 
     Args:
-        key: what the result depends on beside the table: options, the tokenizer's fingerprint.
-        with_indices: `encode` takes the numbers of the rows as a second argument.
+        key: what the result depends on beside the table, such as options and the tokenizer's fingerprint.
+        with_indices: `encode` takes the indices of the rows as a second argument.
     """
-    text = " ".join(map(str, (dataset._fingerprint, features, code_of_this_room(), *key)))
+    text = " ".join(map(str, (dataset._fingerprint, features, code_hash(), *key)))
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     return dataset.map(
         encode,
@@ -73,27 +51,27 @@ def encode_table(
 
 
 @functools.cache
-def code_of_this_room() -> str:
-    """A hash of the code that makes tables: what another version of it made is not taken for this one's."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+def code_hash() -> str:
+    """A hash of the code of train/data, so that tables of another version are not used."""
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def fingerprint(tokenizer) -> str:
-    """A hash of all that decides which ids a text becomes; stable from process to process."""
+    """A hash of everything that decides the token ids of a text; the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(f"{type(tokenizer).__name__} {rules}".encode()).hexdigest()
 
 
 class Documents:
-    """The token ids of all documents as one long row, read from the memory-mapped Arrow file where it lies.
+    """The token ids of all documents as one long row, read from the memory-mapped Arrow file.
 
-    `offsets` (int64, documents + 1) says where each document begins. `column` is the column of ids to read.
+    `offsets` (int64, documents + 1) is the start of each document. `column` is the column of ids to read.
     """
 
     def __init__(self, dataset: Dataset, column: str = "input_ids"):
-        assert dataset._indices is None, "tokenised data is read in its stored order"
+        assert dataset._indices is None, "tokenized data is read in its stored order"
         self._chunks: list[np.ndarray] = []
         lengths = []
         for chunk in dataset.data.column(column).chunks:

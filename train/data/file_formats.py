@@ -1,0 +1,81 @@
+"""The formats of data files, by their endings, and what is wrong with a file that cannot be read."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pandas as pd
+from datasets import Features, Value
+
+from train.data.encodings import open_bytes, proposal
+from train.recipe.errors import UserError
+
+FORMATS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
+}  # fmt: skip
+CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
+BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # .tsv files have no quoting
+
+
+def format_of(files: list[Path]) -> str:
+    """The format of files, by their endings. Raises UserError for an unknown ending, or several formats."""
+    kinds = {}
+    for path in files:
+        suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+        kinds.setdefault(FORMATS.get(suffixes[-1].lower() if suffixes else ""), path)
+    if None in kinds:
+        raise UserError(
+            f"{kinds[None]}: the ending is not that of a known format; known are {', '.join(FORMATS)}, each also .gz"
+        )
+    if len(kinds) > 1:
+        raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
+    return next(iter(kinds))
+
+
+def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
+    """The error for unreadable files: names the first that is not UTF-8 or not of its format."""
+    for path in files if kind != "parquet" else []:
+        with open_bytes(path) as file:
+            data = file.read()
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError as wrong:
+            line = data.count(b"\n", 0, wrong.start) + 1
+            return UserError(
+                f"{path} is not UTF-8: byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line}). "
+                + proposal(data)
+            )
+        if kind == "json" and not data.lstrip().startswith(b"["):
+            for number, line in enumerate(data.splitlines(), 1):
+                try:
+                    json.loads(line or b"{}")
+                except json.JSONDecodeError as wrong:
+                    return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
+    cause = error.__cause__ or error
+    return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
+
+
+def check_fields(path: Path, kwargs: dict) -> None:
+    """Raises UserError if the first record has more fields than the header: pandas would drop the first of them."""
+    with open_bytes(path) as file:
+        lines = csv.reader(
+            io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
+            delimiter=kwargs.get("sep", ","),
+            quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
+        )
+        header = kwargs.get("names") or next(lines, [])
+        record = next(lines, [])
+    if len(record) > len(header):
+        raise UserError(
+            f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
+            f"({', '.join(header)}). Put quotes around texts that contain the separator"
+        )
+
+
+def text_features(path: Path, kwargs: dict) -> Features:
+    """The columns of a .csv file, all as text. The datasets library infers types from the first 10,000 rows and fails
+    if a column of numbers has a word or an empty value after them."""
+    columns = pd.read_csv(path, nrows=0, **kwargs).columns
+    return Features(dict.fromkeys(columns, Value("string")))
