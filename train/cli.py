@@ -29,24 +29,24 @@ class Command:
 
 COMMANDS = (
     Command(
-        "launch", "Start a run on the accelerators and machines that are there.", "train.tools.launch.command:main"
+        "launch", "Start a run on the accelerators and machines that are there.", "train.tools.launch.launch:main"
     ),
     Command(
-        "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.command:main"
+        "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.prepare:main"
     ),
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.tools.merge:main"),
     Command(
         "convert",
         "Meta's Llama to transformers' and back; Megatron's flags to a recipe.",
-        "train.tools.convert.command:main",
+        "train.tools.convert.convert:main",
     ),
     Command(
-        "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.command:main"
+        "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.compare:main"
     ),
     Command(
-        "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.command:main"
+        "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.verify:main"
     ),
-    Command("generate", "Let a model continue a text, or talk with it.", "train.tools.generate.command:main"),
+    Command("generate", "Let a model continue a text, or talk with it.", "train.tools.generate.generate:main"),
 )
 
 

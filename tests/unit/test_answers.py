@@ -25,8 +25,8 @@ from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from train.recipe.answers import OF_DATA, OF_TRAINING
 from train.record.run_folder import RunFolder
-from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.options import VerifyOptions
 from train.training.evaluation_only import EvaluationTrainer
 from train.training.generation import predict_texts, writing_settings
 

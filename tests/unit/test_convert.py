@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from train.cli import main
-from train.tools.convert import command as convert
+from train.tools.convert import convert as convert
 from train.tools.convert.meta.config import ffn_params, ffn_size, version_of
 from train.tools.convert.meta.folder import MetaFolder
 from train.tools.convert.meta.forward import meta_logits

@@ -18,7 +18,7 @@ from train.tools.compare.candidates import check_overrides, evaluating_one_batch
 from train.tools.compare.finish import Finish, batch_to_train, values_to_finish
 from train.tools.compare.finished import agreement, finished_table, read_finished, write_csv
 from train.tools.compare.journal import Journal
-from train.tools.options import CompareOptions
+from train.tools.compare.options import CompareOptions
 from train.tools.tool_recipe import read_with_recipe
 
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"

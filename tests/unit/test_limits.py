@@ -22,6 +22,7 @@ from train.tools.compare.finished import Finished
 from train.tools.compare.journal import Journal, key_of
 from train.tools.compare.machine import Limits, Machine, settle_limits
 from train.tools.compare.memory_limits import cap_device
+from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report, markdown_table
 from train.tools.compare.results import Row, common_size, conclusion, fact_of
 from train.tools.compare.search import Fact, Known, next_size, next_step, predict
@@ -29,8 +30,7 @@ from train.tools.compare.trial_launch import TrialLaunch
 from train.tools.compare.trial_request import Answers, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCase
 from train.tools.launches import MARK
-from train.tools.options import CompareOptions, parse_bytes
-from train.tools.tool_recipe import read_with_recipe
+from train.tools.tool_recipe import parse_bytes, read_with_recipe
 from train.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"

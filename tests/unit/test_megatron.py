@@ -12,12 +12,13 @@ import yaml
 from train.cli import main as zerofit
 from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.recipe.schedule import make_schedule
-from train.tools.convert.megatron_args.command import call_of, calls_in
+from train.tools.convert.megatron_args.calls import call_of, calls_in
 from train.tools.convert.megatron_args.convert import parameters_of
+from train.tools.convert.megatron_args.expressions import shown
 from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.shape import Shape
-from train.tools.convert.megatron_args.shell import Shell, shown
+from train.tools.convert.megatron_args.shell import Shell
 
 LLAMA = """#!/bin/bash
 set -ex

@@ -197,8 +197,8 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-    from train.tools.prepare.command import setup_of
     from train.tools.prepare.options import PrepareOptions
+    from train.tools.prepare.prepare import setup_of
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()
@@ -547,7 +547,7 @@ def test_types_of_ids_are_megatrons():
 def test_info_is_read_without_megatrons_core_and_transformers(small, tmp_path):
     """Importing them takes seconds."""
     made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one", "two"]), small)
-    code = "import sys; from train.tools.prepare.command import main; main(sys.argv[1:])"
+    code = "import sys; from train.tools.prepare.prepare import main; main(sys.argv[1:])"
     code += "; print({'megatron', 'torch'} & {*sys.modules})"
     words = ("info", "--input", made)
     said = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from helpers import ROOT, environment, refusal
 
 from train.recipe.repeat import is_accelerate_launch
 from train.strategy import gpus
-from train.tools.launch import command as start
+from train.tools.launch import launch as start
 from train.tools.launch.schedulers import Machines, first_host, read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"

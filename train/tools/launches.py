@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from train.strategy.builds import abandoned_locks
+from train.strategy.build_locks import abandoned_locks
 
 TRAIN = Path(__file__).resolve().parents[1]
 MARK = "ZEROFIT_LAUNCH"  # every process of a launch inherits it; ranks have sessions, and so groups, of their own

@@ -13,14 +13,38 @@ from pathlib import Path
 from train.model.adapters import Adapted, AdapterFolder, load_with_adapter, open_adapter
 from train.model.pretrained_io import be_quiet, check_output, read_config, read_model, read_tokenizer, whole_or_nothing
 from train.recipe.errors import UserError, first_line
+from train.recipe.fields import option
 from train.recipe.files import without_folders
+from train.recipe.options import Recipe
 from train.recipe.parse import parse_recipe
-from train.tools.options import MergeOptions
+from train.tools.tool_recipe import PRECISIONS
 
 # Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
 # another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 ROWS, LENGTH = 3, 16
+
+
+@dataclass
+class MergeOptions(Recipe):
+    """Fold a LoRA adapter into its base"""
+
+    adapter: str | None = option(None, "The adapter's folder: adapter_config.json and adapter_model.safetensors.")
+    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    base: str | None = option(None, "The base model, a folder or a hub name; by default the one the adapter names.")
+    precision: str | None = option(
+        None, "Precision of the merged weights; by default that of the base.", choices=PRECISIONS
+    )
+    dequantize: bool = option(False, "Merge into a quantised base, whose weights are turned back to floats first.")
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.adapter:
+            found.append("no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model")
+        if not self.output:
+            found.append("no output: set --output to the folder that the merged model is to be written to")
+        return found
 
 
 def main(argv: list[str] | None = None) -> int:

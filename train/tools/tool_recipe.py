@@ -1,10 +1,13 @@
 """Options of a tool that works on a recipe: one command line sets both."""
 
 import dataclasses
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from train.recipe.errors import UserError
+from train.recipe.fields import option
 from train.recipe.help import wants_help
 from train.recipe.options import Recipe, TrainingRecipe
 from train.recipe.parse import parse_recipe
@@ -19,7 +22,54 @@ NOT_KEPT = {
 }  # fmt: skip
 QUIET = {"eval_on_start": False, "save_best": False, "with_tracking": False, "report_to": "none", "sample_tokens": 0,
          "n_val_batch_generations": 0}  # fmt: skip
+PRECISIONS = ("fp32", "bf16", "fp16")
 TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+
+
+@dataclass
+class StrategiesOptions(Recipe):
+    """What is launched"""
+
+    task: str | None = option(
+        None,
+        "What is trained; by default what the recipe's folder is called.",
+        choices=("clm", "cls", "seq2seq"),
+        common=True,
+    )
+    strategies: list[str] = option(  # noqa: RUF009
+        ["ddp", "zero2", "zero3"],
+        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3.",
+        common=True,
+    )
+    num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies, each once."""
+        return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.names:
+            found.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
+        return found
+
+
+def parse_bytes(text: str) -> int:
+    """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be left
+    out, and then G is GiB.
+
+    Raises:
+        ValueError: it is no positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
+    if not match or (match[3] and not match[2]):
+        raise ValueError(text)
+    base = 1000 if match[4] and not match[3] else 1024
+    size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise ValueError(text)
+    return size
 
 
 def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TrainingRecipe]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from train.tools.prepare.encode import Setup, Task
+from train.tools.prepare.encode import InputPart, Setup
 
 SHOWN = 10  # bad lines of a task that are described
 
@@ -42,7 +42,7 @@ class Missing:
     what: str
 
 
-def work(encoder, setup: Setup, task: Task) -> Answer:
+def work(encoder, setup: Setup, task: InputPart) -> Answer:
     """Cut a part of the input into documents and encode them. The first bad line ends it, unless they are skipped."""
     answer = Answer([])
     columns = _columns(task, setup, answer)
@@ -61,7 +61,7 @@ def _piece(rows: list[bytes], end: bytes, dtype: np.dtype) -> Piece:
     return Piece(ids, lengths, int(np.frombuffer(ids, dtype).max()) if ids else -1)
 
 
-def _columns(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
+def _columns(task: InputPart, setup: Setup, answer: Answer) -> list[list[str]]:
     """The texts of each key; without those of a line that is bad for any."""
     if task.kind == "json":
         return _of_records(task.data.split(b"\n"), _texts_of_line, task, setup, answer)
@@ -74,13 +74,15 @@ class _BadLine(Exception):
     """Its message says what is wrong with a line."""
 
 
-def _note(answer: Answer, task: Task, what: str, line: int) -> None:
+def _note(answer: Answer, task: InputPart, what: str, line: int) -> None:
     answer.num_bad += 1
     if len(answer.bad) < SHOWN:
         answer.bad.append(f"{task.file}, {'row' if task.kind == 'rows' else 'line'} {line}: {what}")
 
 
-def _of_records(records: Iterable[Any], read: Callable, task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
+def _of_records(
+    records: Iterable[Any], read: Callable, task: InputPart, setup: Setup, answer: Answer
+) -> list[list[str]]:
     """The texts of each key of records that are read one by one; those that are bad are noted."""
     columns: list[list[str]] = [[] for _ in setup.keys]
     for number, record in enumerate(records, task.line):
@@ -140,7 +142,7 @@ def _texts_of_row(row: tuple[Any, ...], keys: tuple[str, ...]) -> tuple[str, ...
     return row
 
 
-def _of_text(task: Task, setup: Setup, answer: Answer) -> list[str]:
+def _of_text(task: InputPart, setup: Setup, answer: Answer) -> list[str]:
     """The documents of a plain text. Line breaks of any system become newlines, as in training."""
     try:
         texts = cut_text(task.data.decode("utf-8"), task.kind, task.mark)

@@ -16,7 +16,7 @@ from train.data.encodings import as_utf8, open_bytes
 from train.data.megatron.corpus import INDICES
 from train.recipe.errors import UserError, first_line
 from train.tools.prepare.cutting import Missing, no_key
-from train.tools.prepare.encode import Task
+from train.tools.prepare.encode import InputPart
 
 PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own
 JSON, PARQUET, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet",), (".csv", ".tsv")
@@ -131,7 +131,7 @@ def _begins_an_object(path: Path) -> bool:
 
 def tasks_of(
     file: InputFile, keys: tuple[str, ...], separator: str | None, mark: str, encoding: str | None = None
-) -> Iterator[tuple[Task, int]]:
+) -> Iterator[tuple[InputPart, int]]:
     """The parts of a file, in order, each with the bytes of the file (as it is on disk) that are read by then.
 
     Args:
@@ -151,7 +151,7 @@ def tasks_of(
             yield from _in_parts(file, _list(file, keys, encoding))
         elif file.kind == "json":
             for data, line, read in _cut(file.path, b"\n", encoding):
-                yield Task(str(file.path), line, "json", data), read
+                yield InputPart(str(file.path), line, "json", data), read
         else:
             yield from _text(file, separator, mark, encoding)
     except (OSError, EOFError, zlib.error) as error:
@@ -211,20 +211,20 @@ def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:
         raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys")
 
 
-def _in_parts(file: InputFile, records: Iterator[list]) -> Iterator[tuple[Task, int]]:
+def _in_parts(file: InputFile, records: Iterator[list]) -> Iterator[tuple[InputPart, int]]:
     """Tasks of about PART characters each. How much is read by then is not known before the end."""
     held, size, line = [], 0, 1
     for record in records:
         held.append(record)
         size += sum(len(text) for text in record if isinstance(text, str))
         if size >= PART:
-            yield Task(str(file.path), line, "rows", list(zip(*held))), 0
+            yield InputPart(str(file.path), line, "rows", list(zip(*held))), 0
             held, size, line = [], 0, line + len(held)
     if held:
-        yield Task(str(file.path), line, "rows", list(zip(*held))), file.size
+        yield InputPart(str(file.path), line, "rows", list(zip(*held))), file.size
 
 
-def _text(file: InputFile, separator: str | None, mark: str, encoding: str | None) -> Iterator[tuple[Task, int]]:
+def _text(file: InputFile, separator: str | None, mark: str, encoding: str | None) -> Iterator[tuple[InputPart, int]]:
     unit = separator if separator in UNITS else "mark"
     mark = mark if separator is None or unit != "mark" else separator
     between = {"line": b"\n", "file": None, "mark": mark.encode()}.get(unit)
@@ -235,7 +235,7 @@ def _text(file: InputFile, separator: str | None, mark: str, encoding: str | Non
         kind = unit
         if separator is None and line == 1 and mark.encode() not in data:
             kind = "file"  # the first part is the whole of it
-        yield Task(str(file.path), line, kind, data, mark), read
+        yield InputPart(str(file.path), line, kind, data, mark), read
 
 
 def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tuple[bytes, int, int]]:
@@ -255,7 +255,7 @@ def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tu
         yield bytes(held), line, read
 
 
-def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
+def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[InputPart, int]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -270,7 +270,7 @@ def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
             row += batch.num_rows
             held += batch.nbytes
             if held >= PART or row == total:
-                yield Task(str(file.path), line, "rows", columns), file.size * row // max(1, total)
+                yield InputPart(str(file.path), line, "rows", columns), file.size * row // max(1, total)
                 columns, line, held = [[] for _ in keys], row + 1, 0
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{file.path} cannot be read as .parquet: {first_line(error)}") from None

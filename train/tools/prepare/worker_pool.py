@@ -18,7 +18,7 @@ from train.tools.prepare.encode import Mismatch, Setup
 
 AT_A_WORKER = 2  # tasks: one in work, and the next, so that no worker waits
 AHEAD = 3  # tasks a worker that are out, or back and waiting for an earlier one: this bounds the memory
-START = "import sys; sys.path[:] = {path!r}; from train.tools.prepare.encode import serve; serve({descriptor})"
+START = "import sys; sys.path[:] = {path!r}; from train.tools.prepare.worker import serve; serve({descriptor})"
 
 
 class Worker:

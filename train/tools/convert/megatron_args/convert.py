@@ -16,13 +16,13 @@ from pathlib import Path
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
-from train.tools.convert.megatron_args.command import Call, call_of, calls_in
+from train.tools.convert.megatron_args.calls import Call, call_of, calls_in
 from train.tools.convert.megatron_args.corpora import convert_preparation
 from train.tools.convert.megatron_args.ledger import summary, table
 from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.schedule import Converted
-from train.tools.options import MegatronArgsOptions
+from train.tools.convert.options import MegatronArgsOptions
 
 VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
 TRAINING = ("pretrain_gpt.py", "finetune_llama.py")

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from train.recipe.megatron_flags import PREPARE_HINTS
-from train.tools.convert.megatron_args.command import Call
+from train.tools.convert.megatron_args.calls import Call
 from train.tools.convert.megatron_args.ledger import Ledger
 
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from train.recipe.megatron_flags import TYPED, fate_of
 from train.recipe.parse import is_flag
-from train.tools.convert.megatron_args.command import Call, missing
-from train.tools.convert.megatron_args.shell import holes_in, shown
+from train.tools.convert.megatron_args.calls import Call, missing
+from train.tools.convert.megatron_args.expressions import shown, unknown_in
 
 WIDTH = 46  # of the column of flags
 
@@ -66,7 +66,7 @@ class Ledger:
     def words(self, name: str) -> list[str]:
         """All words that follow a flag; none where one of them is not known, which is a problem then."""
         found = self.flags.get(name, [])
-        unknown = [one for word in found for one in holes_in(word)]
+        unknown = [one for word in found for one in unknown_in(word)]
         for variable in unknown:
             self.problems.append(missing(variable, self.reasons) if variable else f"{self.spelled(name)}: only a "
                                  "running shell knows the value")  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any
 
 from train.recipe.megatron_flags import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
-from train.tools.convert.megatron_args.command import MACHINES, Call, missing
+from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
+from train.tools.convert.megatron_args.expressions import shown, unknown_in
 from train.tools.convert.megatron_args.ledger import Ledger, Row
-from train.tools.convert.megatron_args.shell import holes_in, shown
 
 ROOT = Path(__file__).resolve().parents[4]  # of the tree, which holds ds_configs/
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -65,7 +65,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
         words = f"num_processes: {world}, a guess: the script does not tell. Say --num_processes N"
         flags.rows["=processes"] = Row("(processes)", "carried over", words)
     layout = Layout(world, machines if world % machines == 0 else 1)
-    unknown = holes_in(call.of_launcher(MACHINES) or "")
+    unknown = unknown_in(call.of_launcher(MACHINES) or "")
     if unknown and not processes:
         said = (
             missing(unknown[0], call.reasons) if unknown[0] else "only a running shell knows it. Say --num_processes N"
@@ -88,7 +88,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
 
 def _written(text: str | None) -> str | None:
     """A launcher's value, with $NAME for what the machine's own environment has; None where only a shell knows it."""
-    return None if not text or "" in holes_in(text) else shown(text)
+    return None if not text or "" in unknown_in(text) else shown(text)
 
 
 def _stage(flags: Ledger, layout: Layout) -> None:
@@ -124,7 +124,7 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
     if text is None:
         flags.none("deepspeed_config", "there is no such file here: what it says is not taken over")
         return
-    unknown = [one for one in holes_in(text) if one]
+    unknown = [one for one in unknown_in(text) if one]
     if unknown:
         flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
         return

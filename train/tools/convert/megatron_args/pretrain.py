@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.recipe.megatron_flags import FULL, SATISFIED
-from train.tools.convert.megatron_args.command import Call
+from train.tools.convert.megatron_args.calls import Call
 from train.tools.convert.megatron_args.ledger import Ledger
 from train.tools.convert.megatron_args.pair import read_layout
 from train.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision

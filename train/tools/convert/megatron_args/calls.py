@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 
 from train.recipe.errors import UserError
-from train.tools.convert.megatron_args.shell import HOLE, Shell, holes_in
+from train.tools.convert.megatron_args.expressions import UNKNOWN, unknown_in
+from train.tools.convert.megatron_args.shell import Shell
 
 PROGRAMS = ("pretrain_gpt.py", "finetune_llama.py", "preprocess_data.py", "merge_datasets.py")
 PRINTS = ("echo", "printf", "ls", "cat", "cp", "rm", "sed", "grep", "tee")
@@ -40,8 +41,9 @@ class Call:
     def processes(self) -> int | None:
         """Processes on one machine; None where the script does not tell."""
         told = self.of_launcher(PROCESSES)
-        alone = self.launcher and not self.launcher[0].endswith("deepspeed") and not holes_in(" ".join(self.launcher))
-        return 1 if told is None and alone else _number(told)
+        words = self.launcher
+        one_process = words and not words[0].endswith("deepspeed") and not unknown_in(" ".join(words))
+        return 1 if told is None and one_process else _number(told)
 
     @property
     def machines(self) -> int:
@@ -68,7 +70,7 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
         found = _calls_of(command.words, shell)
         calls += found
         if not found and "--num-layers" in " ".join(command.words):
-            unknown += [name for name in holes_in(" ".join(command.words)) if name]
+            unknown += [name for name in unknown_in(" ".join(command.words)) if name]
     if not calls:
         remedy = ""
         if unknown:
@@ -106,7 +108,7 @@ def _calls_of(words: list[str], shell: Shell) -> list[Call]:
 def _nested(text: str, shell: Shell) -> list[Call]:
     inner = Shell(shell.given)
     inner.variables, inner.files, inner.reasons = shell.variables, shell.files, shell.reasons
-    inner.read(HOLE.sub(lambda found: f"${{{found[1]}}}" if found[1] else "\\?", text))
+    inner.read(UNKNOWN.sub(lambda found: f"${{{found[1]}}}" if found[1] else "\\?", text))
     return [call for command in inner.commands for call in _calls_of(command.words, shell)]
 
 

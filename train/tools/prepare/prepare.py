@@ -23,7 +23,7 @@ from train.data.encodings import proposal
 from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from train.recipe.megatron_flags import PREPARE_HINTS
 from train.recipe.parse import parse_recipe
-from train.tools.prepare.encode import Setup, Task, encoder_of
+from train.tools.prepare.encode import InputPart, Setup, encoder_of
 from train.tools.prepare.memo_rules import allows_memo, nasty_texts
 from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 
@@ -106,7 +106,7 @@ def prepare(options: PrepareOptions) -> list[str]:
         options.tokenizer = options.vocab_file  # as messages and the corpus' card call it
     else:
         tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
-    return notes + Task(options, prefixes, files, tokenizer).run()
+    return notes + PrepareJob(options, prefixes, files, tokenizer).run()
 
 
 # ----------------------------------------------------------------------------------------------------------- the setup
@@ -157,7 +157,7 @@ def _is_exact(setup: Setup, tokenizer, texts: list[str]) -> bool:
 # ------------------------------------------------------------------------------------------------------------- the job
 
 
-class Task:
+class PrepareJob:
     """One pass over the input."""
 
     def __init__(self, options: PrepareOptions, prefixes: list[str], files: list, tokenizer):
@@ -193,7 +193,7 @@ class Task:
                 writer.publish()
         return self._summary(writers, seconds)
 
-    def _tasks(self) -> Iterator[tuple[Task, int]]:
+    def _tasks(self) -> Iterator[tuple[InputPart, int]]:
         """The parts of all files, each with the bytes of the input that are read by then."""
         from train.model.tokenizer import END_OF_TEXT
         from train.tools.prepare.documents import tasks_of
@@ -205,7 +205,7 @@ class Task:
                 yield task, before + read
             before += file.size
 
-    def _take_note(self, answer, task: Task) -> None:
+    def _take_note(self, answer, task: InputPart) -> None:
         if answer.num_bad and not self.options.skip_bad_lines:
             if "not UTF-8" in answer.bad[0]:
                 raise UserError(f"{answer.bad[0]}. {proposal(task.data)}, or leave such lines out: --skip_bad_lines")

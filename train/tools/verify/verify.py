@@ -15,8 +15,8 @@ from train.record.run_folder import check_folder_of
 from train.record.terminal import say, screen_width
 from train.strategy.pairs import find_strategies
 from train.tools.launches import ending_in_order
-from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.options import VerifyOptions
 from train.tools.verify.proof import Proof
 from train.tools.verify.shorten import precision_of, shorten
 

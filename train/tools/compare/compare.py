@@ -28,10 +28,10 @@ from train.tools.compare.comparison import Comparison
 from train.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from train.tools.compare.finish import Finish, values_to_finish
 from train.tools.compare.machine import Limits, Machine, look, settle_limits
+from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
 from train.tools.launches import ending_in_order
-from train.tools.options import CompareOptions, parse_bytes
-from train.tools.tool_recipe import read_with_recipe
+from train.tools.tool_recipe import parse_bytes, read_with_recipe
 
 RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
 

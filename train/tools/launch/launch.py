@@ -17,8 +17,8 @@ from train.recipe.help import wants_help
 from train.recipe.parse import parse_recipe
 from train.strategy.gpus import check_devices, num_devices
 from train.strategy.pairs import find_strategies
+from train.tools.launch.options import LaunchOptions
 from train.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
-from train.tools.options import StartOptions
 
 TRAIN = Path(__file__).resolve().parents[2]
 TASKS = ("clm", "cls", "seq2seq")
@@ -50,14 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read_options(argv: list[str]) -> tuple[StartOptions, list[str]]:
+def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     """(this command's own options, the program and its options). Its own may stand before and behind what is trained.
 
     Raises:
         UserError: nobody says what is trained; anything that parse_recipe finds.
     """
     own, rest, words = [], [], list(argv)
-    names = {field.name for field in dataclasses.fields(StartOptions)}
+    names = {field.name for field in dataclasses.fields(LaunchOptions)}
     while words:
         word = words.pop(0)
         name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
@@ -69,7 +69,7 @@ def read_options(argv: list[str]) -> tuple[StartOptions, list[str]]:
     if wants_help(argv):
         own.append("--help")
     options = parse_recipe(
-        StartOptions, own, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
+        LaunchOptions, own, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
     )
     return options, program_of(rest)
 
@@ -106,7 +106,7 @@ def program_of(words: list[str]) -> list[str]:
     return [_shown(TRAIN / f"{task}.py"), *options]
 
 
-def settle_machines(options: StartOptions) -> Machines:
+def settle_machines(options: LaunchOptions) -> Machines:
     """The machines that the environment names; where --num_machines is given, the options name them all.
 
     Raises:
