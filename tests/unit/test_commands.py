@@ -110,7 +110,7 @@ def check_tool(words: list[str]) -> None:
 def check_benchmark(words: list[str]) -> None:
     source = (ROOT / words[0]).read_text()
     if "dataclasses.fields(Options)" in source:
-        source += (ROOT / "benchmarks" / "contenders.py").read_text()
+        source += (ROOT / "benchmarks" / "candidates.py").read_text()
     for word in words[1:]:
         if word.startswith("--"):
             assert f'"{word}"' in source or re.search(rf"^    {word[2:]}: \w+", source, re.MULTILINE), word
