@@ -30,7 +30,7 @@ from train.tools.convert.meta.layout import (
     to_meta,
     weights,
 )
-from train.tools.convert.meta.tokenizer import special_tokens
+from train.tools.meta_tokenizer import special_tokens
 
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,

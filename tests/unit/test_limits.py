@@ -128,7 +128,7 @@ def test_prediction():
     assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6) == 16
 
 
-# ------------------------------------------------------------------------------------------------- requests and journal
+# ----------------------------------------------------------------------------------------------- requests and journal
 
 
 def request(**changes) -> TrialRequest:
@@ -156,8 +156,8 @@ def test_a_rank_ends_with_the_process_that_made_its_request():
     """Also when that was killed, and could tell nobody."""
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(parent.pid).create_time()
-    code = f"from train.tools.compare.trial import end_together_with; end_together_with({parent.pid}, {started}); import time; "
-    code += "time.sleep(60)"
+    code = f"from train.tools.compare.trial import end_together_with; end_together_with({parent.pid}, {started}); "
+    code += "import time; time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     assert child.poll() is None
     parent.kill()
@@ -461,7 +461,7 @@ def test_the_conclusion_follows_from_the_numbers():
     assert conclusion([none]) == "No batch fits within this limit under zero3|x."
     broken = Row("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
     assert conclusion([ddp, broken]).startswith("ddp holds 8 a process.")
-    assert conclusion([ddp, broken]).endswith("zero1: failed, nothing is known.")
+    assert conclusion([ddp, broken]).endswith("zero1: failed, without a result.")
     assert common_size([ddp, broken]) == 8
     assert conclusion([none, ddp]).startswith("Only ddp fits: up to 8 a process (zero3|x: nothing)")
     assert "; zero3|x holds none" in conclusion([none, ddp, zero2])

@@ -553,7 +553,7 @@ def test_info_is_read_without_megatrons_core_and_transformers(small, tmp_path):
     said = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)
     assert said.stdout.splitlines()[-1] == "set()"
     assert "document 0   'one'" in said.stdout
-    assert "whole: the index fits the file" in said.stdout
+    assert "complete: the index fits the file" in said.stdout
 
 
 def test_text_endings_are_those_of_training():
@@ -616,7 +616,7 @@ def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{len(BAD) + 1} bad lines" in said
     assert "a.jsonl, line 2: not JSON" in said
-    assert "3 more bad lines were left out" in said
+    assert "3 more bad lines were skipped" in said
 
 
 @pytest.mark.parametrize(("name", "encoding"), [
@@ -675,7 +675,7 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
     before = content(made)
     write_lines(source, ["two"])
     words = ("--input", source, "--output_prefix", tmp_path / "made", "--tokenizer", small, "--workers", 1)
-    assert "is there already. Name another prefix, or say --overwrite" in refused(capsys, *words)
+    assert "already exists. Name another prefix, or add --overwrite" in refused(capsys, *words)
     source.write_text("bad")
     assert prepare(*words, "--overwrite") == 2
     assert content(made) == before
@@ -683,9 +683,9 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
     assert content(prepared(tmp_path, source, small, "--workers", 1, "--overwrite")) != before
     assert len(list(tmp_path.iterdir())) == 4
     Path(f"{made}.idx").unlink()
-    assert "is there already" in refused(capsys, *words)  # somebody's .bin
+    assert "already exists" in refused(capsys, *words)  # somebody's .bin
     Path(f"{made}.bin").unlink()
-    assert "made_text_document.json is there already" in refused(capsys, *words)  # somebody's .json
+    assert "made_text_document.json already exists" in refused(capsys, *words)  # somebody's .json
 
 
 def started(source: Path, small: Path, output: Path) -> subprocess.Popen:
@@ -754,7 +754,7 @@ def test_a_worker_that_dies_ends_the_job(small, tmp_path, large):
     workers = psutil.Process(job.pid).children()
     workers[1].kill()
     said = ended(job, workers, 2)
-    assert "was ended by SIGKILL, and no corpus was written. The system does that where memory runs out" in said
+    assert "was killed by SIGKILL, and no corpus was written. The system does that when memory runs out" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -786,7 +786,7 @@ def test_joined_is_one_pass(small, tmp_path, texts, capsys):
     assert ours.sources == [str(part) for part in parts]
     assert {**vars(ours), "sources": 0} == {**vars(expected), "sources": 0}
     capsys.readouterr()
-    assert "is there already" in refused(capsys, *words)
+    assert "already exists" in refused(capsys, *words)
     assert prepare(*words, "--overwrite") == 0
     assert not list(tmp_path.glob("*.partial"))
 

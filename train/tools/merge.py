@@ -39,12 +39,12 @@ class MergeOptions(Recipe):
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.adapter:
-            found.append("no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model")
+            problems.append("no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model")
         if not self.output:
-            found.append("no output: set --output to the folder that the merged model is to be written to")
-        return found
+            problems.append("no output: set --output to the folder that the merged model is to be written to")
+        return problems
 
 
 def main(argv: list[str] | None = None) -> int:

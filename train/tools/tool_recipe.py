@@ -49,10 +49,10 @@ class StrategiesOptions(Recipe):
         return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.names:
-            found.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
-        return found
+            problems.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
+        return problems
 
 
 def parse_bytes(text: str) -> int:

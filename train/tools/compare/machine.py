@@ -161,8 +161,8 @@ def _too_many(machine: Machine, num_processes: int, ranks: int, limit: int | Non
     remedies = [f"a memory_limit of at most {size(room)}"] if (room := total // ranks - context) > 0 else []
     remedies += [f"at most {most_processes} processes"] if most_processes else []
     return (
-        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({of_process}) on "
-        f"one that has {size(total)}. Use {', or '.join(remedies)}"
+        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({of_process}) "
+        f"on one that has {size(total)}. Use {', or '.join(remedies)}"
     )
 
 

@@ -37,24 +37,26 @@ class CompareOptions(StrategiesOptions):
         return None if texts == ["auto"] else sorted({int(text) for text in texts})
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         for name in ("memory_limit", "host_memory_limit"):
             try:
                 parse_bytes(getattr(self, name) or "1GiB")
             except ValueError:
-                found.append(f"{name} = {getattr(self, name)!r}: expected a size such as 24GiB, 800MiB or 24GB")
+                problems.append(f"{name} = {getattr(self, name)!r}: expected a size such as 24GiB, 800MiB or 24GB")
         try:
             wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
         except ValueError:
             wrong = True
         given = " ".join(self.batch_sizes)
         if wrong:
-            found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
+            problems.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
         elif self.sizes:
             useless = [name for name in ("granularity", "max_batch_size") if self.source(name)]
-            found += [f"{name} = {getattr(self, name)} has no effect with batch_sizes = {given}" for name in useless]
+            problems += [
+                f"{name} = {getattr(self, name)} has no effect with batch_sizes = {given}" for name in useless
+            ]
         elif self.granularity > self.max_batch_size:
-            found.append(
+            problems.append(
                 f"granularity = {self.granularity} and max_batch_size = {self.max_batch_size}: there is nothing to try"
             )
-        return found
+        return problems

@@ -42,8 +42,8 @@ from train.tools.convert.meta.config import (
 )
 from train.tools.convert.meta.folder import MetaFolder
 from train.tools.convert.meta.layout import choose_cut, same_bits, to_hf, to_meta, weights
-from train.tools.convert.meta.tokenizer import Converted, convert_tokenizer, find_tokenizer
 from train.tools.convert.options import ConvertOptions, FromMetaOptions, MegatronArgsOptions, ToMetaOptions
+from train.tools.meta_tokenizer import Converted, convert_tokenizer, find_tokenizer
 from train.tools.tool_recipe import parse_bytes
 
 TOLERANCE = 1e-4  # of two mean losses in fp32, which sum in another order

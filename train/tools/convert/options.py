@@ -18,12 +18,12 @@ class ConvertOptions(Recipe):
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.input:
-            found.append("no input: set --input to the folder of the checkpoint")
+            problems.append("no input: set --input to the folder of the checkpoint")
         if not self.output:
-            found.append("no output: set --output to the folder that the checkpoint is to be written to")
-        return found
+            problems.append("no output: set --output to the folder that the checkpoint is to be written to")
+        return problems
 
 
 @dataclass
@@ -44,12 +44,12 @@ class FromMetaOptions(ConvertOptions):
     max_shard_size: str = option("4GiB", "Largest .safetensors file, and about the memory that is taken.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         try:
             parse_bytes(self.max_shard_size)
         except ValueError:
-            found.append(f"max_shard_size = {self.max_shard_size!r}: expected a size such as 4GiB, 800MiB or 5GB")
-        return found
+            problems.append(f"max_shard_size = {self.max_shard_size!r}: expected a size such as 4GiB, 800MiB or 5GB")
+        return problems
 
 
 @dataclass

@@ -35,20 +35,22 @@ class WriterOptions(Recipe):
     output: str | None = option(None, "A .jsonl file for prompts and generated texts; replaced if it is there.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.model:
-            found.append("no model: set --model to a folder or a hub name")
+            problems.append("no model: set --model to a folder or a hub name")
         given = [name for name in ("prompt", "prompt_file", "chat") if getattr(self, name)]
         if not given:
-            found.append("nothing to continue: give --prompt TEXT, --prompt_file FILE or --chat")
+            problems.append("nothing to continue: give --prompt TEXT, --prompt_file FILE or --chat")
         if len(given) > 1:
-            found.append(f"{' and '.join(f'--{name}' for name in given)}: keep one of them")
+            problems.append(f"{' and '.join(f'--{name}' for name in given)}: keep one of them")
         if self.output and self.chat:
-            found.append(f"output = {self.output!r}: it goes with --prompt and --prompt_file, not with --chat")
+            problems.append(f"output = {self.output!r}: it goes with --prompt and --prompt_file, not with --chat")
         for name in ("chat", "system_prompt", "chat_template"):
             if self.raw and getattr(self, name):
-                found.append(f"--raw takes prompts as they are, and --{name} the chat template: keep one of the two")
-        return found
+                problems.append(
+                    f"--raw takes prompts as they are, and --{name} the chat template: keep one of the two"
+                )
+        return problems
 
 
 @dataclass
@@ -76,17 +78,19 @@ class SamplingOptions(Recipe):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.temperature == 0:
-            found.append("temperature = 0: the likeliest token is what is taken without it; leave it out")
+            problems.append("temperature = 0: the likeliest token is what is taken without it; leave it out")
         if self.top_p is not None and self.top_p > 1:
-            found.append(f"top_p = {self.top_p:g}: a probability is at most 1")
+            problems.append(f"top_p = {self.top_p:g}: a probability is at most 1")
         useless = [*self.sampling, *(["seed"] if self.seed is not None else [])]
         if self.do_sample is False and useless:
-            found.append(f"do_sample = false and {useless[0]} = {getattr(self, useless[0]):g}: keep one of the two")
+            problems.append(f"do_sample = false and {useless[0]} = {getattr(self, useless[0]):g}: keep one of the two")
         elif not (self.do_sample or self.sampling) and useless:
-            found.append(f"seed = {self.seed}: nothing is drawn, add --do_sample, --temperature, --top_k or --top_p")
-        return found
+            problems.append(
+                f"seed = {self.seed}: nothing is drawn, add --do_sample, --temperature, --top_k or --top_p"
+            )
+        return problems
 
 
 @dataclass

@@ -12,17 +12,17 @@ from train.tools.prepare.encode import Mismatch, encoder_of
 
 
 def serve(descriptor: int) -> None:
-    """Take a Setup from a socket, say "ready", then take Tasks and send back what `work` makes of each, until the
-    other end is closed. An error is sent back as well."""
+    """Receive a Setup from a socket and answer "ready"; then receive parts of the input and send what `work` makes of
+    each, until the other end is closed. An error is sent as well."""
     line = Connection(descriptor)
     tasks: queue.SimpleQueue = queue.SimpleQueue()
 
-    def receive() -> None:  # beside the work: a sender never waits for a receiver that waits for it
+    def receive() -> None:  # a thread: so neither side waits for the other while both send
         try:
             while True:
                 tasks.put(line.recv())
         except (EOFError, OSError):
-            os._exit(0)  # whoever asked is gone, or has all that it wanted
+            os._exit(0)  # the parent has ended, or needs no more
 
     def send(answer: Any) -> None:
         try:
@@ -40,7 +40,7 @@ def serve(descriptor: int) -> None:
 
 
 def _attempt(do) -> Any:
-    """What `do` returns, or its error, with the traceback as its text."""
+    """The result of `do`, or its error with the traceback as text."""
     try:
         return do()
     except Mismatch as error:

@@ -27,7 +27,9 @@ class VerifyOptions(StrategiesOptions):
     keep: bool = option(False, "Keep the runs also where all is well; those that are not well are kept anyway.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.kills >= self.updates:
-            found.append(f"kills = {self.kills} and updates = {self.updates}: there must be more updates than kills")
-        return found
+            problems.append(
+                f"kills = {self.kills} and updates = {self.updates}: there must be more updates than kills"
+            )
+        return problems
