@@ -3,7 +3,7 @@
     zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
     zerofit generate --model outputs/notes-merged --prompt "Once upon a time"
 
-A subcommand's `main(argv) -> int` is imported when it is called for and not before: `zerofit --help` answers at once.
+A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --help` is fast.
 """
 
 import importlib
@@ -28,9 +28,7 @@ class Command:
 
 
 COMMANDS = (
-    Command(
-        "launch", "Start a run on the accelerators and machines that are there.", "train.tools.launch.launch:main"
-    ),
+    Command("launch", "Start a run on all accelerators and machines.", "train.tools.launch.launch:main"),
     Command(
         "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.prepare:main"
     ),
@@ -57,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here it can still be told that nobody reads
+            sys.stdout.flush()  # here a closed pipe can still be reported
     except UserError as error:
         print(error.report("nothing was done"), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
@@ -78,12 +76,12 @@ def _run(argv: list[str]) -> int:
 
         print(f"zerofit {__version__}")
         return 0
-    known = {command.name: command for command in COMMANDS}
-    if argv[0] not in known:
-        close = nearest(argv[0], known)
-        remedy = f"Did you mean {close}?" if close else "There are " + ", ".join(known)
-        raise UserError(f"{argv[0]!r} is no command of zerofit. {remedy}")
-    return known[argv[0]].run(argv[1:])
+    commands = {command.name: command for command in COMMANDS}
+    if argv[0] not in commands:
+        close = nearest(argv[0], commands)
+        remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(commands)
+        raise UserError(f"{argv[0]!r} is not a command of zerofit. {remedy}")
+    return commands[argv[0]].run(argv[1:])
 
 
 def _help() -> str:

@@ -90,7 +90,7 @@ def test_weights_from_scratch_are_not_evaluated():
 
 def test_a_tool_that_trains_does_not_take_it():
     flags = ["--task", "clm", "--model_name_or_path", "a", "--train_file", "a.txt", "--evaluate_only"]
-    assert "leave evaluate_only and predict_file out" in refusal(read_with_recipe, VerifyOptions, flags, "zerofit x")
+    assert "remove evaluate_only and predict_file" in refusal(read_with_recipe, VerifyOptions, flags, "zerofit x")
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder

@@ -159,7 +159,7 @@ def test_a_program_is_found_behind_any_launcher():
     ):  # fmt: skip
         (call,) = calls_in(script, {})
         assert (call.program, call.arguments, call.processes) == ("pretrain_gpt.py", ["--num-layers", "2"], 4)
-    with pytest.raises(UserError, match=r"\$1 .*Say 1=value"):
+    with pytest.raises(UserError, match=r"\$1 .*Add 1=value"):
         calls_in('if [ "$1" = x ]; then C="torchrun pretrain_gpt.py"; fi\neval "$C --num-layers 2"', {})
 
 
@@ -200,7 +200,7 @@ def test_what_is_not_filled_in_is_asked_for_by_name():
     problems = converted(GPT, {"MORE": ""}).flags.problems
     assert len(set(problems)) == 2
     assert "$VOCAB_FILE (line 2: <Specify path to file>/gpt2-vocab.json is to be filled in)" in problems[0]
-    assert "Say VOCAB_FILE=value" in problems[0]
+    assert "Add VOCAB_FILE=value" in problems[0]
 
 
 def test_a_gpt_counts_samples():
@@ -349,7 +349,7 @@ def test_what_contradicts_is_an_error(flags, said):
 def test_a_json_that_contradicts_the_flags():
     problems = converted(LLAMA.replace("--bf16", "").replace('"train_batch_size" : $GLOBAL', '"train_batch_size": 5'))
     assert "train_batch_size = 5" in problems.flags.problems[0]
-    assert "--bf16 is not there" in problems.flags.problems[1]
+    assert "there is no --bf16" in problems.flags.problems[1]
 
 
 def test_all_processes_are_data_parallel():

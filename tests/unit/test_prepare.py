@@ -654,7 +654,7 @@ def test_input_that_is_refused(small, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     before = sorted(tmp_path.iterdir())
     for name, said in (
-        ("a.xls", "the ending tells no known kind"), ("list.json", "begins as a JSON list and is none"),
+        ("a.xls", "the ending is unknown"), ("list.json", "begins as a JSON list and is none"),
         ("a.csv", "has no column text; it has a, b. See --json_keys"), ("kana.txt", "say --encoding cp932"),
         ("cut.jsonl.gz", "cannot be read"), ("no.parquet", "cannot be read as .parquet"), ("gone.txt", "no such file"),
         ("blank.txt", "has no text"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),
@@ -840,7 +840,7 @@ def test_corpora_without_a_card_are_joined(data, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("documents    100 (0 empty), 100 sequences") == 2
     assert "as int32" in said
-    assert said.count("whole: ") == 2
+    assert said.count("complete: ") == 2
     assert prepare("merge", "--input", *prefixes, "--output_prefix", tmp_path / "joined") == 0
     assert open_corpus("input", str(tmp_path / "joined")).documents == 200
 

@@ -118,7 +118,7 @@ def test_an_outcome_says_what_is_wrong():
     assert not outcome().problems(1e-5)
     for wrong, said in (
         (outcome(changed(LINES, 2, loss=7.0)), "differs by more than 1e-05 in loss"),
-        (outcome(changed(LINES, 2, loss=math.nan)), "in some update loss is no number"),
+        (outcome(changed(LINES, 2, loss=math.nan)), "in some update loss is not a number"),
         (outcome(without(LINES, 2)), "update 2 is missing"),
         (outcome(ledger=without(LEDGER, 2)), "1 updates are not made of the samples"),
         (outcome(killed=Killed()), "no kill came in time"),
@@ -318,7 +318,7 @@ def test_how_a_launch_failed(tmp_path):
             return failure(launch, launch.wait(60))
 
     assert ended("print('well')") is None
-    assert "left with exit code 3" in ended("print('why'); raise SystemExit(3)")
+    assert "ended with exit code 3" in ended("print('why'); raise SystemExit(3)")
     assert "  | why" in ended("print('why'); raise SystemExit(3)")
     assert "has printed a traceback" in ended("print('Traceback (most recent call last):')")
     with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:

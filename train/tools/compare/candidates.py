@@ -12,7 +12,7 @@ from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 from train.recipe.parse import parse_recipe
 from train.strategy.pairs import find_strategies
-from train.tools.tool_recipe import NOT_KEPT, QUIET, settled_values
+from train.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
 OMITTED = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size"}
 SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself
@@ -95,7 +95,7 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
         remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
         raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
                          for name in useless])  # fmt: skip
-    values, notes = settled_values(options, cls, OMITTED, REPLACED), []
+    values, notes = recipe_values(options, cls, OMITTED, REPLACED), []
     if "max_eval_batches" not in values:
         values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:

@@ -18,7 +18,7 @@ from train.tools.compare.finished import Finished, read_finished
 from train.tools.compare.journal import key_of
 from train.tools.compare.results import Row
 from train.tools.launches import UPDATE, Launch, Trial, failure, launched, mistake
-from train.tools.tool_recipe import settled_values
+from train.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
 SAY_S = 600.0
@@ -36,7 +36,7 @@ def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
             f"global_batch_size = {size} ({options.source('global_batch_size')}): --finish trains with "
             f"num_processes = {processes}, and the one does not divide by the other. Make it a multiple of {processes}"
         )
-    return settled_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
+    return recipe_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
 
 
 def batch_to_train(row: Row, global_batch: int | None, num_processes: int) -> int:

@@ -10,7 +10,7 @@ from train.tools.generate.writer import Writer
 
 
 def lines_of_stdin() -> Iterator[str]:
-    """What is typed, or comes through a pipe, a line at a time."""
+    """The lines that are typed, or come through a pipe."""
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):  # not on every system
@@ -30,7 +30,7 @@ def lines_of_stdin() -> Iterator[str]:
 
 
 def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
-    """Answer line after line, each with what was said before it, until an empty one."""
+    """Answer line after line, each with the conversation before it, until an empty line."""
     history: Messages = []
     for number, line in enumerate(lines):
         if not line:
@@ -39,13 +39,13 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
             history = []
             say("note: what was said is forgotten")
             continue
-        asked = [*history, {"role": "user", "content": line}]
-        ids, kept = latest(asked, writer, renderer)
+        messages = [*history, {"role": "user", "content": line}]
+        ids, kept = latest(messages, writer, renderer)
         if ids is None:
-            say(f"note: {writer.too_long(len(renderer.ids_of(asked[-1:])))}; it was not said")
+            say(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
             continue
-        if len(kept) < len(asked):
-            dropped = (len(asked) - len(kept)) // 2
+        if len(kept) < len(messages):
+            dropped = (len(messages) - len(kept)) // 2
             say(f"note: the oldest {'exchange does' if dropped == 1 else f'{dropped} exchanges do'} not fit any more")
         elif renderer.left_out:
             say(f"note: {renderer.left_out} tokens of what was said do not fit any more")
@@ -54,17 +54,17 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
 
 
 def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list[int] | None, Messages]:
-    """(ids, messages) of as many of the latest messages as leave room for a reply, whole exchanges; at least the last.
+    """(ids, messages) of the latest exchanges that leave room for a reply; at least the last message.
 
-    No ids: the last message alone is too long.
+    ids is None: the last message by itself is too long.
     """
-    wanted = 1
+    reply_tokens = 1
     if writer.positions and not writer.has_encoder:
-        wanted = min(writer.max_new_tokens, writer.positions // 2)
+        reply_tokens = min(writer.max_new_tokens, writer.positions // 2)
     while True:
         ids = renderer.ids_of(messages)
         room = writer.room(len(ids))
-        if room is None or room >= wanted:
+        if room is None or room >= reply_tokens:
             return ids, messages
         if len(messages) <= 2:
             return (ids if room > 0 else None), messages

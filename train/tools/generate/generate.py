@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.chat_template:
         named_template(options.chat_template)
     be_quiet()
-    source = find_model(options)  # whatever can be wrong without the weights is found before they are waited for
+    source = find_model(options)  # finds every mistake that does not need the weights, which take long
     renderer = Renderer(source.tokenizer, source.config, options.chat_template, options.raw, options.system_prompt)
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()

@@ -28,23 +28,25 @@ def find_model(options: GenerateOptions) -> Source:
     """Find the model, its adapter and its tokenizer; the weights are not loaded.
 
     Raises:
-        UserError: they cannot be had, or do not write texts.
+        UserError: they cannot be loaded, or the model does not write texts.
     """
     name, trust = model_folder(options.model), options.trust_remote_code
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
         return Source(name, None, config, read_tokenizer("model", name, config, trust))
-    own = is_adapter(name)
-    if own and options.adapter:
+    names_adapter = is_adapter(name)
+    if names_adapter and options.adapter:
         raise UserError(
             f"model = {name!r} is an adapter itself, and adapter = {options.adapter!r} another: name the base as "
-            "--model, or leave --adapter out"
+            "--model, or remove --adapter"
         )
-    adapter = open_adapter(name if own else options.adapter, "model" if own else "adapter")
-    option, base, config = find_base(adapter, None if own else name, "model", NAMED_WITH, trust)
+    adapter = open_adapter(name if names_adapter else options.adapter, "model" if names_adapter else "adapter")
+    option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
     if adapter.settings.get("task_type") == "SEQ_CLS":
-        raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier: it judges texts and writes none")
+        raise UserError(
+            f"{str(adapter.path)!r} is the adapter of a classifier: it classifies texts and does not write any"
+        )
     _auto_class(config, base)
     where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
     return Source(base, adapter, config, read_tokenizer(*where, config, trust))
@@ -54,7 +56,7 @@ def load(source: Source, options: GenerateOptions):
     """The model on its device, with its adapter if there is one.
 
     Raises:
-        UserError: its weights cannot be had, are not whole, or are not those that the adapter is for.
+        UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
     """
     import torch
 
@@ -71,7 +73,7 @@ def load(source: Source, options: GenerateOptions):
         for note in adapted.notes:
             say(note)
         model = adapted.model.get_base_model()
-        if (source.adapter.path / "generation_config.json").is_file():  # how it was told to answer
+        if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             from transformers import GenerationConfig
 
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
@@ -82,9 +84,9 @@ def load(source: Source, options: GenerateOptions):
         if missing:
             raise UserError(
                 f"model = {source.name!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
-                f"{missing[0]}, or has them in another shape: it would write at random"
+                f"{missing[0]}, or has them in another shape: it would write random texts"
             )
-    if getattr(model, "hf_quantizer", None) is None:  # quantised weights lie where they belong already
+    if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
     say(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
@@ -96,12 +98,12 @@ def _auto_class(config, name: str):
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    of_no_use = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
+    non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
     unknown = type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map")
-    if of_no_use or unknown:
-        kind = of_no_use[0] if of_no_use else config.model_type
+    if non_writers or unknown:
+        kind = non_writers[0] if non_writers else config.model_type
         raise UserError(
-            f"model = {name!r} is a {kind}: it judges texts or represents them, and writes none. Name a causal "
+            f"model = {name!r} is a {kind}: it classifies or represents texts, and does not write any. Name a causal "
             "language model or an encoder-decoder"
         )
     return auto_class

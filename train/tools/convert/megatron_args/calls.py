@@ -30,7 +30,7 @@ class Call:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def of_launcher(self, names: tuple[str, ...]) -> str | None:
-        """The value of the launcher's option of one of these names."""
+        """The value of the launcher's option with one of these names."""
         for word, following in zip(self.launcher, [*self.launcher[1:], ""]):
             name, equals, value = word.lstrip("-").partition("=")
             if word.startswith("-") and name in names:
@@ -39,11 +39,11 @@ class Call:
 
     @property
     def processes(self) -> int | None:
-        """Processes on one machine; None where the script does not tell."""
-        told = self.of_launcher(PROCESSES)
+        """Processes on one machine; None where the script does not say."""
+        processes = self.of_launcher(PROCESSES)
         words = self.launcher
         one_process = words and not words[0].endswith("deepspeed") and not unknown_in(" ".join(words))
-        return 1 if told is None and one_process else _number(told)
+        return 1 if processes is None and one_process else _number(processes)
 
     @property
     def machines(self) -> int:
@@ -61,20 +61,20 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
         given: {variable: value} from the command line.
 
     Raises:
-        UserError: it starts none of them, or one through a variable that is not known.
+        UserError: it starts none of them, or one with an unknown variable.
     """
     shell = Shell(given)
     shell.read(text)
     calls, unknown = [], []
     for command in shell.commands:
-        found = _calls_of(command.words, shell)
-        calls += found
-        if not found and "--num-layers" in " ".join(command.words):
+        started = _calls_of(command.words, shell)
+        calls += started
+        if not started and "--num-layers" in " ".join(command.words):
             unknown += [name for name in unknown_in(" ".join(command.words)) if name]
     if not calls:
         remedy = ""
         if unknown:
-            remedy = f" as far as can be told: {missing(unknown[0], shell.reasons)}"
+            remedy = f" as far as can be seen: {missing(unknown[0], shell.reasons)}"
         raise UserError(f"the script starts none of {', '.join(PROGRAMS)}{remedy}")
     return calls
 
@@ -113,6 +113,6 @@ def _nested(text: str, shell: Shell) -> list[Call]:
 
 
 def missing(name: str, reasons: dict[str, str]) -> str:
-    """A variable that has no value: its name, why, and what to type."""
+    """A message for a variable without a value: its name, why, and what to type."""
     why = f" ({reasons[name]})" if name in reasons else ""
-    return f"${name}{why} is not known. Say {name}=value after the script's name"
+    return f"${name}{why} is not known. Add {name}=value after the script's name"

@@ -25,8 +25,8 @@ class Word:
     def assigns(self) -> str | None:
         """`NAME=` or `NAME+=` where the word begins with that."""
         text, quote = self.pieces[0] if self.pieces else ("", "")
-        found = None if quote else ASSIGNS.match(text)
-        return found[0] if found else None
+        match = None if quote else ASSIGNS.match(text)
+        return match[0] if match else None
 
 
 @dataclass

@@ -122,16 +122,16 @@ class Shell:
                         and not inside_test(condition[:i])), len(condition))  # fmt: skip
             part, after = condition[:end], operator_of(condition[end]) if end < len(condition) else ""
             if part:
-                found = self._test(part)
-                result = found if not joint else join_results(result, found, joint)
+                part_result = self._test(part)
+                result = part_result if not joint else join_results(result, part_result, joint)
                 joint = after if after in ("&&", "||") else joint
             condition = condition[end + 1 :]
         return result
 
     def _test(self, tokens: list) -> bool | None:
         if bare(tokens[0]) == "!":
-            found = self._test(tokens[1:])
-            return None if found is None else not found
+            negated = self._test(tokens[1:])
+            return None if negated is None else not negated
         if bare(tokens[0]) in ("true", "false"):
             return bare(tokens[0]) == "true"
         if bare(tokens[0]) not in ("[", "[[", "test"):
@@ -268,10 +268,10 @@ class Shell:
         if text[0] == "`" or text.startswith("$("):
             return "." if text.strip("$()` ") == "pwd" else unknown("")
         inside = text[2:-1] if text.startswith("${") else text[1:]
-        found = re.fullmatch(r"(\w+|[@*#])(\[[@*]\]|\[\d+\])?(?:(:?[-=+])(.*))?", inside, re.DOTALL)
-        if not found:
+        match = re.fullmatch(r"(\w+|[@*#])(\[[@*]\]|\[\d+\])?(?:(:?[-=+])(.*))?", inside, re.DOTALL)
+        if not match:
             return unknown(re.match(r"[#!]?(\w*)", inside)[1])
-        name, index, how, other = found.groups()
+        name, index, how, other = match.groups()
         value = self._value(name)
         if how and (value is None or (how[0] == ":" and not value)) is (how[-1] != "+"):
             return " ".join(text for one in Lexer(other).tokens() if isinstance(one, Word)
@@ -294,7 +294,7 @@ class Shell:
         return self.variables.get(name)
 
     def _arithmetic(self, text: str) -> str:
-        text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: f"${{{found[1]}}}", text)
+        text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: f"${{{match[1]}}}", text)
         text = self._text(text, '"')
         if UNKNOWN.search(text):
             return unknown(UNKNOWN.search(text)[1])
