@@ -120,7 +120,7 @@ def test_an_outcome_says_what_is_wrong():
         (outcome(changed(LINES, 2, loss=7.0)), "differs by more than 1e-05 in loss"),
         (outcome(changed(LINES, 2, loss=math.nan)), "in some update loss is not a number"),
         (outcome(without(LINES, 2)), "update 2 is missing"),
-        (outcome(ledger=without(LEDGER, 2)), "1 updates are not made of the samples"),
+        (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
         (outcome(killed=Killed()), "no kill came in time"),
         (Outcome("zero2", [2], "left with exit code 1"), "exit code 1"),
     ):
@@ -320,7 +320,7 @@ def test_how_a_launch_failed(tmp_path):
     assert ended("print('well')") is None
     assert "ended with exit code 3" in ended("print('why'); raise SystemExit(3)")
     assert "  | why" in ended("print('why'); raise SystemExit(3)")
-    assert "has printed a traceback" in ended("print('Traceback (most recent call last):')")
+    assert "printed a traceback" in ended("print('Traceback (most recent call last):')")
     with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
         assert "has not ended in" in failure(launch, launch.wait(0.0))
 

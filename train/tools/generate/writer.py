@@ -50,8 +50,8 @@ class Writer:
             say(f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}")
 
     def room(self, length: int) -> int | None:
-        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the prompt
-        is too long."""
+        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
+        prompt is too long."""
         if self.positions is None:
             return None
         if self.has_encoder:

@@ -111,7 +111,7 @@ def choose_machines(options: LaunchOptions) -> Machines:
     """The machines from the environment, or from the options where --num_machines is given.
 
     Raises:
-        UserError: there are several machines, and the number of this one or the address of the first is missing or wrong.
+        UserError: of several machines, the number of this one or the address of the first is missing or wrong.
     """
     machines = read_machines(os.environ) if options.num_machines is None else Machines(1, None)
     given = {"count": options.num_machines, "rank": options.machine_rank, "address": options.main_process_ip}

@@ -37,8 +37,8 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
     """The machines from the environment; one machine where it names none.
 
     Raises:
-        UserError: torchrun or accelerate has started this process; Slurm has given the job several machines, and starts
-            this command on one of them only, or several times on each.
+        UserError: torchrun or accelerate has started this process; Slurm has given the job several machines, and
+            starts this command on one of them only, or several times on each.
     """
     if "LOCAL_RANK" in environment:
         raise UserError(
