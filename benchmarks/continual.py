@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from foot import foot
+from provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -56,7 +56,7 @@ def main() -> None:
             "",
             difference(curves),
             "",
-            foot(f"{args.processes} processes", "torch", "accelerate", "deepspeed", "transformers"),
+            provenance(f"{args.processes} processes", "torch", "accelerate", "deepspeed", "transformers"),
         ]
     )
     (args.output / "continual.md").write_text(text + "\n")

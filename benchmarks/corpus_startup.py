@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from foot import foot
+from provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, SPARSE_FROM, BLOCK, IDS = 1000, 1e9, 512, 500
@@ -50,7 +50,7 @@ def main() -> None:
     how = f"{args.strategy}, {args.processes} processes, {UPDATES} updates"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(HEAD))
-    text = "\n".join([*lines, "", foot(how, "torch", "accelerate", "transformers", "megatron-core")])
+    text = "\n".join([*lines, "", provenance(how, "torch", "accelerate", "transformers", "megatron-core")])
     args.output.parent.mkdir(exist_ok=True)
     args.output.write_text(text + "\n")
     print(text)

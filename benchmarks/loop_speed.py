@@ -1,11 +1,11 @@
 """What zerofit's loop costs beside a bare PyTorch loop, and what it gains or loses beside transformers' Trainer.
 
-    python benchmarks/loop_speed.py                   # 15 rounds of 5 contenders: 8 updates each
+    python benchmarks/loop_speed.py                   # 15 rounds of 5 candidates: 8 updates each
     python benchmarks/loop_speed.py --rounds 5 --updates 30 --warmup 5
     python benchmarks/loop_speed.py --startup         # seconds from `accelerate launch` to the first update
 
 Each round trains the same small GPT-2 from the same weights on the same batches of random tokens (full blocks, fp32)
-through every contender, one after another in one process:
+through every candidate, one after another in one process:
 
     bare full        a loop written by hand: transformers' own mean loss, fused AdamW, clipping, linear decay
     zerofit full     Trainer.train, that is train.training.loop with its engine, its data and its record on disk
@@ -15,12 +15,12 @@ through every contender, one after another in one process:
 
 The order rotates from round to round and turns around in every other one; a pair that is compared stays side by side.
 Tokens/s are those of the wall clock over the updates after the warm-up, the device synchronised at both ends. Ratios
-are taken within a round. All contenders must arrive at the same loss, or there is nothing to compare: then it stops.
+are taken within a round. All candidates must arrive at the same loss, or there is nothing to compare: then it stops.
 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
 updates in all rounds, is disturbed least; that is why there are many short rounds.
 
-OpenMP's threads sleep while they wait, for all contenders alike, as train/strategy/launch.py has it: spinning ones are
+OpenMP's threads sleep while they wait, for all candidates alike, as train/strategy/launch.py has it: spinning ones are
 a little faster while nobody else wants the cores, and many times slower when somebody does. OMP_WAIT_POLICY=ACTIVE in
 front of the command measures everything with torch's default.
 """
@@ -43,7 +43,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it once, when torch is imported
 
 import torch
-from contenders import CONTENDERS, Options, Stopwatch, Workload
+from candidates import CANDIDATES, Options, Stopwatch, Workload
 from startup import LAUNCHES, measure_startup
 
 from train.model.parameters import count_parameters
@@ -62,7 +62,7 @@ SAME_LOSS = 1e-3  # relative; far above rounding, far below any other training
 
 
 def measure(name: str, work: Workload) -> dict[str, Any]:
-    """One contender, from fresh weights, with all cores and nothing left behind by the one before."""
+    """One candidate, from fresh weights, with all cores and nothing left behind by the one before."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -71,20 +71,20 @@ def measure(name: str, work: Workload) -> dict[str, Any]:
     gc.collect()
     watch = Stopwatch(work.options, work.device)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        CONTENDERS[name](work, watch)
+        CANDIDATES[name](work, watch)
     return watch.figures()
 
 
 def order_of(round_: int) -> list[str]:
-    """The contenders' order in this round, counted from 0."""
-    names = list(CONTENDERS)
+    """The candidates' order in this round, counted from 0."""
+    names = list(CANDIDATES)
     first = round_ % len(names)
     turned = names[first:] + names[:first]
     return turned[::-1] if round_ % 2 else turned
 
 
 def measure_rounds(work: Workload) -> list[dict[str, dict[str, Any]]]:
-    """{contender: figures} of each round."""
+    """{candidate: figures} of each round."""
     rounds = []
     for number in range(work.options.rounds):
         figures = {}
@@ -100,7 +100,7 @@ def check_same_training(figures: dict[str, dict[str, Any]]) -> None:
     """Raises RuntimeError if the last losses of a round are not the same."""
     losses = {name: each["last_loss"] for name, each in figures.items()}
     if not max(losses.values()) - min(losses.values()) <= SAME_LOSS * min(losses.values()):
-        raise RuntimeError(f"the contenders did not train the same: their last losses are {losses}")
+        raise RuntimeError(f"the candidates did not train the same: their last losses are {losses}")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -108,17 +108,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    speeds = {name: [figures[name]["tokens_per_s"] for figures in rounds] for name in CONTENDERS}
-    fastest = {name: min(figures[name]["fastest_update_s"] for figures in rounds) for name in CONTENDERS}
+    speeds = {name: [figures[name]["tokens_per_s"] for figures in rounds] for name in CANDIDATES}
+    fastest = {name: min(figures[name]["fastest_update_s"] for figures in rounds) for name in CANDIDATES}
     ratios = {
         shown: spread([mine / other for mine, other in zip(speeds[a], speeds[b])])
         | {"of_fastest_updates": fastest[b] / fastest[a]}
         for shown, (a, b) in RATIOS.items()
     }
-    updates = {name: [figures[name]["median_update_s"] for figures in rounds] for name in CONTENDERS}
+    updates = {name: [figures[name]["median_update_s"] for figures in rounds] for name in CANDIDATES}
     return {
-        "tokens_per_s": {name: spread(speeds[name]) for name in CONTENDERS},
-        "median_update_s": {name: statistics.median(updates[name]) for name in CONTENDERS},
+        "tokens_per_s": {name: spread(speeds[name]) for name in CANDIDATES},
+        "median_update_s": {name: statistics.median(updates[name]) for name in CANDIDATES},
         "fastest_update_s": fastest,
         "ratios": ratios,
     }

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from foot import foot
+from provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -39,7 +39,9 @@ def main() -> None:
             rows.append(measured(strategy, method, flags, options))
             print(rows[-1], flush=True)
     options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text("\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed", "peft")]) + "\n")
+    options.output.write_text(
+        "\n".join([*rows, "", provenance("fp32", "torch", "accelerate", "deepspeed", "peft")]) + "\n"
+    )
 
 
 def measured(strategy: str, method: str, flags: list[str], options: argparse.Namespace) -> str:

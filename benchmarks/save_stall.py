@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from foot import foot
+from provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -42,7 +42,7 @@ def main() -> None:
         for meanwhile in (True, False):
             rows.append(measured(strategy, meanwhile, options))
             print(rows[-1], flush=True)
-    options.output.write_text("\n".join([*rows, "", foot("fp32", "torch", "accelerate", "deepspeed")]) + "\n")
+    options.output.write_text("\n".join([*rows, "", provenance("fp32", "torch", "accelerate", "deepspeed")]) + "\n")
 
 
 def measured(strategy: str, meanwhile: bool, options: argparse.Namespace) -> str:

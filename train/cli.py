@@ -3,7 +3,7 @@
     zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
     zerofit generate --model outputs/notes-merged --prompt "Once upon a time"
 
-A subcommand's `main(argv) -> int` is imported when it is called for and not before: `zerofit --help` answers at once.
+A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --help` is fast.
 """
 
 import importlib
@@ -28,25 +28,23 @@ class Command:
 
 
 COMMANDS = (
+    Command("launch", "Start a run on all accelerators and machines.", "train.tools.launch.launch:main"),
     Command(
-        "launch", "Start a run on the accelerators and machines that are there.", "train.tools.launch.command:main"
-    ),
-    Command(
-        "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.command:main"
+        "prepare", "Text to corpora in Megatron's format, and a look at them.", "train.tools.prepare.prepare:main"
     ),
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.tools.merge:main"),
     Command(
         "convert",
         "Meta's Llama to transformers' and back; Megatron's flags to a recipe.",
-        "train.tools.convert.command:main",
+        "train.tools.convert.convert:main",
     ),
     Command(
-        "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.command:main"
+        "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.compare:main"
     ),
     Command(
-        "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.command:main"
+        "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.verify:main"
     ),
-    Command("generate", "Let a model continue a text, or talk with it.", "train.tools.generate.command:main"),
+    Command("generate", "Let a model continue a text, or talk with it.", "train.tools.generate.generate:main"),
 )
 
 
@@ -57,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here it can still be told that nobody reads
+            sys.stdout.flush()  # here a closed pipe can still be reported
     except UserError as error:
         print(error.report("nothing was done"), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
@@ -78,12 +76,12 @@ def _run(argv: list[str]) -> int:
 
         print(f"zerofit {__version__}")
         return 0
-    known = {command.name: command for command in COMMANDS}
-    if argv[0] not in known:
-        close = nearest(argv[0], known)
-        remedy = f"Did you mean {close}?" if close else "There are " + ", ".join(known)
-        raise UserError(f"{argv[0]!r} is no command of zerofit. {remedy}")
-    return known[argv[0]].run(argv[1:])
+    commands = {command.name: command for command in COMMANDS}
+    if argv[0] not in commands:
+        close = nearest(argv[0], commands)
+        remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(commands)
+        raise UserError(f"{argv[0]!r} is not a command of zerofit. {remedy}")
+    return commands[argv[0]].run(argv[1:])
 
 
 def _help() -> str:

@@ -26,7 +26,7 @@ SMALL = {
     "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
                 "1", "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
 }  # fmt: skip
-LIBRARIES = {"contenders", "foot", "startup"}  # that others import
+LIBRARIES = {"candidates", "provenance", "startup"}  # that others import
 
 
 def test_every_benchmark_is_run():

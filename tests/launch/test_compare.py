@@ -1,4 +1,4 @@
-"""`zerofit compare`, for real: it is interrupted in every way and goes on, over all three tasks."""
+"""`zerofit compare`, for real: it is interrupted in every way and resumes, over all three tasks."""
 
 import csv
 import json
@@ -104,7 +104,7 @@ def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     os.kill(launcher.pid, signal.SIGKILL)
     said, _ = second.communicate(timeout=600)
     assert second.returncode == 0, said
-    assert "goes on where it was interrupted" in said
+    assert "resumes where it was interrupted" in said
     assert not marked(marks(output))
     sizes = journal(output, "size")
     assert sum(line["size"] == 2 and line["fresh"] and line["outcome"] == "fits" for line in sizes) == 1
@@ -163,7 +163,7 @@ def test_pairs_are_generated_from_too(material, tmp_path, cache):
 def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp_path, strategies):
     code, said = run(recipe, tmp_path / "low", "--strategies", strategies, "--memory_limit", "100MiB")
     assert code == 2
-    assert "MiB before there is a model or a batch, and may have 100 MiB" in said
+    assert "MiB before it has a model or a batch, and the limit is 100 MiB" in said
     assert len(journal(tmp_path / "low", "launch")) == len(strategies.split(",")), "one for each strategy"
 
 

@@ -25,8 +25,8 @@ from train.model.configuration import load_configuration
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from train.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from train.record.run_folder import RunFolder
-from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.options import VerifyOptions
 from train.training.evaluation_only import EvaluationTrainer
 from train.training.generation import predict_texts, writing_settings
 
@@ -90,7 +90,7 @@ def test_weights_from_scratch_are_not_evaluated():
 
 def test_a_tool_that_trains_does_not_take_it():
     flags = ["--task", "clm", "--model_name_or_path", "a", "--train_file", "a.txt", "--evaluate_only"]
-    assert "leave evaluate_only and predict_file out" in refusal(read_with_recipe, VerifyOptions, flags, "zerofit x")
+    assert "remove evaluate_only and predict_file" in refusal(read_with_recipe, VerifyOptions, flags, "zerofit x")
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from train.cli import main as zerofit
-from train.tools.convert.megatron_args.command import calls_in
+from train.tools.convert.megatron_args.calls import calls_in
 from train.tools.convert.megatron_args.corpora import convert_preparation
 from train.tools.convert.megatron_args.ledger import Row
 from train.tools.convert.megatron_args.pair import pair_of

@@ -58,7 +58,7 @@ def test_nothing_heavy_is_imported_for_it(argv):
 def test_an_unknown_command(start):
     done = subprocess.run([*start, "generat"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: 'generat' is no command of zerofit. Did you mean generate?\n"
+    assert done.stderr == "error: 'generat' is not a command of zerofit. Did you mean generate?\n"
     assert not done.stdout
 
 

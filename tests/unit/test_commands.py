@@ -12,17 +12,14 @@ from torch.distributed.run import get_args_parser
 from train.cli import COMMANDS
 from train.recipe import parse_recipe
 from train.strategy.pairs import find_strategies
-from train.tools.launch.command import read_options
-from train.tools.options import (
-    CompareOptions,
-    FromMetaOptions,
-    GenerateOptions,
-    MergeOptions,
-    ToMetaOptions,
-    VerifyOptions,
-)
-from train.tools.prepare.command import InfoOptions, JoinOptions, PrepareOptions
+from train.tools.compare.options import CompareOptions
+from train.tools.convert.options import FromMetaOptions, ToMetaOptions
+from train.tools.generate.options import GenerateOptions
+from train.tools.launch.launch import read_options
+from train.tools.merge import MergeOptions
+from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 from train.tools.tool_recipe import TASKS, read_with_recipe
+from train.tools.verify.options import VerifyOptions
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,
@@ -113,7 +110,7 @@ def check_tool(words: list[str]) -> None:
 def check_benchmark(words: list[str]) -> None:
     source = (ROOT / words[0]).read_text()
     if "dataclasses.fields(Options)" in source:
-        source += (ROOT / "benchmarks" / "contenders.py").read_text()
+        source += (ROOT / "benchmarks" / "candidates.py").read_text()
     for word in words[1:]:
         if word.startswith("--"):
             assert f'"{word}"' in source or re.search(rf"^    {word[2:]}: \w+", source, re.MULTILINE), word

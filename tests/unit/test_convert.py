@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from train.cli import main
-from train.tools.convert import command as convert
+from train.tools.convert import convert as convert
 from train.tools.convert.meta.config import ffn_params, ffn_size, version_of
 from train.tools.convert.meta.folder import MetaFolder
 from train.tools.convert.meta.forward import meta_logits
@@ -30,7 +30,7 @@ from train.tools.convert.meta.layout import (
     to_meta,
     weights,
 )
-from train.tools.convert.meta.tokenizer import special_tokens
+from train.tools.meta_tokenizer import special_tokens
 
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
@@ -189,7 +189,7 @@ def test_metas_own_computation_agrees(tmp_path, rope):
 
 def test_a_wrong_permutation_is_noticed(tmp_path, meta, monkeypatch):
     monkeypatch.setattr(convert, "to_hf", lambda tensor, heads: to_meta(tensor, heads))
-    with pytest.raises(RuntimeError, match="turned back is not what"):
+    with pytest.raises(RuntimeError, match="converted back differs from"):
         run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
     assert not list(tmp_path.glob("hf*"))
 
@@ -311,7 +311,7 @@ def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
     assert "no tokenizer.model. Name it with --tokenizer FILE" in refused(capsys, meta, tmp_path / "hf")
     none = ("--tokenizer", "none")
     assert "rope_scaling_factor = 8" in refused(capsys, meta, tmp_path / "hf", *none, "--rope_scaling_factor", "8")
-    assert "goes with a tokenizer" in refused(capsys, meta, tmp_path / "hf", *none, "--check_text", "LICENSE")
+    assert "needs a tokenizer" in refused(capsys, meta, tmp_path / "hf", *none, "--check_text", "LICENSE")
     assert "is not empty" in refused(capsys, meta, tmp_path / "small", *none)
     assert "max_shard_size = 'big'" in refused(capsys, meta, tmp_path / "hf", "--max_shard_size", "big")
     (meta / "tokenizer.model").write_bytes(b"\x00nothing")
@@ -353,8 +353,8 @@ def test_cuts_are_recognised():
         for weight in listed:
             for along in (False, True):
                 cut = choose_cut(weight, number, 2, along)
-                share = cut.share(torch.empty(weight.shape), number - 1, number)
-                assert find_cut(weight, tuple(share.shape), number) == cut, (weight, number)
+                shard = cut.shard(torch.empty(weight.shape), number - 1, number)
+                assert find_cut(weight, tuple(shard.shape), number) == cut, (weight, number)
     assert len(listed) == 12
     assert choose_cut(listed[2], 8, 2, False) == Cut(0, 4)
     assert find_cut(Weight("w", "w", (8, 4), (0,)), (8, 4), 2) is None

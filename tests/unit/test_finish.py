@@ -14,11 +14,11 @@ from train.recipe.parse import parse_recipe
 from train.record.run_folder import RunFolder
 from train.strategy.processes import SHARES_DEVICES
 from train.tools.compare import finish
-from train.tools.compare.candidates import check_overrides, evaluating_one_batch, make_recipe, read_contenders
+from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates, with_one_batch_evaluations
 from train.tools.compare.finish import Finish, batch_to_train, values_to_finish
 from train.tools.compare.finished import agreement, finished_table, read_finished, write_csv
 from train.tools.compare.journal import Journal
-from train.tools.options import CompareOptions
+from train.tools.compare.options import CompareOptions
 from train.tools.tool_recipe import read_with_recipe
 
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -93,16 +93,16 @@ def test_strategies_may_have_evaluation_batches_of_their_own(monkeypatch):
     given, cls = options("--num_processes", "2")
     made = make_recipe(given, cls)
     assert made.values["max_eval_samples"] == 2 * 64
-    candidates = read_contenders(["ddp", "zero2:per_device_eval_batch_size=40"])
+    candidates = read_candidates(["ddp", "zero2:per_device_eval_batch_size=40"])
     check_overrides(candidates, made, cls)
-    ddp, zero2 = evaluating_one_batch(candidates, made, given)
-    assert ddp.in_trials == ()
-    assert zero2.in_trials == ("--max_eval_samples", "80"), "one batch on each process"
+    ddp, zero2 = with_one_batch_evaluations(candidates, made, given)
+    assert ddp.trial_flags == ()
+    assert zero2.trial_flags == ("--max_eval_samples", "80"), "one batch on each process"
     assert zero2.flags == ["--per_device_eval_batch_size", "40"]
     text = ROOT / "recipes" / "clm" / "compare-small.yaml"
     given, cls = options(config=text)
-    (alone,) = evaluating_one_batch(candidates[1:], make_recipe(given, cls), given)
-    assert alone.in_trials == (), "of text a number of batches is set"
+    (only_first,) = with_one_batch_evaluations(candidates[1:], make_recipe(given, cls), given)
+    assert only_first.trial_flags == (), "of text a number of batches is set"
 
 
 # ------------------------------------------------------------------------------------------------------------ resuming
@@ -112,7 +112,7 @@ def test_strategies_may_have_evaluation_batches_of_their_own(monkeypatch):
 def comparison(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "recipe.yaml").write_text("learning_rate: 0.001\n")
-    candidates = read_contenders(["ddp", "zero2", "zero3"])
+    candidates = read_candidates(["ddp", "zero2", "zero3"])
     rows = [row(8, "ddp"), row(16, "zero2"), row(None, "zero3")]
     machine = SimpleNamespace(settings={"A": "1"}, devices=[], identity={"cores": 2})
     return SimpleNamespace(

@@ -17,20 +17,20 @@ from helpers import ROOT, refusal
 
 from train.data.collate import CausalCollator, ExampleCollator, PairCollator
 from train.recipe.parse import parse_recipe
-from train.tools.compare.candidates import check_overrides, make_recipe, read_contenders
+from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from train.tools.compare.finished import Finished
 from train.tools.compare.journal import Journal, key_of
-from train.tools.compare.machine import Limits, Machine, settle_limits
-from train.tools.compare.memory_limits import cap_device
+from train.tools.compare.machine import Limits, Machine, choose_limits
+from train.tools.compare.memory_limits import limit_device
+from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report, markdown_table
 from train.tools.compare.results import Row, common_size, conclusion, fact_of
-from train.tools.compare.search import Fact, Known, next_size, next_step, predict
+from train.tools.compare.search import Fact, SearchState, next_size, next_step, predict
 from train.tools.compare.trial_launch import TrialLaunch
 from train.tools.compare.trial_request import Answers, TrialRequest, add_line
-from train.tools.compare.worst_case_batch import WorstCase
+from train.tools.compare.worst_case_batch import WorstCaseBatches
 from train.tools.launches import MARK
-from train.tools.options import CompareOptions, parse_bytes
-from train.tools.tool_recipe import read_with_recipe
+from train.tools.tool_recipe import parse_bytes, read_with_recipe
 from train.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
@@ -44,10 +44,10 @@ def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None):
     """(the largest size found, launches, the facts) of a process that takes base + each * size, and `growth` more for
     every size that it has met before."""
     random, sizes, facts, launches = Random(seed), sizes or list(range(1, 4097)), [], 0
-    while (step := next_step(Known(sizes, facts), limit)) is not None:
+    while (step := next_step(SearchState(sizes, facts), limit)) is not None:
         launches += 1
-        known, grown, size = Known(sizes, facts), 0.0, step.first
-        points, fits, fails = list(known.points), known.fits, known.fails
+        state, grown, size = SearchState(sizes, facts), 0.0, step.first
+        points, fits, fails = list(state.points), state.fits, state.fails
         while size is not None:
             peak = base + each * size + grown + random.uniform(0, noise)
             facts.append(Fact(size, peak <= limit, grown == 0.0 if growth else size == step.first, int(peak)))
@@ -56,9 +56,9 @@ def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None):
             points.append((size, int(peak)))
             fits, grown = max(fits, size), grown + growth
             fails = fails if fails and fails > fits else None
-            size = None if step.alone else next_size(sizes, fits, fails, points, limit)
+            size = None if step.only_first else next_size(sizes, fits, fails, points, limit)
         assert launches < 60
-    return Known(sizes, facts).fits, launches, facts
+    return SearchState(sizes, facts).fits, launches, facts
 
 
 @pytest.mark.parametrize("limit", [1009, 1012, 1100, 1500, 3000, 10000, 30000])
@@ -105,17 +105,17 @@ def test_nothing_fits():
 
 def test_a_fresh_process_overrules_another_one():
     facts = [Fact(1, True, True, 10), Fact(8, False, False), Fact(8, True, True, 50)]
-    known = Known(list(range(1, 100)), facts)
-    assert (known.fits, known.fails) == (8, None)
-    known = Known(known.sizes, [*facts, Fact(8, False, False), Fact(9, False, True)])
-    assert (known.fits, known.fails) == (8, 9)
-    assert next_step(known, None) is None
+    state = SearchState(list(range(1, 100)), facts)
+    assert (state.fits, state.fails) == (8, None)
+    state = SearchState(state.sizes, [*facts, Fact(8, False, False), Fact(9, False, True)])
+    assert (state.fits, state.fails) == (8, 9)
+    assert next_step(state, None) is None
 
 
 def test_sizes_that_were_named_are_not_skipped_after_an_interruption():
-    known = Known([8, 10, 12, 16], [Fact(8, True, True, 50)])
-    assert next_step(known, None, [8, 10, 12, 16]).first == 10
-    assert next_step(known, None).first == 16
+    state = SearchState([8, 10, 12, 16], [Fact(8, True, True, 50)])
+    assert next_step(state, None, [8, 10, 12, 16]).first == 10
+    assert next_step(state, None).first == 16
 
 
 def test_prediction():
@@ -124,40 +124,40 @@ def test_prediction():
     assert predict([(1, 100), (3, 100)], 200) is None
     assert predict([(1, 100), (3, 120)], None) is None
     assert next_size([1, 2, 3, 4], 4, None, [], None) is None
-    assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6, visit=[11]) == 11
+    assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6, must_try=[11]) == 11
     assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6) == 16
 
 
-# ------------------------------------------------------------------------------------------------- orders and journal
+# ----------------------------------------------------------------------------------------------- requests and journal
 
 
-def orders(**changes) -> TrialRequest:
+def request(**changes) -> TrialRequest:
     me = psutil.Process()
-    return TrialRequest(**{"sizes": [1, 2], "first": 1, "alone": False, "steps": 2, "pid": me.pid,
+    return TrialRequest(**{"sizes": [1, 2], "first": 1, "only_first": False, "steps": 2, "pid": me.pid,
                      "started": me.create_time(), "points": [(1, 5)], **changes})  # fmt: skip
 
 
-def test_orders_and_answers_pass_through_files(tmp_path):
-    file = orders().write(tmp_path / "trial")
-    assert TrialRequest.read(file) == orders()
+def test_requests_and_answers_pass_through_files(tmp_path):
+    file = request().write(tmp_path / "trial")
+    assert TrialRequest.read(file) == request()
     answers = Answers(tmp_path / "answers.jsonl")
-    assert answers.news() == []
+    assert answers.poll() == []
     add_line(answers.file, {"event": "trying", "size": 3})
     with answers.file.open("a") as half:
         half.write('{"event": "fi')
-    assert answers.news() == [{"event": "trying", "size": 3}]
+    assert answers.poll() == [{"event": "trying", "size": 3}]
     with answers.file.open("a") as half:
         half.write('ts"}\n')
-    assert answers.news() == [{"event": "fits"}]
-    assert answers.news() == []
+    assert answers.poll() == [{"event": "fits"}]
+    assert answers.poll() == []
 
 
-def test_a_rank_ends_with_the_process_that_gave_its_orders():
+def test_a_rank_ends_with_the_process_that_made_its_request():
     """Also when that was killed, and could tell nobody."""
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(parent.pid).create_time()
-    code = f"from train.tools.compare.trial import end_with; end_with({parent.pid}, {started}); import time; "
-    code += "time.sleep(60)"
+    code = f"from train.tools.compare.trial import end_together_with; end_together_with({parent.pid}, {started}); "
+    code += "import time; time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     assert child.poll() is None
     parent.kill()
@@ -189,9 +189,9 @@ def test_what_an_interrupted_comparison_left_is_ended(tmp_path):
         pass
     journal = Journal(tmp_path / "journal.jsonl")
     journal.add("launch", launch=1, key="k", mark=mark)
-    assert Journal(journal.file).end_what_was_left() == 1
+    assert Journal(journal.file).end_interrupted_launches() == 1
     assert left.wait(timeout=20) != 0
-    assert Journal(journal.file).end_what_was_left() == 0
+    assert Journal(journal.file).end_interrupted_launches() == 0
 
 
 def test_keys_tell_trials_apart():
@@ -215,7 +215,7 @@ class Samples:
 
 
 def worst(longest, collate, *samples):
-    return WorstCase(Task(None, Samples(*samples), collate, None, None, longest=longest))
+    return WorstCaseBatches(Task(None, Samples(*samples), collate, None, None, longest=longest))
 
 
 def test_rows_of_text_are_stretched_and_wholly_trained_on():
@@ -275,21 +275,21 @@ def test_mistakes_are_named():
 
 def test_strategies_and_what_they_override(monkeypatch):
     monkeypatch.chdir(ROOT)
-    plain, lora = read_contenders(["zero2", "zero2:lora=true:lora-r=4"])
+    plain, lora = read_candidates(["zero2", "zero2:lora=true:lora-r=4"])
     assert plain.flags == []
     assert lora.flags == ["--lora", "true", "--lora_r", "4"]
     assert lora.config == plain.config
-    said = refusal(read_contenders, ["zero9", "ddp"])
+    said = refusal(read_candidates, ["zero9", "ddp"])
     assert "Did you mean zero" in said
     assert "zero3_offload" in said
-    assert "sets nothing" in refusal(read_contenders, ["zero2:lora"])
+    assert "sets nothing" in refusal(read_candidates, ["zero2:lora"])
     recipe = make_recipe(*options())
     check_overrides([plain, lora], recipe, options()[1])
-    said = refusal(check_overrides, read_contenders(["zero2:lorra=true"]), recipe, options()[1])
+    said = refusal(check_overrides, read_candidates(["zero2:lorra=true"]), recipe, options()[1])
     assert "zero2:lorra=true: " in said
     assert "Did you mean lora" in said
-    said = refusal(check_overrides, read_contenders(["ddp:per_device_train_batch_size=4"]), recipe, options()[1])
-    assert "settled by the comparison" in said
+    said = refusal(check_overrides, read_candidates(["ddp:per_device_train_batch_size=4"]), recipe, options()[1])
+    assert "set by the comparison" in said
 
 
 def test_the_recipe_of_trials_is_a_recipe_for_every_one_in_the_tree(tmp_path):
@@ -316,27 +316,27 @@ GPU = {"name": "GPU", "total": 80 * GIB, "free": 79 * GIB}
 
 
 def test_limits_are_what_the_machine_has():
-    assert settle_limits(machine(), 2, GIB, None) == Limits(GIB, None, [])
-    assert settle_limits(machine(), 2, None, None).device == int(0.9 * 20 * GIB / 2)
-    assert settle_limits(machine(), 2, 4 * GIB, 2 * GIB).device == GIB  # a CPU has no other memory
-    assert settle_limits(machine([GPU]), 1, None, None) == Limits(None, None, [])
-    shared = settle_limits(machine([GPU]), 2, 24 * GIB, 64 * GIB // 4)
+    assert choose_limits(machine(), 2, GIB, None) == Limits(GIB, None, [])
+    assert choose_limits(machine(), 2, None, None).device == int(0.9 * 20 * GIB / 2)
+    assert choose_limits(machine(), 2, 4 * GIB, 2 * GIB).device == GIB  # a CPU has no other memory
+    assert choose_limits(machine([GPU]), 1, None, None) == Limits(None, None, [])
+    shared = choose_limits(machine([GPU]), 2, 24 * GIB, 64 * GIB // 4)
     assert (shared.device, shared.host) == (24 * GIB, 8 * GIB)
     assert "gloo" in shared.notes[0]
-    busy = settle_limits(machine([{**GPU, "free": 30 * GIB}]), 1, None, None)
-    assert "50.00 GiB are in use by others" in busy.notes[0]
+    busy = choose_limits(machine([{**GPU, "free": 30 * GIB}]), 1, None, None)
+    assert "50.00 GiB are in use by other programs" in busy.notes[0]
 
 
 def test_more_than_the_machine_has_is_refused():
-    said = refusal(settle_limits, machine(), 64, GIB, None)
+    said = refusal(choose_limits, machine(), 64, GIB, None)
     assert "together 64.00 GiB, and this machine has 24.00 GiB" in said
     assert "at most 24 processes" in said
-    assert "Use at most" in refusal(settle_limits, machine(), 500, None, None)
-    said = refusal(settle_limits, machine([GPU]), 4, 24 * GIB, None)
+    assert "Use at most" in refusal(choose_limits, machine(), 500, None, None)
+    said = refusal(choose_limits, machine([GPU]), 4, 24 * GIB, None)
     assert "4 x (memory_limit 24.00 GiB + 640.0 MiB of context) on one that has 80.00 GiB" in said
     assert "at most 3 processes" in said
-    assert "this machine has 24.00 GiB" in refusal(settle_limits, machine(), 2, None, 25 * GIB)
-    assert "before it has a model" in refusal(settle_limits, machine([GPU]), 8, None, GIB)
+    assert "this machine has 24.00 GiB" in refusal(choose_limits, machine(), 2, None, 25 * GIB)
+    assert "before it has a model" in refusal(choose_limits, machine([GPU]), 8, None, GIB)
 
 
 CONTEXT = 640 * MIB
@@ -344,14 +344,14 @@ CONTEXT = 640 * MIB
 
 def test_processes_that_share_a_device_leave_room_for_their_contexts():
     """The allocator's limit knows nothing of them: the device would run out first."""
-    limit = settle_limits(machine([GPU]), 4, None, None).device
+    limit = choose_limits(machine([GPU]), 4, None, None).device
     assert limit == int(0.9 * (80 * GIB - 4 * CONTEXT) / 4)
     exact = 20 * GIB - CONTEXT
-    assert settle_limits(machine([GPU]), 4, exact, None).device == exact
-    said = refusal(settle_limits, machine([GPU]), 4, exact + 1, None)
+    assert choose_limits(machine([GPU]), 4, exact, None).device == exact
+    said = refusal(choose_limits, machine([GPU]), 4, exact + 1, None)
     assert "a memory_limit of at most 19.38 GiB, or at most 3 processes" in said
     small = {"name": "GPU", "total": 2 * GIB, "free": 2 * GIB}
-    said = refusal(settle_limits, machine([small]), 4, None, None)
+    said = refusal(choose_limits, machine([small]), 4, None, None)
     assert said.endswith("4 x (640.0 MiB of context) on one that has 2.00 GiB. Use at most 3 processes")
 
 
@@ -364,11 +364,11 @@ def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 256 * MIB)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     if fits:
-        assert cap_device(torch.device("cuda"), limit, ranks=2) == limit
+        assert limit_device(torch.device("cuda"), limit, ranks=2) == limit
         assert fractions == [38 / 80]
     else:
-        with pytest.raises(ValueError, match=r"2 processes share it, and 3\.00 GiB are taken .* At most 38\.50 GiB"):
-            cap_device(torch.device("cuda"), limit, ranks=2)
+        with pytest.raises(ValueError, match=r"2 processes use it, and 3\.00 GiB are in use .* At most 38\.50 GiB"):
+            limit_device(torch.device("cuda"), limit, ranks=2)
         assert not fractions
 
 
@@ -395,11 +395,11 @@ ENDINGS = [
 @pytest.mark.parametrize(("text", "code", "how", "where"), ENDINGS)
 def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where, tmp_path):
     launch = object.__new__(TrialLaunch)
-    launch.orders, launch.on_cpu = orders(), "CUDA" not in text
+    launch.request, launch.on_cpu = request(), "CUDA" not in text
     ended = SimpleNamespace(
         text=text, process=SimpleNamespace(returncode=code, poll=lambda: code), log=tmp_path / "log", seconds=1.0
     )
-    ending = launch._explained(ended)
+    ending = launch._ending_without_report(ended)
     assert (ending.how, ending.where) == (how, where)
 
 
@@ -458,10 +458,10 @@ def test_the_conclusion_follows_from_the_numbers():
         "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp. The fastest is zero2 at 32 a process: "
         "12 samples/s, 1.2 times ddp at its best."
     )
-    assert conclusion([none]) == "Within this limit not a single batch fits under zero3|x."
+    assert conclusion([none]) == "No batch fits within this limit under zero3|x."
     broken = Row("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
     assert conclusion([ddp, broken]).startswith("ddp holds 8 a process.")
-    assert conclusion([ddp, broken]).endswith("zero1: failed, nothing is known.")
+    assert conclusion([ddp, broken]).endswith("zero1: failed, without a result.")
     assert common_size([ddp, broken]) == 8
     assert conclusion([none, ddp]).startswith("Only ddp fits: up to 8 a process (zero3|x: nothing)")
     assert "; zero3|x holds none" in conclusion([none, ddp, zero2])
@@ -475,14 +475,14 @@ def test_the_report_has_all_of_it(tmp_path):
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --config <x>", ["left out"])
     report.write(tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 2
+    html_report = (tmp_path / "report.html").read_text()
+    assert html_report.count("<svg") == 2
     assert (tmp_path / "memory.svg").read_text().count("<!-- 0 -->") == 2, "both axes begin at 0"
-    assert '<td class="words">none (out of memory in backward)</td>' in page, "what is long may wrap"
-    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+    assert '<td class="words">none (out of memory in backward)</td>' in html_report, "what is long may wrap"
+    assert "http" not in html_report.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", "").replace("https://matplotlib.org", "")  # fmt: skip
-    assert "&lt;x&gt;" in page
-    assert "none (out of memory in backward)" in page
+    assert "&lt;x&gt;" in html_report
+    assert "none (out of memory in backward)" in html_report
     text = (tmp_path / "report.md").read_text()
     for words in (
         "5.00",

@@ -12,12 +12,13 @@ import yaml
 from train.cli import main as zerofit
 from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.recipe.schedule import make_schedule
-from train.tools.convert.megatron_args.command import call_of, calls_in
+from train.tools.convert.megatron_args.calls import call_of, calls_in
 from train.tools.convert.megatron_args.convert import parameters_of
+from train.tools.convert.megatron_args.expressions import shown
 from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.shape import Shape
-from train.tools.convert.megatron_args.shell import Shell, shown
+from train.tools.convert.megatron_args.shell import Shell
 
 LLAMA = """#!/bin/bash
 set -ex
@@ -158,7 +159,7 @@ def test_a_program_is_found_behind_any_launcher():
     ):  # fmt: skip
         (call,) = calls_in(script, {})
         assert (call.program, call.arguments, call.processes) == ("pretrain_gpt.py", ["--num-layers", "2"], 4)
-    with pytest.raises(UserError, match=r"\$1 .*Say 1=value"):
+    with pytest.raises(UserError, match=r"\$1 .*Add 1=value"):
         calls_in('if [ "$1" = x ]; then C="torchrun pretrain_gpt.py"; fi\neval "$C --num-layers 2"', {})
 
 
@@ -199,7 +200,7 @@ def test_what_is_not_filled_in_is_asked_for_by_name():
     problems = converted(GPT, {"MORE": ""}).flags.problems
     assert len(set(problems)) == 2
     assert "$VOCAB_FILE (line 2: <Specify path to file>/gpt2-vocab.json is to be filled in)" in problems[0]
-    assert "Say VOCAB_FILE=value" in problems[0]
+    assert "Add VOCAB_FILE=value" in problems[0]
 
 
 def test_a_gpt_counts_samples():
@@ -348,7 +349,7 @@ def test_what_contradicts_is_an_error(flags, said):
 def test_a_json_that_contradicts_the_flags():
     problems = converted(LLAMA.replace("--bf16", "").replace('"train_batch_size" : $GLOBAL', '"train_batch_size": 5'))
     assert "train_batch_size = 5" in problems.flags.problems[0]
-    assert "--bf16 is not there" in problems.flags.problems[1]
+    assert "there is no --bf16" in problems.flags.problems[1]
 
 
 def test_all_processes_are_data_parallel():

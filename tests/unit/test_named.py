@@ -11,8 +11,8 @@ from train.recipe import ClmRecipe, parse_recipe
 from train.strategy import launch as launch_module
 from train.strategy.named import VARIABLES, environment_of, take_named
 from train.strategy.read import read_strategy
-from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.options import VerifyOptions
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))
 GPT2 = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt"]

@@ -8,8 +8,8 @@ from helpers import ROOT, environment, refusal
 
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError
 from train.recipe.paths import cannot_be_written, check_paths, missing_columns
-from train.tools.compare import command as compare
-from train.tools.verify import command as verify
+from train.tools.compare import compare as compare
+from train.tools.verify import verify as verify
 
 GOOD = {"config_name": "gpt2", "tokenizer_name": "gpt2"}
 

@@ -198,8 +198,8 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-    from train.tools.prepare.command import setup_of
     from train.tools.prepare.options import PrepareOptions
+    from train.tools.prepare.prepare import setup_of
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()
@@ -548,13 +548,13 @@ def test_types_of_ids_are_megatrons():
 def test_info_is_read_without_megatrons_core_and_transformers(small, tmp_path):
     """Importing them takes seconds."""
     made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one", "two"]), small)
-    code = "import sys; from train.tools.prepare.command import main; main(sys.argv[1:])"
+    code = "import sys; from train.tools.prepare.prepare import main; main(sys.argv[1:])"
     code += "; print({'megatron', 'torch'} & {*sys.modules})"
     words = ("info", "--input", made)
     said = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)
     assert said.stdout.splitlines()[-1] == "set()"
     assert "document 0   'one'" in said.stdout
-    assert "whole: the index fits the file" in said.stdout
+    assert "complete: the index fits the file" in said.stdout
 
 
 def test_text_endings_are_those_of_training():
@@ -617,7 +617,7 @@ def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{len(BAD) + 1} bad lines" in said
     assert "a.jsonl, line 2: not JSON" in said
-    assert "3 more bad lines were left out" in said
+    assert "3 more bad lines were skipped" in said
 
 
 @pytest.mark.parametrize(("name", "encoding"), [
@@ -655,7 +655,7 @@ def test_input_that_is_refused(small, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     before = sorted(tmp_path.iterdir())
     for name, said in (
-        ("a.xls", "the ending tells no known kind"), ("list.json", "begins as a JSON list and is none"),
+        ("a.xls", "the ending is unknown"), ("list.json", "begins as a JSON list and is none"),
         ("a.csv", "has no column text; it has a, b. See --json_keys"), ("kana.txt", "say --encoding cp932"),
         ("cut.jsonl.gz", "cannot be read"), ("no.parquet", "cannot be read as .parquet"), ("gone.txt", "no such file"),
         ("blank.txt", "has no text"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),
@@ -676,7 +676,7 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
     before = content(made)
     write_lines(source, ["two"])
     words = ("--input", source, "--output_prefix", tmp_path / "made", "--tokenizer", small, "--workers", 1)
-    assert "is there already. Name another prefix, or say --overwrite" in refused(capsys, *words)
+    assert "already exists. Name another prefix, or add --overwrite" in refused(capsys, *words)
     source.write_text("bad")
     assert prepare(*words, "--overwrite") == 2
     assert content(made) == before
@@ -684,9 +684,9 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
     assert content(prepared(tmp_path, source, small, "--workers", 1, "--overwrite")) != before
     assert len(list(tmp_path.iterdir())) == 4
     Path(f"{made}.idx").unlink()
-    assert "is there already" in refused(capsys, *words)  # somebody's .bin
+    assert "already exists" in refused(capsys, *words)  # somebody's .bin
     Path(f"{made}.bin").unlink()
-    assert "made_text_document.json is there already" in refused(capsys, *words)  # somebody's .json
+    assert "made_text_document.json already exists" in refused(capsys, *words)  # somebody's .json
 
 
 def started(source: Path, small: Path, output: Path) -> subprocess.Popen:
@@ -755,7 +755,7 @@ def test_a_worker_that_dies_ends_the_job(small, tmp_path, large):
     workers = psutil.Process(job.pid).children()
     workers[1].kill()
     said = ended(job, workers, 2)
-    assert "was ended by SIGKILL, and no corpus was written. The system does that where memory runs out" in said
+    assert "was killed by SIGKILL, and no corpus was written. The system does that when memory runs out" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -787,7 +787,7 @@ def test_joined_is_one_pass(small, tmp_path, texts, capsys):
     assert ours.sources == [str(part) for part in parts]
     assert {**vars(ours), "sources": 0} == {**vars(expected), "sources": 0}
     capsys.readouterr()
-    assert "is there already" in refused(capsys, *words)
+    assert "already exists" in refused(capsys, *words)
     assert prepare(*words, "--overwrite") == 0
     assert not list(tmp_path.glob("*.partial"))
 
@@ -841,7 +841,7 @@ def test_corpora_without_a_card_are_joined(data, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("documents    100 (0 empty), 100 sequences") == 2
     assert "as int32" in said
-    assert said.count("whole: ") == 2
+    assert said.count("complete: ") == 2
     assert prepare("merge", "--input", *prefixes, "--output_prefix", tmp_path / "joined") == 0
     assert open_corpus("input", str(tmp_path / "joined")).documents == 200
 

@@ -12,7 +12,7 @@ from helpers import ROOT, environment, refusal
 
 from train.recipe.last_message import is_accelerate_launch
 from train.strategy import gpus
-from train.tools.launch import command as start
+from train.tools.launch import launch as start
 from train.tools.launch.schedulers import Machines, first_host, read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
@@ -132,7 +132,7 @@ def test_mistakes(machine, tmp_path):
     (tmp_path / "mine.yaml").write_text("config_name: gpt2\n")
     for words, said in (
         ((), "nothing to train: zerofit launch recipes/clm/NAME.yaml"),
-        (("--learning_rate", "1"), "--learning_rate stands where a recipe or a program was expected"),
+        (("--learning_rate", "1"), "--learning_rate is where a recipe or a program was expected"),
         ((str(tmp_path / "mine.yaml"),), "does not tell the task"),
         (("recipes/clm/none.yaml",), "there is no such recipe"),
         (("train/none.py",), "there is no such file"),

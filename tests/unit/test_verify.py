@@ -14,16 +14,17 @@ from helpers import BIN, ROOT, refusal
 
 from train.recipe import ClmRecipe, parse_recipe
 from train.record.run_folder import check_folder_of
-from train.strategy.builds import abandoned_locks, announce_builds, drop_abandoned_locks
+from train.strategy.build_locks import abandoned_locks, drop_abandoned_locks
+from train.strategy.builds import announce_builds
 from train.strategy.pairs import find_strategies
 from train.tools.launches import Launch, Trial, failure, launched, mistake
-from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
-from train.tools.verify.command import main
 from train.tools.verify.killing import Killed, alternating, spread_moments, within_the_rest
+from train.tools.verify.options import VerifyOptions
 from train.tools.verify.proof import Outcome
 from train.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
 from train.tools.verify.shorten import shorten
+from train.tools.verify.verify import main
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -117,9 +118,9 @@ def test_an_outcome_says_what_is_wrong():
     assert not outcome().problems(1e-5)
     for wrong, said in (
         (outcome(changed(LINES, 2, loss=7.0)), "differs by more than 1e-05 in loss"),
-        (outcome(changed(LINES, 2, loss=math.nan)), "in some update loss is no number"),
+        (outcome(changed(LINES, 2, loss=math.nan)), "in some update loss is not a number"),
         (outcome(without(LINES, 2)), "update 2 is missing"),
-        (outcome(ledger=without(LEDGER, 2)), "1 updates are not made of the samples"),
+        (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
         (outcome(killed=Killed()), "no kill came in time"),
         (Outcome("zero2", [2], "left with exit code 1"), "exit code 1"),
     ):
@@ -306,8 +307,8 @@ def test_the_lock_of_a_build_that_is_cut_off_is_counted_and_left_to_the_next_run
     code = f"import os, time; held = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
     with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
         assert launch.wait(60, lambda launch: lock.exists()) == "until"
-    assert launch.locks == [lock]
-    assert drop_abandoned_locks() == [lock]
+    assert launch.locks == [str(lock)]
+    assert drop_abandoned_locks() == [str(lock)]
     assert not lock.exists()
 
 
@@ -317,9 +318,9 @@ def test_how_a_launch_failed(tmp_path):
             return failure(launch, launch.wait(60))
 
     assert ended("print('well')") is None
-    assert "left with exit code 3" in ended("print('why'); raise SystemExit(3)")
+    assert "ended with exit code 3" in ended("print('why'); raise SystemExit(3)")
     assert "  | why" in ended("print('why'); raise SystemExit(3)")
-    assert "has printed a traceback" in ended("print('Traceback (most recent call last):')")
+    assert "printed a traceback" in ended("print('Traceback (most recent call last):')")
     with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
         assert "has not ended in" in failure(launch, launch.wait(0.0))
 
@@ -358,7 +359,7 @@ def test_locks_that_nobody_holds(tmp_path, monkeypatch):
     held = os.open(tmp_path / "held" / "lock", os.O_CREAT | os.O_EXCL)
     (tmp_path / "left" / "lock").touch()
     try:
-        assert abandoned_locks() == [tmp_path / "left" / "lock"]
+        assert abandoned_locks() == [str(tmp_path / "left" / "lock")]
         assert not abandoned_locks(since=time.time() + 60)
         assert len(drop_abandoned_locks()) == 1
         assert [path.parent.name for path in tmp_path.glob("*/lock")] == ["held"]

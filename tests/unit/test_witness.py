@@ -19,10 +19,9 @@ from train.health.watchdog_process import (
     cgroups,
     crash_report,
     headroom,
-    lock_files,
-    stale_locks,
     take_sample,
 )
+from train.strategy.build_locks import lock_files, stale_locks
 
 PRELUDE = """
 import os, signal, sys, time

@@ -8,7 +8,6 @@ standard library, and only the small part of that, so it holds 9 MB and starts i
 """
 
 import contextlib
-import glob
 import math
 import os
 import select
@@ -20,6 +19,7 @@ from typing import NamedTuple
 if __name__ == "__main__":  # started alone: the package's folder is not on the path
     sys.path.insert(0, __file__.rpartition("/train/")[0])
 
+from train.strategy.build_locks import compilers_running, lock_files, stale_locks
 from train.strategy.host_memory import GIB, cgroups, field, headroom, read
 
 TICK_S = 0.5
@@ -29,7 +29,6 @@ SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upo
 STACKS_S = 2.0  # from the request for the rank's stacks to its end
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
-COMPILERS = {"ninja", "nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "c++", "g++", "gcc", "clang", "clang++", "hipcc"}
 RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
 GENERAL_ADVICE = (
     "use less host memory: a strategy pair without offload (zero3, not zero3_offload: offload moves the optimizer's "
@@ -109,26 +108,6 @@ def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
         return words[0], bool(int(words[6]) & 0x4) or words[0] in "ZX", int(words[49])
     except (OSError, TypeError, IndexError):
         return None
-
-
-def compilers_running() -> bool:
-    return any(read(path).strip() in COMPILERS for path in glob.glob("/proc/[0-9]*/comm"))
-
-
-def lock_files() -> dict[str, float]:
-    """Lock files of torch's extension builds, with the time.time() at which each was made."""
-    own = os.environ.get("TORCH_EXTENSIONS_DIR")
-    pattern = os.path.join(own, "*", "lock") if own else os.path.expanduser("~/.cache/torch_extensions/*/*/lock")
-    found = {}
-    for path in sorted(glob.glob(pattern)):
-        with contextlib.suppress(OSError):
-            found[path] = os.stat(path).st_mtime
-    return found
-
-
-def stale_locks(locks: dict[str, float], began: float, now: float, compiling: bool) -> list[str]:
-    """Those that nobody will take away: older than this rank, or than a minute while nothing is being compiled."""
-    return [path for path, made in locks.items() if made < began or (now - made > 60 and not compiling)]
 
 
 # ------------------------------------------------------------------------------------------------------------- telling

@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from train.recipe.errors import UserError
-from train.strategy.builds import announce_builds, drop_abandoned_locks
+from train.strategy.build_locks import drop_abandoned_locks
+from train.strategy.builds import announce_builds
 from train.strategy.devices import faster_precisions, use_threads_of_share
 from train.strategy.gpus import idle_devices
 from train.strategy.launch import tell_deepspeed_of_a_cpu

@@ -1,4 +1,4 @@
-"""Real launches of training runs, each of which can be ended at any moment with everything that it has started."""
+"""Real launches of training runs. Each can be ended at any moment, with every process that it has started."""
 
 import os
 import re
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from train.strategy.builds import abandoned_locks
+from train.strategy.build_locks import abandoned_locks
 
 TRAIN = Path(__file__).resolve().parents[1]
-MARK = "ZEROFIT_LAUNCH"  # every process of a launch inherits it; ranks have sessions, and so groups, of their own
+MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
 UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,7 +32,7 @@ class Trial:
         recipe: the recipe's file.
         output: the run's folder.
         flags: further flags of the recipe.
-        program: what is launched in place of train/<task>.py, as words of accelerate's.
+        program: launched in place of train/<task>.py, as words for accelerate.
     """
 
     task: str
@@ -52,14 +52,14 @@ class Trial:
 
 
 class Launch:
-    """One launch. Use `launched`, which ends it whatever happens.
+    """One launch. Use `launched`, which ends it in any case.
 
     Args:
         command: its command line.
         output: the run's folder.
-        log: the file that takes its output.
-        mark: that its processes have; by default a new one. With that of an earlier launch, `kill` ends what is left.
-        environment: variables that its processes have beside those of this one.
+        log: the file for its output.
+        mark: of its processes; by default a new one. With the mark of an earlier launch, `kill` ends its processes.
+        environment: further environment variables of its processes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Launch:
         self.mark, self.process, self.began = mark or uuid.uuid4().hex, None, time.monotonic()
         self.environment = environment or {}
         self.newest_update = 0  # the last that this launch has printed
-        self.began_at, self.locks = time.time(), []  # locks of builds: what it has left of them as it was killed
+        self.began_at, self.locks = time.time(), []  # locks of builds that it left when it was killed
         self._read, self._before = 0, self._partials()
 
     def start(self) -> None:
@@ -93,46 +93,46 @@ class Launch:
         return time.monotonic() - self.began
 
     def wait(self, limit_s: float, until: Callable[["Launch"], bool] | None = None) -> str:
-        """Wait for its end, or `until` something is the case. Returns ended, until, or late where neither came."""
+        """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
         while self.process.poll() is None:
             if self.seconds > limit_s:
                 return "late"
             if until is not None:
-                self._look()
+                self._read_log()
                 if until(self):
                     return "until"
             time.sleep(0.05 if until is None else 0.002)
         return "ended"
 
-    def _look(self) -> None:
-        """Read what it has printed since the last time."""
+    def _read_log(self) -> None:
+        """Read what it has printed since the last call."""
         if self.log.stat().st_size <= self._read + 1:
             return
         with self.log.open("rb") as log:
             log.seek(self._read)
             text = log.read()
-        whole = text.rpartition(b"\n")[0]
-        found = UPDATE.findall(whole)
-        self._read += len(whole)  # the line break stays, so that a line is seen to begin
-        self.newest_update = int(found[-1]) if found else self.newest_update
+        lines = text.rpartition(b"\n")[0]
+        updates = UPDATE.findall(lines)
+        self._read += len(lines)  # without the line break, which begins the next line
+        self.newest_update = int(updates[-1]) if updates else self.newest_update
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is half written, by this launch."""
+        """Whether this launch is writing a checkpoint."""
         return bool(self._partials() - self._before)
 
     def _partials(self) -> set[tuple[str, int]]:
-        found = set()
+        partials = set()
         for path in (self.output / "checkpoints").glob("update_*.partial"):
             with suppress(OSError):
-                found.add((path.name, path.stat().st_mtime_ns))
-        return found
+                partials.add((path.name, path.stat().st_mtime_ns))
+        return partials
 
     def kill(self) -> None:
         """SIGKILL for every process of the launch. Returns when all are gone."""
         quiet, dying, until = 0, set(), time.monotonic() + 60
-        with _undisturbed():
-            while quiet < 2:  # a process that is just being started shows no mark yet
+        with _signals_blocked():
+            while quiet < 2:  # a process that has just been started has no mark yet
                 members = set(self.members())
                 for member in members:
                     with suppress(OSError):
@@ -147,7 +147,7 @@ class Launch:
             self.locks += abandoned_locks(self.began_at)
 
     def members(self) -> Iterator[psutil.Process]:
-        """The processes of the launch that are alive. (One that is about to end has no mark any more.)"""
+        """The processes of the launch that are alive. (One that is ending has no mark any more.)"""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get(MARK) == self.mark and _is_alive(process):
@@ -160,7 +160,7 @@ class Launch:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it still holds anything: files, say. A zombie holds nothing."""
+    """Whether it can still hold resources such as files. A zombie holds none."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -168,7 +168,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[Launch]:
-    """A launch that is started now, and gone with all its processes when the block is left, in whatever way.
+    """A launch that is started now. All its processes are killed when the block is left, also by an error.
 
     Args:
         kwargs: further arguments of Launch.
@@ -182,8 +182,8 @@ def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Signals that would end this process come after the block."""
+def _signals_blocked() -> Iterator[None]:
+    """Signals that would end this process are delivered after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -193,7 +193,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave this block as an exception does, so that no launch outlives it."""
+    """SIGTERM and SIGHUP raise SystemExit in this block, so that no launch outlives it."""
 
     def leave(number: int, frame) -> None:
         raise SystemExit(128 + number)
@@ -207,32 +207,32 @@ def ending_in_order() -> Iterator[None]:
 
 
 def failure(launch: Launch, how: str) -> str | None:
-    """What went wrong in a launch that was waited for, with its last lines; None if nothing did.
+    """Why a launch failed, with its last lines; None if it did not.
 
     Args:
-        how: what `wait` said.
+        how: the result of `wait`.
     """
     code, text = launch.process.poll(), launch.text
     if how == "late":
-        said = f"has not ended in {launch.seconds / 60:.1f} minutes"
+        problem = f"has not ended in {launch.seconds / 60:.1f} minutes"
     elif code:
-        said = f"left with exit code {code}"
+        problem = f"ended with exit code {code}"
     elif TRACEBACK in text:
-        said = "ended well, but has printed a traceback"
+        problem = "ended well, but printed a traceback"
     else:
         return None
     last = "\n".join(f"  | {line}" for line in _without_the_launchers(text).splitlines()[-12:])
-    return f"{said}. Its output is {launch.log}, and ends with\n{last}"
+    return f"{problem}. Its output is {launch.log}, and ends with\n{last}"
 
 
 def mistake(launch: Launch) -> str | None:
-    """The message of a run that was refused: a mistake in its recipe. None if there is none in its output."""
+    """The message of a run that refused its recipe; None if its output has no such message."""
     text = _without_the_launchers(launch.text)
-    found = re.search(r"^error: (.*(?:\n .*)*)", text, re.MULTILINE)  # the lines of a list are indented
-    return found[1].strip() if found else None
+    message = re.search(r"^error: (.*(?:\n .*)*)", text, re.MULTILINE)  # the lines of a list are indented
+    return message[1].strip() if message else None
 
 
 def _without_the_launchers(text: str) -> str:
-    """The output without the traceback that accelerate itself ends with whenever a rank has failed."""
+    """The output without accelerate's own traceback, which it prints whenever a rank has failed."""
     start = text.rfind(TRACEBACK)
     return text[:start] if "accelerate/commands/launch.py" in text[start:] and start > 0 else text

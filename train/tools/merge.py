@@ -2,8 +2,8 @@ r"""`zerofit merge`: a LoRA adapter folded into its base, W + scale * B A, as a 
 
     zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
 
-The merge proves itself twice: the merged model gives the logits of base and adapter before anything is written, and
-the written folder, read back, gives them again before it gets its name.
+The merge is checked twice: the merged model has the logits of base and adapter before anything is written, and so has
+the written folder, read back before it gets its name.
 """
 
 import json
@@ -21,14 +21,38 @@ from train.model.pretrained_io import (
     silence_libraries,
 )
 from train.recipe.errors import UserError, first_line
+from train.recipe.fields import option
 from train.recipe.files import without_folders
+from train.recipe.options import Recipe
 from train.recipe.parse import parse_recipe
-from train.tools.options import MergeOptions
+from train.tools.tool_recipe import PRECISIONS
 
 # Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
 # another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 ROWS, LENGTH = 3, 16
+
+
+@dataclass
+class MergeOptions(Recipe):
+    """Fold a LoRA adapter into its base"""
+
+    adapter: str | None = option(None, "The adapter's folder: adapter_config.json and adapter_model.safetensors.")
+    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    base: str | None = option(None, "The base model, a folder or a hub name; by default the one the adapter names.")
+    precision: str | None = option(
+        None, "Precision of the merged weights; by default that of the base.", choices=PRECISIONS
+    )
+    dequantize: bool = option(False, "Merge into a quantised base, whose weights are turned back to floats first.")
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.adapter:
+            problems.append("no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model")
+        if not self.output:
+            problems.append("no output: set --output to the folder that the merged model is to be written to")
+        return problems
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,12 +69,12 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass
 class Merged:
-    """What came of a merge.
+    """The result of a merge.
 
     Args:
         difference: the largest between a logit before merging and that of the folder read back.
         effect: the largest between a logit of the base alone and one with the adapter; None where the base alone
-            cannot be asked (its biases were trained too).
+            is not available (its biases were trained too).
         notes: for the terminal.
     """
 
@@ -70,8 +94,8 @@ def merge(
         precision: fp32, bf16 or fp16; None: that of the base.
 
     Raises:
-        UserError: the adapter and the base do not belong together, or cannot be loaded.
-        RuntimeError: the merged model is not the adapted one. Nothing is written then.
+        UserError: the adapter and the base do not fit together, or cannot be loaded; see train/model/adapter_loading.py.
+        RuntimeError: the merged model differs from the adapted one. Nothing is written then.
     """
     check_output(output)
     adapted = load_with_adapter(
@@ -82,13 +106,13 @@ def merge(
     probe = Probe(adapted.model.get_base_model())
     before = probe.logits(adapted.model.get_base_model())
     if not before.isfinite().all():
-        raise UserError(f"adapter = {str(folder.path)!r} gives logits that are no numbers: its training has diverged")
+        raise UserError(f"adapter = {str(folder.path)!r} gives logits that are not finite: its training has diverged")
     effect = _effect(adapted, folder, probe, before)
     model = fold(adapted)
     notes = [*adapted.notes, *probe.compare(before, model, effect, "merged")]
     with atomic_folder(output) as partial:
         _write(model, folder, adapted, tokenizer, partial, notes)
-        del model, adapted.model  # at no time are there two models in memory
+        del model, adapted.model  # there are never two models in memory
         again = _read_back(adapted, partial, trust_remote_code)
         notes += probe.compare(before, again, effect, "read back")
     return Merged(probe.difference, effect, notes)
@@ -157,11 +181,11 @@ class Probe:
         import torch
 
         with torch.no_grad():
-            found = []
+            logits = []
             for row in self.rows:
                 more = {"decoder_input_ids": row.flip(1)} if self.has_decoder else {}
-                found.append(model(input_ids=row, **more).logits.float().flatten())
-        return torch.cat(found)
+                logits.append(model(input_ids=row, **more).logits.float().flatten())
+        return torch.cat(logits)
 
     def compare(self, before, model, effect: float | None, what: str) -> list[str]:
         """A line for the terminal on how the model's logits differ from those before.
@@ -183,7 +207,7 @@ class Probe:
         moved = "" if effect is None else f"; the adapter itself moves them by {effect:.1e}"
         lines = [f"{what:<12}  logits differ by {self.difference:.1e} of a spread of {spread:.1e}, in {dtype}{moved}"]
         if effect == 0:
-            lines.append("warning: the adapter changes nothing, as one does that was not trained")
+            lines.append("warning: the adapter changes nothing, like one that was not trained")
         elif effect is not None and effect < 4 * self.difference and dtype != "float32":
             lines.append(
                 f"warning: rounding to {dtype} changes the logits about as much as the adapter does; --precision fp32 "
@@ -193,16 +217,16 @@ class Probe:
 
 
 def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before) -> float | None:
-    """How far the adapter moves the logits of the base. None where switching it off does not give the base."""
+    """How far the adapter moves the logits of the base. None where the base is not available without it."""
     if folder.settings.get("bias", "none") != "none":
         return None
     with adapted.model.disable_adapter():
-        alone = probe.logits(adapted.model.get_base_model())
-    return (alone - before).abs().max().item() if alone.isfinite().all() else None
+        of_base = probe.logits(adapted.model.get_base_model())
+    return (of_base - before).abs().max().item() if of_base.isfinite().all() else None
 
 
 def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool):
-    """The tokenizer beside the adapter, which is the one it was trained with; else the base's."""
+    """The tokenizer beside the adapter, with which it was trained; else the base's."""
     config = adapted.model.get_base_model().config
     if folder.has_tokenizer:
         return read_tokenizer("adapter", str(folder.path), config, trust_remote_code)

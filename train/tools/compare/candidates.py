@@ -1,4 +1,4 @@
-"""What is compared: strategies, each with what it changes in the recipe, and the recipe that their trials have."""
+"""What is compared: strategies, each with its changes of the recipe, and the recipe of their trials."""
 
 import re
 import tempfile
@@ -12,13 +12,13 @@ from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 from train.recipe.parse import parse_recipe
 from train.strategy.pairs import find_strategies
-from train.tools.tool_recipe import NOT_KEPT, QUIET, settled_values
+from train.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
-LEFT_OUT = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size"}
-OF_THE_RUN = {  # what a run of --finish has of its own
+OMITTED = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size"}
+SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself
     "output_dir", "overwrite_output_dir", "resume", "run_name", "per_device_train_batch_size",
 }  # fmt: skip
-INSTEAD = QUIET | {
+REPLACED = QUIET | {
     "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "max_eval_batches": 1,
     "record_samples": False, "watchdog_minutes": 0.0,
 }  # fmt: skip
@@ -32,13 +32,13 @@ class Candidate:
         name: as the user wrote it, e.g. zero2 or zero2:lora=true.
         config: the strategy's accelerate YAML.
         overrides: options of the recipe that this line sets, as texts.
-        in_trials: further flags, of its trials alone.
+        trial_flags: further flags of its trials.
     """
 
     name: str
     config: Path
     overrides: dict[str, str] = field(default_factory=dict)
-    in_trials: tuple[str, ...] = ()
+    trial_flags: tuple[str, ...] = ()
 
     @property
     def flags(self) -> list[str]:
@@ -49,11 +49,11 @@ class Candidate:
         return re.sub(r"[^\w.=-]+", "-", Path(self.name).name)
 
 
-def read_contenders(names: list[str]) -> list[Candidate]:
-    """`S` or `S:option=value:option=value`, S being a strategy.
+def read_candidates(names: list[str]) -> list[Candidate]:
+    """Parse `STRATEGY` or `STRATEGY:option=value:option=value`.
 
     Raises:
-        UserError: an unknown strategy (those there are, are named), or an override that is none.
+        UserError: an unknown strategy (the message lists the known ones), or an override that sets nothing.
     """
     parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
     wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
@@ -74,7 +74,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class TrialRecipe:
-    """The recipe of all trials: its options, and what of the user's recipe is not as it was."""
+    """The recipe of all trials: its options, and notes on what differs from the user's recipe."""
 
     values: dict[str, Any]
     notes: list[str]
@@ -84,47 +84,49 @@ class TrialRecipe:
 
 
 def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
-    """The user's recipe without what a trial has no use for, from options that hold both.
+    """The user's recipe without the options that a trial does not use.
 
     Raises:
-        UserError: a flag sets what has no effect here.
+        UserError: a flag sets an option that has no effect here.
     """
-    without_use = OF_THE_RUN if options.finish else LEFT_OUT - {"global_batch_size"}
+    without_use = SET_BY_EACH_RUN if options.finish else OMITTED - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
         raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
                          for name in useless])  # fmt: skip
-    values, notes = settled_values(options, cls, LEFT_OUT, INSTEAD), []
+    values, notes = recipe_values(options, cls, OMITTED, REPLACED), []
     if "max_eval_batches" not in values:
         values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(
-            f"global_batch_size = {options.global_batch_size} is left out, since batch sizes are compared; updates "
+            f"global_batch_size = {options.global_batch_size} is ignored, since batch sizes are compared; updates "
             "accumulate 2 micro-batches, so that gradients are held while the second is computed"
         )
     return TrialRecipe(values, notes)
 
 
 def _one_batch(options, batch_size: int) -> int:
-    """Held-out samples of one batch on each process: of examples and pairs there is no number of batches to set."""
-    most = batch_size * options.num_processes
-    return min(options.max_eval_samples or most, most)
+    """Held-out samples of one batch on each process. (Recipes for examples and pairs have no option for a number of
+    batches.)"""
+    one_batch = batch_size * options.num_processes
+    return min(options.max_eval_samples or one_batch, one_batch)
 
 
-def evaluating_one_batch(candidates: list[Candidate], recipe: TrialRecipe, options) -> list[Candidate]:
-    """The contenders, their trials evaluating one batch of the size that each of them sets for itself."""
-    own = "per_device_eval_batch_size"
+def with_one_batch_evaluations(candidates: list[Candidate], recipe: TrialRecipe, options) -> list[Candidate]:
+    """The candidates; where one sets its own evaluation batch size, its trials evaluate one batch of that size."""
+    option = "per_device_eval_batch_size"
     return [
-        replace(each, in_trials=("--max_eval_samples", str(_one_batch(options, int(each.overrides[own])))))
-        if own in each.overrides and "max_eval_batches" not in recipe.values else each
-        for each in candidates
+        replace(candidate, trial_flags=("--max_eval_samples",
+                                        str(_one_batch(options, int(candidate.overrides[option])))))
+        if option in candidate.overrides and "max_eval_batches" not in recipe.values else candidate
+        for candidate in candidates
     ]  # fmt: skip
 
 
 def check_overrides(candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
-    """Raises UserError, with all problems, if a contender's recipe is none."""
+    """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe."""
     problems = []
     for candidate in candidates:
         try:
@@ -135,7 +137,7 @@ def check_overrides(candidates: list[Candidate], recipe: TrialRecipe, cls: type[
         except UserError as error:
             problems += [f"{candidate.name}: {problem}" if candidate.overrides else problem
                          for problem in error.problems]  # fmt: skip
-        own = sorted(candidate.overrides.keys() & (LEFT_OUT | INSTEAD.keys()))
-        problems += [f"{candidate.name}: {name} is settled by the comparison itself" for name in own]
+        fixed = sorted(candidate.overrides.keys() & (OMITTED | REPLACED.keys()))
+        problems += [f"{candidate.name}: {name} is set by the comparison itself" for name in fixed]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

@@ -1,7 +1,7 @@
 """`zerofit compare --finish`: each strategy trained to the end of the recipe at its best batch, by runs of the task.
 
-A run has a folder of its own, named after what it is made of. One that is finished is not made again; one that was
-interrupted goes on from its last checkpoint.
+Each run has its own folder, whose name has a hash of its settings. A finished run is not repeated; an interrupted one
+resumes from its last checkpoint.
 """
 
 import uuid
@@ -13,19 +13,19 @@ from train.recipe.options import TrainingRecipe
 from train.record.run_folder import RunFolder
 from train.record.terminal import duration, rounded, say
 from train.strategy.processes import SHARES_DEVICES
-from train.tools.compare.candidates import OF_THE_RUN, Candidate
+from train.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from train.tools.compare.finished import Finished, read_finished
 from train.tools.compare.journal import key_of
 from train.tools.compare.results import Row
 from train.tools.launches import UPDATE, Launch, Trial, failure, launched, mistake
-from train.tools.tool_recipe import settled_values
+from train.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
 SAY_S = 600.0
 
 
 def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
-    """The user's recipe but for what is of each run's own. The accumulation follows from a global batch.
+    """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
 
     Raises:
         UserError: the global batch does not divide by the processes.
@@ -34,13 +34,14 @@ def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
     if size and size % processes:
         raise UserError(
             f"global_batch_size = {size} ({options.source('global_batch_size')}): --finish trains with "
-            f"num_processes = {processes}, by which it does not divide. Make it a multiple of {processes}"
+            f"num_processes = {processes}, and the one does not divide by the other. Make it a multiple of {processes}"
         )
-    return settled_values(options, cls, OF_THE_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
+    return recipe_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
 
 
 def batch_to_train(row: Row, global_batch: int | None, num_processes: int) -> int:
-    """The micro-batch of the run: the best one; with a global batch the largest up to that by which it divides."""
+    """The micro-batch of the run: the best one. With a global batch, the largest one up to it that divides its part of
+    a process."""
     best = row.best["size"]
     if not global_batch:
         return best
@@ -52,8 +53,8 @@ class Finish:
     """All runs of one `zerofit compare --finish`.
 
     Args:
-        comparison: train.tools.compare.comparison.Comparison, which has found the best batches.
-        recipe: the file of the recipe that the runs have.
+        comparison: train.tools.compare.comparison.Comparison, which knows the best batches.
+        recipe: the file of the runs' recipe.
     """
 
     def __init__(self, comparison, recipe: Path):
@@ -65,7 +66,7 @@ class Finish:
             self.environment[SHARES_DEVICES] = "1"
 
     def run(self) -> list[Finished]:
-        """Train under every strategy for which a batch was found."""
+        """Train under every strategy that holds a batch."""
         rows = zip(self.comparison.candidates, self.comparison.rows())
         return [self._finish(candidate, row) for candidate, row in rows if row.best]
 
@@ -91,7 +92,7 @@ class Finish:
         return finished
 
     def _launch(self, trial: Trial, candidate: Candidate, key: str, log: Path) -> str:
-        """Wait for the run's end. Returns why it has not come to its own; empty: it has."""
+        """Launch the run and wait for its end. Returns why it failed; empty: it did not."""
         about = {"launch": self.journal.launches + 1, "key": key}
         mark = uuid.uuid4().hex
         self.journal.add("launch", **about, candidate=candidate.name, mark=mark, folder=trial.output.name)
@@ -106,8 +107,8 @@ class Finish:
 
 
 def _newest(launch: Launch) -> str:
-    """The last update that a run has told of."""
-    found = UPDATE.findall(launch.text.encode())
-    return f"update {found[-1].decode()}, after {duration(launch.seconds)}" if found else (
+    """The last update that a run has printed."""
+    printed = UPDATE.findall(launch.text.encode())
+    return f"update {printed[-1].decode()}, after {duration(launch.seconds)}" if printed else (
         f"no update yet, after {rounded(launch.seconds / 60)} minutes"
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What runs of `zerofit compare --finish` gave, beside each other: times, throughput and held-out figures."""
+"""The runs of `zerofit compare --finish` compared: times, throughput and held-out figures."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from train.record.jsonl import JsonlFile
 from train.record.terminal import duration, rounded, size
 
-HELD = ("eval_", "test_")  # what held-out figures begin with
+HELD = ("eval_", "test_")  # prefixes of held-out figures
 COLUMNS = (
     "strategy", "micro_batch", "global_batch", "updates", "epochs", "training_seconds", "training_seconds_per_epoch",
     "training_samples_per_s", "evaluations", "evaluation_seconds", "seconds_per_evaluation",
@@ -26,9 +26,9 @@ class Finished:
     Args:
         micro_batch: samples of one process.
         lines: its metrics.jsonl.
-        environment: its environment.json; `held_out` are the figures of the weights in model/, and their update.
+        environment: its environment.json; `held_out` has the figures of the weights in model/, and their update.
         recipe: its options.
-        problem: why it has not come to its end; empty: it has.
+        problem: why it failed; empty: it did not.
     """
 
     name: str
@@ -77,19 +77,19 @@ class Finished:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Held-out figures of the weights that the run has left."""
+        """Held-out figures of the run's final weights."""
         held = self.environment.get("held_out") or {}
         return {name: value for name, value in held.items() if name.startswith(HELD)}
 
     @property
     def values(self) -> dict[str, Any]:
         """By COLUMNS and figure, for the .csv."""
-        found = {"strategy": self.name, "micro_batch": self.micro_batch, "folder": str(self.folder),
+        values = {"strategy": self.name, "micro_batch": self.micro_batch, "folder": str(self.folder),
                  "problem": self.problem}  # fmt: skip
         if self.problem or not self.lines:
-            return found
+            return values
         evaluation = self.evaluation or {}
-        return found | {
+        return values | {
             "global_batch": self.global_batch, "updates": self.updates, "epochs": self.epochs,
             "training_seconds": self.training_s, "training_seconds_per_epoch": self.training_s / self.epochs,
             "training_samples_per_s": self.samples_per_s, "evaluations": len(self._evaluations),
@@ -105,7 +105,7 @@ class Finished:
 
 
 def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
-    """What a run's folder says of it."""
+    """Read a run from its folder."""
     import yaml
 
     lines = JsonlFile(folder / "metrics.jsonl").read()
@@ -118,7 +118,7 @@ def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") 
 
 
 def figure_names(runs: list[Finished]) -> list[str]:
-    """The held-out figures that any of them has, in their order."""
+    """The names of all held-out figures of these runs, in their order."""
     return list(dict.fromkeys(name for run in runs for name in run.figures))
 
 
@@ -132,15 +132,15 @@ def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
 
 
 def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
-    found = run.values
-    if run.problem or "updates" not in found:
+    values = run.values
+    if run.problem or "updates" not in values:
         return (run.name, str(run.micro_batch), "failed", *["-"] * (9 + len(names)))
-    once, rate = found["seconds_per_evaluation"], found["evaluation_samples_per_s"]
+    once, rate = values["seconds_per_evaluation"], values["evaluation_samples_per_s"]
     return (
         run.name, str(run.micro_batch), str(run.global_batch), f"{run.updates:,}", _time(run.training_s),
-        _time(found["training_seconds_per_epoch"]), rounded(run.samples_per_s), str(found["eval_batch"]),
-        _time(once) if once else "-", rounded(rate) if rate else "-", size(found["peak_memory_bytes"]),
-        f"{found['loss']:.4f}", *(f"{found[name]:.4f}" if name in found else "-" for name in names),
+        _time(values["training_seconds_per_epoch"]), rounded(run.samples_per_s), str(values["eval_batch"]),
+        _time(once) if once else "-", rounded(rate) if rate else "-", size(values["peak_memory_bytes"]),
+        f"{values['loss']:.4f}", *(f"{values[name]:.4f}" if name in values else "-" for name in names),
     )  # fmt: skip
 
 
@@ -149,15 +149,15 @@ def _time(seconds: float) -> str:
 
 
 def agreement(runs: list[Finished]) -> str:
-    """Whether the runs may be compared by their figures, and by how much these differ."""
+    """Whether the figures of the runs are comparable, and by how much they differ."""
     runs = [run for run in runs if not run.problem]
     if len(runs) < 2:
         return ""
     batches = list(dict.fromkeys(run.global_batch for run in runs))
     if len(batches) > 1:
         return (
-            f"The global batches differ ({', '.join(map(str, batches))}), and so do the updates: their figures are of "
-            "different trainings. A --global_batch_size makes them one"
+            f"The global batches differ ({', '.join(map(str, batches))}), and so do the updates: these are "
+            "different trainings. Set --global_batch_size to make them comparable"
         )
     first, *others = runs
     differences = {name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12)
@@ -165,10 +165,10 @@ def agreement(runs: list[Finished]) -> str:
     if not differences:
         return f"One global batch of {batches[0]} for all"
     worst = max(differences, key=differences.get)
-    said = f"at most {differences[worst]:.1e} of {first.name}'s ({worst.removeprefix('eval_')})"
+    difference = f"at most {differences[worst]:.1e} of {first.name}'s ({worst.removeprefix('eval_')})"
     return (
         f"One global batch of {batches[0]} for all: the same samples in each update. The final held-out figures "
-        f"{f'differ by {said}' if differences[worst] else 'are equal'}"
+        f"{f'differ by {difference}' if differences[worst] else 'are equal'}"
     )
 
 

@@ -1,4 +1,4 @@
-"""report.html: one file with its pictures and its style, and nothing that is loaded from elsewhere."""
+"""report.html: one file that contains its pictures and its style, and loads nothing from elsewhere."""
 
 from html import escape
 
@@ -22,35 +22,36 @@ footer { margin-top: 2rem; font-size: 13px; color: #555 }
 """
 CAPTIONS = {
     "Memory": "Peak memory of the process that needs most. A cross: this batch does not fit. Hollow: the process had "
-    "tried other sizes before, which leaves something behind.",
+    "tried other sizes before, which may have fragmented its memory.",
     "Throughput": "All processes together. A ring: the strategy's best batch.",
 }
 
 
-def page(
+def html_report(
     title: str,
     conclusion: str,
     blocks: list[tuple[str, str, list[tuple[str, ...]]]],
     pictures: dict[str, str],
-    foot: list[str],
+    provenance: list[str],
 ) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        blocks: (heading, text, table) each; the first comes before the pictures, the last is folded up.
+        blocks: (heading, text, table) of each part; the first comes before the pictures, the last is folded.
         pictures: {name: SVG}.
+        provenance: lines on where the numbers come from, below all.
     """
     colours = {row[0]: colour(index) for index, row in enumerate(blocks[0][2][1:])}
     figures = "".join(
         f"<figure>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>" for name, svg in pictures.items()
     )
     first, *others = [_block(*block, colours, folded=block is blocks[-1]) for block in blocks]
-    foot_lines = "".join(f"<div>{_with_code(line)}</div>" for line in foot)
+    provenance_lines = "".join(f"<div>{_with_code(line)}</div>" for line in provenance)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
         f'<h1>{escape(title)}</h1><p class="conclusion">{escape(conclusion)}</p>{first}'
-        f'<div class="plots">{figures}</div>{"".join(others)}<footer>{foot_lines}</footer></body></html>\n'
+        f'<div class="plots">{figures}</div>{"".join(others)}<footer>{provenance_lines}</footer></body></html>\n'
     )
 
 
@@ -73,7 +74,7 @@ def _table(rows: list[tuple[str, ...]], colours: dict[str, str]) -> str:
 
 
 def _class(cell: str) -> str:
-    """Sentences may wrap, and numbers with their units may not."""
+    """Sentences may wrap; numbers with their units may not."""
     return ' class="words"' if len(cell) > 16 else ""
 
 

@@ -1,4 +1,4 @@
-"""The journal of a comparison: what was launched and what was found, a line each, from which it goes on."""
+"""The journal of a comparison: a line for each launch and each result, from which an interrupted one resumes."""
 
 import hashlib
 import json
@@ -9,38 +9,38 @@ from typing import Any
 from train.tools.compare.trial_request import add_line
 from train.tools.launches import Launch
 
-ROOM = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[2]
 NOT_MEASURED_WITH = {
     f"tools/compare/{name}.py" for name in ("report", "html_report", "plots", "results", "finish", "finished")
 } | {"cli.py"}
 
 
 def code_hash() -> str:
-    """Of the code that a trial runs. A commit would not tell of changes that are not committed."""
+    """A hash of the code that a trial runs, changes that are not committed included."""
     digest = hashlib.sha256()
-    for path in sorted(ROOM.rglob("*.py")):
-        name = path.relative_to(ROOM).as_posix()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
         if name not in NOT_MEASURED_WITH and not name.startswith("tools/verify/"):
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def key_of(**what: Any) -> str:
-    """A short name of what a trial was made with: the same for the same values and no others."""
-    text = json.dumps(what, sort_keys=True, default=str)
+def key_of(**values: Any) -> str:
+    """A short name for the values that a trial was made with: equal values have the same name."""
+    text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Journal:
-    """journal.jsonl. Lines of kind `launch` (it begins), `ready` (what its trials have in common), `size` (what was
-    found for one: it fits, out_of_memory or timed_out) and `end`."""
+    """journal.jsonl. Lines of kind `launch` (it begins), `ready` (what its trials have in common), `size` (the result
+    of one: fits, out_of_memory or timed_out) and `end`."""
 
     def __init__(self, file: Path):
         self.file = file
         self.lines = self._read()
 
     def _read(self) -> list[dict[str, Any]]:
-        """The whole lines; one that was cut off as its writer was killed is taken away."""
+        """The complete lines. An incomplete last one, left by a writer that was killed, is removed."""
         if not self.file.is_file():
             return []
         whole, line_break, rest = self.file.read_bytes().rpartition(b"\n")
@@ -56,26 +56,26 @@ class Journal:
         return line
 
     def of(self, key: str, kind: str) -> list[dict[str, Any]]:
-        """The lines of this kind that were made with the same."""
+        """The lines of this kind with this key."""
         return [line for line in self.lines if line["kind"] == kind and line["key"] == key]
 
     def sizes(self, key: str, patience_s: float) -> list[dict[str, Any]]:
-        """What was found for sizes; what has timed out with less patience than this is not known."""
+        """The results of sizes; without those that timed out with less patience than this."""
         return [line for line in self.of(key, "size") if line.get("patience_s", math.inf) >= patience_s]
 
     @property
     def launches(self) -> int:
-        """How many there were, of whatever."""
+        """The number of all launches so far."""
         return sum(line["kind"] == "launch" for line in self.lines)
 
-    def end_what_was_left(self) -> int:
-        """Kill what is still alive of launches whose comparison was killed. Returns how many launches had no end."""
+    def end_interrupted_launches(self) -> int:
+        """Kill the processes of launches that a killed comparison has left. Returns the number of such launches."""
         ended = {line["launch"] for line in self.lines if line["kind"] == "end"}
-        left = [line for line in self.lines if line["kind"] == "launch" and line["launch"] not in ended]
-        for line in left:
+        unfinished = [line for line in self.lines if line["kind"] == "launch" and line["launch"] not in ended]
+        for line in unfinished:
             Launch([], self.file.parent, self.file, line["mark"]).kill()
             self.add("end", launch=line["launch"], key=line["key"], how="interrupted", seconds=None)
-        return len(left)
+        return len(unfinished)
 
 
 def peak_of(line: dict[str, Any], name: str = "reserved", with_evaluation: bool = True) -> int:

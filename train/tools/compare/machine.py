@@ -1,7 +1,7 @@
-"""The machine that a comparison runs on, and whether it can hold what is asked of it.
+"""The machine that a comparison runs on, and the memory limits that it allows.
 
-`python -m train.tools.compare.machine` prints what it is: asked for in a process of its own, since whoever looks at a
-GPU through torch takes half a GiB of it for good.
+`python -m train.tools.compare.machine` prints its description. It runs as another process, since a process that uses
+a GPU through torch takes half a GiB of it until it ends.
 """
 
 import json
@@ -14,22 +14,22 @@ from typing import Any
 from train.recipe.errors import UserError
 from train.record.terminal import size
 
-SHARE = 0.9  # of what is free
-PROGRAM_BYTES = 400 * 2**20  # of one rank before it has a model, on a host
-# What a process takes of a device beside what torch's allocator holds, and so beside its limit. A CUDA context begins
-# at 287 MB and grows with every kernel that is loaded; with all of torch's it has 667 MB (pytorch/pytorch#86509).
+USABLE = 0.9  # part of the free memory
+PROGRAM_BYTES = 400 * 2**20  # of host memory, for one rank before it has a model
+# Device memory of a process outside torch's allocator, and so outside its limit. A CUDA context has 287 MB at first,
+# and 667 MB with all of torch's kernels loaded (pytorch/pytorch#86509).
 CONTEXT_BYTES = {"cuda": 640 * 2**20}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is. Sizes in bytes.
+    """A machine. Sizes are in bytes.
 
     Args:
         kind: of the devices: cuda, xpu, ...; cpu where there are none.
         devices: name, total and free memory of each.
         memory, available: of the host.
-        environment: versions, commit and hardware, for the foot of the report.
+        environment: versions, commit and hardware, for the report's provenance.
     """
 
     kind: str
@@ -40,18 +40,18 @@ class Machine:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes it another machine."""
+        """What distinguishes it from other machines."""
         return {"devices": [[device["name"], device["total"]] for device in self.devices],
                 "cpu": self.environment["hardware"].get("cpu"), "cores": self.environment["hardware"].get("cores"),
                 "memory": self.memory, "packages": self.environment["packages"]}  # fmt: skip
 
     @property
     def settings(self) -> dict[str, str]:
-        """Variables of trials, so that a CPU's memory tells what is in use, as a GPU's does.
+        """Environment variables of trials, so that a CPU's memory counts what is in use, as a GPU's does.
 
-        A GPU's allocator gives back what it hoards before it says that memory is out. The C library's gives back large
-        blocks only if they are mapped one by one. And oneDNN keeps code and weights for every shape that it has met,
-        which in a launch that tries many batch sizes are many.
+        A GPU's allocator releases its cache before it reports that memory is out. The C library releases large blocks
+        only if they are mapped one by one. And oneDNN keeps code and weights for every shape that it has seen: a
+        launch that tries many batch sizes has many shapes.
         """
         if self.devices:
             return {}
@@ -68,22 +68,22 @@ class Machine:
         return ", ".join([*devices, cpu])
 
 
-def look() -> Machine:
-    """What this machine is.
+def inspect_machine() -> Machine:
+    """The machine that this runs on.
 
     Raises:
-        RuntimeError: torch cannot be asked.
+        RuntimeError: torch cannot be used.
     """
     root = Path(__file__).resolve().parents[3]
-    asked = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-m", "train.tools.compare.machine"], capture_output=True, text=True, cwd=root
     )
-    if asked.returncode:
-        raise RuntimeError(f"the machine cannot be looked at:\n{asked.stderr}")
-    return Machine(**json.loads(asked.stdout.splitlines()[-1]))
+    if finished.returncode:
+        raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
+    return Machine(**json.loads(finished.stdout.splitlines()[-1]))
 
 
-def _answer() -> None:
+def _print_description() -> None:
     import torch
 
     from train.record.run_folder import describe_environment
@@ -104,85 +104,87 @@ def _answer() -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What each rank may have, in bytes; None: what there is. `notes` say what was chosen."""
+    """Bytes that each rank may use; None: all of it. `notes` say what was chosen."""
 
     device: int | None
     host: int | None
     notes: list[str]
 
 
-def settle_limits(machine: Machine, num_processes: int, device: int | None, host: int | None) -> Limits:
+def choose_limits(machine: Machine, num_processes: int, device: int | None, host: int | None) -> Limits:
     """The limits of a rank.
 
     Args:
-        device: of one rank, as asked for.
-        host: of all ranks together, as asked for.
+        device: of one rank, from the options.
+        host: of all ranks together, from the options.
 
     Raises:
-        UserError: the machine does not have what all ranks together may have.
+        UserError: the machine has less than all ranks together may use.
     """
     if host is not None and host > machine.memory:
         raise UserError(f"host_memory_limit = {size(host)}: this machine has {size(machine.memory)}")
-    share = None if host is None else host // num_processes
-    if share is not None and share < PROGRAM_BYTES:
+    host_each = None if host is None else host // num_processes
+    if host_each is not None and host_each < PROGRAM_BYTES:
         raise UserError(
             f"host_memory_limit = {size(host)} for {num_processes} processes: a process takes about "
-            f"{size(PROGRAM_BYTES)} before it has a model. Ask for more, or for fewer processes"
+            f"{size(PROGRAM_BYTES)} before it has a model. Set a larger --host_memory_limit, or fewer processes"
         )
-    settle = _on_devices if machine.devices else _on_a_cpu
-    limit, notes = settle(machine, num_processes, device)
-    if not machine.devices and share is not None and share < limit:
-        limit, notes = share, [f"memory_limit {size(share)}: a CPU has no other memory than host_memory_limit"]
-    return Limits(limit, share, notes)
+    choose = _limit_on_devices if machine.devices else _limit_on_cpu
+    limit, notes = choose(machine, num_processes, device)
+    if not machine.devices and host_each is not None and host_each < limit:
+        limit = host_each
+        notes = [f"memory_limit {size(limit)}: on a CPU this is the host_memory_limit of each process"]
+    return Limits(limit, host_each, notes)
 
 
-def _on_devices(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
+def _limit_on_devices(machine: Machine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     ranks = -(-num_processes // len(machine.devices))
     total, context = min(device["total"] for device in machine.devices), CONTEXT_BYTES.get(machine.kind, 0)
-    notes = [f"{device['name']} {index}: {size(device['total'] - device['free'])} are in use by others"
-             for index, device in enumerate(machine.devices) if device["free"] < SHARE * device["total"]]  # fmt: skip
-    if ranks * ((wanted or 0) + context) > total:
-        raise UserError(_too_many(machine, num_processes, ranks, wanted, total, context))
+    notes = [f"{device['name']} {index}: {size(device['total'] - device['free'])} are in use by other programs"
+             for index, device in enumerate(machine.devices) if device["free"] < USABLE * device["total"]]  # fmt: skip
+    if ranks * ((limit or 0) + context) > total:
+        raise UserError(_too_many(machine, num_processes, ranks, limit, total, context))
     if ranks > 1:
-        if wanted is None:
-            wanted = int(SHARE * (total - ranks * context) / ranks)
+        if limit is None:
+            limit = int(USABLE * (total - ranks * context) / ranks)
             beside = f", and take about {size(context)} each beside it" if context else ""
-            notes.append(f"memory_limit {size(wanted)}: {ranks} processes share a device of {size(total)}{beside}")
+            notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}{beside}")
         notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
-    return wanted, notes
+    return limit, notes
 
 
-def _too_many(machine: Machine, num_processes: int, ranks: int, wanted: int | None, total: int, context: int) -> str:
-    """Why so many processes with such a limit have no room on a device, and what would have."""
-    each = " + ".join([*([f"memory_limit {size(wanted)}"] if wanted else []),
+def _too_many(machine: Machine, num_processes: int, ranks: int, limit: int | None, total: int, context: int) -> str:
+    """The message for processes that do not fit on a device with their limit: the numbers, and what to set."""
+    of_process = " + ".join([*([f"memory_limit {size(limit)}"] if limit else []),
                        *([f"{size(context)} of context"] if context else [])])  # fmt: skip
-    most = total // ((wanted or 0) + context) * len(machine.devices)
+    most_processes = total // ((limit or 0) + context) * len(machine.devices)
     remedies = [f"a memory_limit of at most {size(room)}"] if (room := total // ranks - context) > 0 else []
-    remedies += [f"at most {most} processes"] if most else []
+    remedies += [f"at most {most_processes} processes"] if most_processes else []
     return (
-        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({each}) on one "
-        f"that has {size(total)}. Use {', or '.join(remedies)}"
+        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({of_process}) "
+        f"on one that has {size(total)}. Use {', or '.join(remedies)}"
     )
 
 
-def _on_a_cpu(machine: Machine, num_processes: int, wanted: int | None) -> tuple[int | None, list[str]]:
-    if wanted is not None and num_processes * wanted > machine.memory:
+def _limit_on_cpu(machine: Machine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+    if limit is not None and num_processes * limit > machine.memory:
         raise UserError(
-            f"num_processes = {num_processes} and memory_limit = {size(wanted)}: together "
-            f"{size(num_processes * wanted)}, and this machine has {size(machine.memory)}. Use a memory_limit of at "
-            f"most {size(machine.memory // num_processes)}, or at most {machine.memory // wanted} processes"
+            f"num_processes = {num_processes} and memory_limit = {size(limit)}: together "
+            f"{size(num_processes * limit)}, and this machine has {size(machine.memory)}. Use a memory_limit of at "
+            f"most {size(machine.memory // num_processes)}, or at most {machine.memory // limit} processes"
         )
-    if wanted is not None:
-        return wanted, []
-    wanted = int(SHARE * machine.available / num_processes)
-    if wanted < PROGRAM_BYTES:
+    if limit is not None:
+        return limit, []
+    limit = int(USABLE * machine.available / num_processes)
+    if limit < PROGRAM_BYTES:
         raise UserError(
             f"num_processes = {num_processes}: {size(machine.available)} are free here, and a process takes about "
             f"{size(PROGRAM_BYTES)} before it has a model. Use at most "
-            f"{int(SHARE * machine.available / PROGRAM_BYTES)} processes"
+            f"{int(USABLE * machine.available / PROGRAM_BYTES)} processes"
         )
-    return wanted, [f"memory_limit {size(wanted)}: a fair share of what is free now. Name one, to find the same again"]
+    note = f"memory_limit {size(limit)}: an equal part of what is free now. Set --memory_limit to have the same again"
+    return limit, [note]
 
 
 if __name__ == "__main__":
-    _answer()
+    _print_description()

@@ -1,10 +1,9 @@
-"""The memory that a rank may have, and what it has: a device's allocator, or on a CPU the process' data segment.
+"""The memory that a rank may use, and does use: of a device's allocator, or on a CPU of the process' data segment.
 
-On a CPU the limit is RLIMIT_DATA, which counts the writable private memory that a process has asked the system for:
-what the allocator holds, as a GPU's limit counts what its allocator has reserved. By the time the model comes,
-libraries have asked for a GiB or so that they never touch (Arrow's allocator does); so the count begins at what is
-resident by then. Linux says how large the data segment is at any moment and not how large it has been, so a thread
-looks every few milliseconds.
+On a CPU the limit is RLIMIT_DATA. It counts the writable private memory that a process has requested: what its
+allocator holds, as a GPU's limit counts what its allocator has reserved. Before there is a model, libraries have
+requested a GiB or so that they never touch (Arrow's allocator does); so the count starts at what is resident by then.
+Linux gives the present size of the data segment and not its peak, so a thread reads it every few milliseconds.
 """
 
 import contextlib
@@ -18,12 +17,12 @@ import torch
 from train.health.out_of_memory import resident_bytes
 from train.record.meters import MemoryMeter
 
-EVERY_S = 0.002
+SAMPLE_EVERY_S = 0.002
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class DataSegment:
-    """The data segment of this process, in bytes beyond what was asked for and not touched when this was made."""
+    """The data segment of this process in bytes, without what was requested and not touched when this was made."""
 
     def __init__(self):
         self.untouched = max(0, _data_bytes() - resident_bytes())
@@ -33,36 +32,36 @@ class DataSegment:
         return _data_bytes() - self.untouched
 
     def limit(self, limit: int) -> None:
-        """Let it grow to so many bytes and no further; memory that is asked for beyond that is not given."""
+        """Limit it to this many bytes: the system refuses requests beyond that."""
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *known]), hard))
+        present = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *present]), hard))
 
     def watch(self) -> None:
-        """Look again and again from now on how large it is."""
+        """Measure its size from now on, in a thread."""
         threading.Thread(target=self._look, daemon=True, name="data segment").start()
 
     def _look(self) -> None:
         with contextlib.suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
             while True:
                 now = int(file.read(128).split()[5]) * PAGE
-                self._peak = max(self._peak, now)  # the peak is read last: a reset meanwhile is not undone
+                self._peak = max(self._peak, now)  # the peak is read last, so that a reset meanwhile is kept
                 file.seek(0)
-                time.sleep(EVERY_S)
+                time.sleep(SAMPLE_EVERY_S)
 
     def reset(self) -> None:
         self._peak = _data_bytes()
 
     def peak_bytes(self) -> int:
-        """The largest that was seen since the last reset."""
+        """The peak since the last reset."""
         self._peak = max(self._peak, _data_bytes())
         return self._peak - self.untouched
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts; 0 where the system does not say (not Linux)."""
+    """What RLIMIT_DATA counts; 0 on systems other than Linux."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[5]) * PAGE
     except (OSError, IndexError, ValueError):
@@ -70,7 +69,7 @@ def _data_bytes() -> int:
 
 
 class TrialMemory:
-    """The peaks of one trial; it stands in for the loop's MemoryMeter, whose peaks begin anew at every update."""
+    """The peaks of one trial. It takes the place of the loop's MemoryMeter, which starts anew at every update."""
 
     def __init__(self, device: torch.device, segment: DataSegment):
         self.host = MemoryMeter(torch.device("cpu"))
@@ -82,17 +81,17 @@ class TrialMemory:
         self.begin()
 
     def begin(self) -> None:
-        """A trial begins: nothing is known of peaks."""
+        """A trial begins: forget all peaks."""
         self.peaks = {}
         self._reset_all()
 
     def peak_bytes(self) -> int:
-        """The peak of allocated memory since the last reset, as the loop asks for it."""
+        """The peak of allocated memory in the trial so far."""
         self.note()
         return self.peaks["allocated"]
 
     def reset(self) -> None:
-        """As the loop does it; what was reached stays noted."""
+        """Reset the meters as the loop does; the peaks of the trial are kept."""
         self.note()
         self._reset_all()
 
@@ -121,14 +120,14 @@ class TrialMemory:
             self.meter.reset()
 
 
-def cap_device(device: torch.device, limit: int | None, ranks: int = 1) -> int | None:
-    """Let this rank have `limit` bytes of its device and no more. Returns what it may have.
+def limit_device(device: torch.device, limit: int | None, ranks: int = 1) -> int | None:
+    """Limit this rank to `limit` bytes of its device. Returns what it may use.
 
-    The limit is the allocator's. What the driver takes for each process, its context, and what other programs have is
-    measured here: the device would run out before the limits are reached.
+    The limit is the allocator's. Memory outside of it (the driver's context of each process, other programs) is
+    measured here: with it, the device could be full before the limits are reached.
 
     Args:
-        ranks: processes on this device, each with this limit. All of them have touched it by now.
+        ranks: processes on this device, each with this limit. All of them have their contexts by now.
 
     Raises:
         ValueError: the device has less, or its allocator cannot be limited; the message says which.
@@ -138,10 +137,10 @@ def cap_device(device: torch.device, limit: int | None, ranks: int = 1) -> int |
         return total
     taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())
     if ranks * limit + taken > total:
-        shared = f"{ranks} processes share it, " if ranks > 1 else ""
+        shared = f"{ranks} processes use it, " if ranks > 1 else ""
         raise ValueError(
-            f"the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are taken before there is a "
-            "model (by the driver's contexts, or others). At most "
+            f"the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are in use before there is "
+            "a model (by the driver's contexts, or other programs). At most "
             f"{(total - taken) // ranks / 2**30:.2f} GiB are left for each"
         )
     restrict = getattr(getattr(torch, device.type, None), "set_per_process_memory_fraction", None)

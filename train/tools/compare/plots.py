@@ -5,24 +5,24 @@ import io
 from train.tools.compare.journal import peak_of
 from train.tools.compare.results import Row
 
-# Told apart by people who see colours otherwise, too: Okabe and Ito, jfly.uni-koeln.de/color
+# Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 MARKERS = "os^Dv<>ph"
 
 
 def colour(index: int) -> str:
-    """Of the index-th contender, in plots and tables."""
+    """The colour of a candidate by its index, in plots and tables."""
     return COLOURS[index % len(COLOURS)]
 
 
 def memory_plot(rows: list[Row], limit: int | None) -> str:
-    """Peak memory of the rank that needs most against its batch size; a cross where memory ran out."""
+    """Peak memory of the rank that needs most against the batch size; a cross where memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure("batch size of one process", f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index, row.name)
-        lines = row.of_fresh
+        lines = row.in_fresh_processes
         if lines:
             axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **style)
         others = [line for line in row.fitting if line not in lines]
@@ -35,7 +35,7 @@ def memory_plot(rows: list[Row], limit: int | None) -> str:
                       label=None if lines else f"{row.name}: none")  # fmt: skip
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
-    axes.set_ylim(0, 1.08 * max(shown, default=unit) / unit)  # from 0: a tenth is to look like a tenth
+    axes.set_ylim(0, 1.08 * max(shown, default=unit) / unit)  # from 0, so that heights are in proportion
     return _svg(figure, axes)
 
 
@@ -80,5 +80,5 @@ def _svg(figure, axes) -> str:
     text = io.StringIO()
     with rc_context({"svg.hashsalt": "zerofit"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
-    found = text.getvalue()
-    return found[found.index("<svg") :]
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

@@ -6,7 +6,7 @@ from typing import Any
 
 from train.record.terminal import duration, rounded, screen_width, size, table
 from train.tools.compare.finished import Finished, agreement, finished_table, write_csv
-from train.tools.compare.html_report import page
+from train.tools.compare.html_report import html_report
 from train.tools.compare.journal import peak_of
 from train.tools.compare.plots import memory_plot, throughput_plot
 from train.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
@@ -21,12 +21,12 @@ COLUMNS = (
 
 
 class Report:
-    """What is said of a comparison that has been made.
+    """The report of a comparison.
 
     Args:
         comparison: train.tools.compare.comparison.Comparison.
         command: the command line that made it.
-        notes: what of the recipe is not as it was.
+        notes: how the trials' recipe differs from the user's.
     """
 
     def __init__(self, comparison, command: str, notes: list[str]):
@@ -38,7 +38,7 @@ class Report:
 
     @property
     def rows(self) -> list[Row]:
-        """What is known by now."""
+        """The results so far."""
         return self.comparison.rows()
 
     @property
@@ -46,12 +46,12 @@ class Report:
         return common_size(self.rows)
 
     def write(self, output: Path) -> None:
-        """All files, into the folder."""
+        """Write all files into the folder."""
         pictures = {"Memory": memory_plot(self.rows, self.limits.device), "Throughput": throughput_plot(self.rows)}
         for name, picture in pictures.items():
             (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
         blocks = self._blocks()
-        html = page(f"Batch sizes: {self.title}", self.conclusion, blocks, pictures, self._foot())
+        html = html_report(f"Batch sizes: {self.title}", self.conclusion, blocks, pictures, self._provenance())
         (output / "report.html").write_text(html, encoding="utf-8")
         (output / "report.md").write_text(self._markdown(blocks), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
@@ -66,15 +66,15 @@ class Report:
         return conclusion(self.rows)
 
     def for_terminal(self) -> str:
-        """The table and the sentence."""
+        """The tables and the conclusion."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         lines = [table(self.main_table(), screen_width()), "", *problems, self.conclusion]
         if self.finished:
             lines += ["", "trained to the end, each at its best batch:", table(finished_table(self.finished),
-                      screen_width()), "", self._about_runs()]  # fmt: skip
+                      screen_width()), "", self._finished_text()]  # fmt: skip
         return "\n".join(lines)
 
-    def _about_runs(self) -> str:
+    def _finished_text(self) -> str:
         problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
         agree = agreement(self.finished)
         return "\n".join([*([f"{agree}."] if agree else []), *problems])
@@ -82,7 +82,7 @@ class Report:
     # ---------------------------------------------------------------------------------------------------------- tables
 
     def main_table(self) -> list[tuple[str, ...]]:
-        """A row for each contender; the first is what the others are compared with."""
+        """A row for each candidate; the others are compared with the first."""
         first = self.rows[0]
         common = f"peak at {self.common}" if self.common else "peak"
         head = ("strategy", "largest batch", "factor", "its peak", common, "samples/s", "tokens/s", "best batch",
@@ -103,20 +103,20 @@ class Report:
         )  # fmt: skip
 
     def held_table(self) -> list[tuple[str, ...]]:
-        """What a process keeps from update to update, and what a sample costs."""
+        """Memory that a process keeps from update to update, and memory of each sample."""
         head = ("strategy", "weights", "optimizer state", "each sample", "limit confirmed")
         rows = []
         for row in self.rows:
-            held, each = row.held, row.bytes_per_sample
+            held, per_sample = row.held, row.bytes_per_sample
             sizes = [size(held.get(name, 0)) if held else "-" for name in ("parameters", "optimizer")]
             sure = "yes" if row.is_confirmed else "no"
             if row.largest and row.fails and row.is_confirmed:
                 sure = f"yes: {row.largest} runs, {row.fails['size']} {outcome_text(row.fails)}"
-            rows.append((row.name, *sizes, size(each) if each else "-", sure))
+            rows.append((row.name, *sizes, size(per_sample) if per_sample else "-", sure))
         return [head, *rows]
 
     def trials_table(self) -> list[tuple[str, ...]]:
-        """Every size that was tried, those that do not fit included."""
+        """Every size that was tried, also those that do not fit."""
         head = ("strategy", "batch", "outcome", "allocated", "reserved", "total", "samples/s", "tokens/s", "loss",
                 "fresh process")  # fmt: skip
         rows = []
@@ -135,14 +135,14 @@ class Report:
         """(heading, text, table) of each part."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return [
-            ("Largest batches", " ".join([self._about_batches(), *problems]), self.main_table()),
-            *([("Trained to the end", f"{_ABOUT_RUNS} {self._about_runs()}", finished_table(self.finished))]
+            ("Largest batches", " ".join([self._batches_text(), *problems]), self.main_table()),
+            *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
               if self.finished else []),
             ("What a process holds", _ABOUT_HELD, self.held_table()),
             ("All trials", _ABOUT_TRIALS, self.trials_table()),
         ]  # fmt: skip
 
-    def _about_batches(self) -> str:
+    def _batches_text(self) -> str:
         about = next((row.about for row in self.rows if row.about), {})
         if not about:
             return ""
@@ -150,29 +150,29 @@ class Report:
         limit = f"{size(self.limits.device)} a process" if self.limits.device else "what there is"
         shorter = ""
         if about["mean_sample"] < sum(about["longest"].values()):
-            shorter = f" (the data's own have {about['mean_sample']:,} on average: real epochs may be shorter)"
+            shorter = f" (the data's rows have {about['mean_sample']:,} on average: real epochs may be shorter)"
         of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
         return (
             f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
-            f"{about['precision']}; all rows at their maximum of {lengths} tokens{shorter}; accumulation "
+            f"{about['precision']}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
             f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates are of all processes "
             "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best."
-            f"{self._about_evaluation()}"
+            f"{self._evaluation_text()}"
         )
 
-    def _about_evaluation(self) -> str:
-        found = [row.evaluation for row in self.rows if row.evaluation]
-        if not found:
+    def _evaluation_text(self) -> str:
+        evaluations = [row.evaluation for row in self.rows if row.evaluation]
+        if not evaluations:
             return ""
-        samples = " or ".join(dict.fromkeys(f"{line['evaluation_samples']:,}" for line in found))
+        samples = " or ".join(dict.fromkeys(f"{line['evaluation_samples']:,}" for line in evaluations))
         return (
             f" Evaluation is one batch on each process ({samples} samples together), its second time in a process, in "
-            "the seconds that it took, generation included: no whole evaluation."
+            "the seconds that it took, generation included: not a full evaluation."
         )
 
-    # ------------------------------------------------------------------------------------------------------------ foot
+    # ------------------------------------------------------------------------------------------------------ provenance
 
-    def _foot(self) -> list[str]:
+    def _provenance(self) -> list[str]:
         environment = self.machine.environment
         packages = environment["packages"]
         versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
@@ -197,13 +197,13 @@ class Report:
         for heading, text, rows in blocks:
             parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
         parts += ["![memory against batch size](memory.svg)", "![throughput against batch size](throughput.svg)"]
-        parts += ["\n".join(f"* {line}" for line in self._foot())]
+        parts += ["\n".join(f"* {line}" for line in self._provenance())]
         return "\n\n".join(parts) + "\n"
 
 
 _ABOUT_HELD = (
     "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample. What "
-    "is shared out among processes is there as one share."
+    "is sharded counts as one shard."
 )
 _ABOUT_RUNS = (
     "A run of the task for each strategy, as the recipe says, at its best batch (with a global batch: the largest up "

@@ -1,6 +1,6 @@
-"""A trial, seen from its ranks: the task's own run up to the loop, and there batch sizes in place of epochs.
+"""A trial, as each rank runs it: the task's own run up to the loop, then batch sizes in place of epochs.
 
-accelerate launch -m train.tools.compare.trial TASK REQUEST --config RECIPE     (`zerofit compare` does it)
+accelerate launch -m train.tools.compare.trial TASK REQUEST --config RECIPE     (started by `zerofit compare`)
 """
 
 import importlib
@@ -22,79 +22,79 @@ from train.health.anomaly import AnomalyDetector
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.recipe.errors import UserError, leave
 from train.strategy.devices import synchronise
-from train.tools.compare.memory_limits import DataSegment, TrialMemory, cap_device
+from train.tools.compare.memory_limits import DataSegment, TrialMemory, limit_device
 from train.tools.compare.search import next_size
-from train.tools.compare.trial_request import ANSWERS, LAST_WORDS, TrialRequest, add_line
-from train.tools.compare.worst_case_batch import WorstCase
+from train.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest, add_line
+from train.tools.compare.worst_case_batch import WorstCaseBatches
 from train.training.evaluation import timed_evaluation
 from train.training.step import Signals, TrainStep
 from train.training.stream import UpdateBatches
 from train.training.trainer import Trainer
 
-WARM_UP, WARM_UP_FIRST = 1, 2  # updates before those that are timed; of the first size the optimizer's state is made
+WARM_UP, WARM_UP_FIRST = 1, 2  # updates before the timed ones; the first size also makes the optimizer's state
 
 
 class TrialTrainer(Trainer):
-    """A run that measures what was requested, leaves no model behind, and ends with the process that requested it."""
+    """A Trainer that measures the requested batch sizes, saves no model, and ends with the requesting process."""
 
     shares_devices = True
 
     def __init__(self, request: Path, *args):
-        """The other arguments are those of a Trainer."""
+        """`args`: those of a Trainer."""
         self.request, self.trial_folder = TrialRequest.read(request), request.parent
-        end_with(self.request.pid, self.request.started)
+        end_together_with(self.request.pid, self.request.started)
         self.size, self.limit, self.device = self.request.first, None, None
         super().__init__(*args)
         self.folder.path.mkdir(parents=True, exist_ok=True)
 
     def plan(self, num_samples):
         self.num_samples = num_samples
-        super().plan(max(num_samples, self.strategy.batches.global_batch))  # too few are used again
+        super().plan(max(num_samples, self.strategy.batches.global_batch))  # a small data set is repeated
 
     def start_processes(self):
-        """The Accelerator, and from here on the memory that a rank may have.
+        """Make the Accelerator, and limit the memory of this rank from here on.
 
         Raises:
-            UserError: the limit is more than there is, or less than the process has taken before there is a model.
+            UserError: the device has less than the limit, or the process exceeds it before it has a model.
         """
         accelerator = super().start_processes()
         self.device = accelerator.device
         self._build_operations()
         self.segment, on_cpu = DataSegment(), self.device.type == "cpu"
-        wanted, of_host = self.request.memory_limit, self.request.host_memory_limit
+        limit, host_limit = self.request.memory_limit, self.request.host_memory_limit
         if on_cpu:
-            wanted = of_host = min((limit for limit in (wanted, of_host) if limit is not None), default=None)
+            limit = host_limit = min((one for one in (limit, host_limit) if one is not None), default=None)
         taken = self.segment.now() if on_cpu else torch.accelerator.memory_reserved()
-        self._check_room("memory_limit", wanted, taken)
+        self._check_room("memory_limit", limit, taken)
         if not on_cpu:
-            self._check_room("host_memory_limit", of_host, self.segment.now())
+            self._check_room("host_memory_limit", host_limit, self.segment.now())
         try:
-            self.limit = wanted if on_cpu else cap_device(self.device, wanted, self._ranks_of_the_device())
+            self.limit = limit if on_cpu else limit_device(self.device, limit, self._ranks_of_the_device())
         except ValueError as problem:
-            raise UserError(f"memory_limit = {wanted / 2**30:.2f} GiB: {problem}") from None
-        if of_host is not None:
-            self.segment.limit(of_host)
+            raise UserError(f"memory_limit = {limit / 2**30:.2f} GiB: {problem}") from None
+        if host_limit is not None:
+            self.segment.limit(host_limit)
         self._answer(event="started", taken=taken)
         return accelerator
 
     def _ranks_of_the_device(self) -> int:
-        """How many ranks share it, as soon as each of them has its context there."""
+        """How many ranks use the device of this one; returns when each of them has its context there."""
         torch.accelerator.get_memory_info()
         self.accelerator.wait_for_everyone()
         return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
 
     def _check_room(self, option: str, limit: int | None, taken: int) -> None:
-        """Raises UserError if the process has taken as much already as it may have."""
+        """Raises UserError if the process already uses as much as its limit."""
         if limit is not None and taken >= limit:
-            said = (
-                f"{option}: a process takes {taken / 2**20:,.0f} MiB before there is a model or a batch, and may have "
-                f"{limit / 2**20:,.0f} MiB. Give it more than that and the model's size"
+            message = (
+                f"{option}: a process takes {taken / 2**20:,.0f} MiB before it has a model or a batch, and the limit "
+                f"is {limit / 2**20:,.0f} MiB. Set a limit larger than that and the model together"
             )
-            self._last_words("too_small", text=said)
-            raise UserError(said)
+            self._report_failure("too_small", text=message)
+            raise UserError(message)
 
     def _build_operations(self) -> None:
-        """Have DeepSpeed's optimizer for the host built now: a compiler would not live within the cap."""
+        """Build DeepSpeed's optimizer for the host now: a compiler does not fit into the limit."""
         zero = (self.strategy.deepspeed or {}).get("zero_optimization", {})
         if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
             from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -102,8 +102,8 @@ class TrialTrainer(Trainer):
             CPUAdamBuilder().load()
 
     def train(self, task, throughput, tokenizer):
-        """Try one batch size after the other, until there is none left to try (or memory runs out)."""
-        self.task, self.worst = task, WorstCase(task)
+        """Try one batch size after another, until none is left or memory runs out."""
+        self.task, self.worst = task, WorstCaseBatches(task)
         self.memory = TrialMemory(self.device, self.segment)
         detector = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
         self.step = TrainStep(task, self.engine, detector, self.memory, Signals, self._phase)
@@ -124,11 +124,15 @@ class TrialTrainer(Trainer):
             points.append((size, max(rank["reserved"] for rank in trial["ranks"])))
             fits = max(fits, size)
             fails = request.fails if request.fails and request.fails > fits else None
-            size = None if request.alone else next_size(request.sizes, fits, fails, points, self.limit, request.visit)
+            size = (
+                None
+                if request.only_first
+                else next_size(request.sizes, fits, fails, points, self.limit, request.must_try)
+            )
         self._answer(event="done")
 
     def measure(self, size: int, fresh: bool) -> dict[str, Any]:
-        """Updates of this batch size, the last of them timed, and once in a process an evaluation."""
+        """Updates of this batch size, the last ones timed, and in the first trial of a process an evaluation."""
         self.memory.begin()
         seconds, to_warm_up = [], WARM_UP_FIRST if fresh else WARM_UP
         while len(seconds) < self.request.steps:
@@ -137,7 +141,7 @@ class TrialTrainer(Trainer):
             result = self._update(size, batches)
             synchronise(self.device)
             if not math.isfinite(result.figures["grad_norm"]):
-                continue  # fp16 looks for its loss scale: no step was taken, and perhaps there is no state yet
+                continue  # fp16 is still looking for its loss scale: no step was taken, and there may be no state yet
             if to_warm_up:
                 to_warm_up -= 1
             else:
@@ -163,30 +167,30 @@ class TrialTrainer(Trainer):
         }  # fmt: skip
 
     def _batches(self, size: int) -> list[Batch]:
-        """The micro-batches of the next update, which is not timed with them: training has workers for that."""
+        """The micro-batches of the next update, made outside the timed part: training has workers for that."""
         accumulation, rank = self.strategy.batches.accumulation, self.engine.layout.data_rank
         start = size * accumulation * (self.done * self.engine.layout.data_size + rank)
         return [self.worst.batch(size, start + size * number) for number in range(accumulation)]
 
     def _update(self, size: int, batches: list[Batch]):
-        """One update of the loop's own."""
-        number = min(self.done, self.length.num_updates - 1) + 1  # of the schedule
+        """One update, as the training loop does it."""
+        number = min(self.done, self.length.num_updates - 1) + 1  # in the learning-rate schedule
         self.done += 1
         result = self.step(number, UpdateBatches(batches), lambda: None)
         if result.anomaly is not None:
             raise UserError(f"batch size {size}: {result.anomaly.reason} in update {self.done} of the trial")
         return result
 
-    stopped = True  # before it has trained: nothing is exported
+    stopped = True  # as a run that was stopped before its end: nothing is exported
 
     def export(self):
-        """Nothing is left behind."""
+        """A trial saves no model."""
 
     def close(self):
         self.engine.close()
         return 0
 
-    # ------------------------------------------------------------------------------------------------------- answering
+    # --------------------------------------------------------------------------------------------------------- answers
 
     def _explain(self, error):
         where = is_out_of_memory(error)
@@ -194,7 +198,7 @@ class TrialTrainer(Trainer):
             return super()._explain(error)
         phase, _ = self.watchdog.at
         on_device = where == "device" or (self.device is not None and self.device.type == "cpu")
-        self._last_words("out_of_memory", where="device" if on_device else "host", phase=phase)
+        self._report_failure("out_of_memory", where="device" if on_device else "host", phase=phase)
         print(f"out of memory: rank {self.strategy.layout.rank}, {phase}, batch size {self.size}: {error}",
               file=sys.stderr, flush=True)  # fmt: skip
         return EXIT_OUT_OF_MEMORY
@@ -203,14 +207,14 @@ class TrialTrainer(Trainer):
         if self.is_main:
             add_line(self.trial_folder / ANSWERS, line)
 
-    def _last_words(self, event: str, **words) -> None:
-        line = {"event": event, "size": self.size, "rank": self.strategy.layout.rank, **words}
-        add_line(self.trial_folder / LAST_WORDS, line)
+    def _report_failure(self, event: str, **details) -> None:
+        line = {"event": event, "size": self.size, "rank": self.strategy.layout.rank, **details}
+        add_line(self.trial_folder / FAILURES, line)
 
 
 @dataclass(frozen=True)
 class _Process:
-    """A process, told from later ones of the same number."""
+    """A process, distinguished from later ones with the same number by its start time."""
 
     pid: int
     started: float
@@ -225,20 +229,20 @@ class _Process:
             return False
 
 
-def end_with(pid: int, started: float) -> None:
-    """End this process as soon as another one is gone, even if that was killed."""
-    other = _Process(pid, started)
+def end_together_with(pid: int, started: float) -> None:
+    """End this process as soon as another one is gone, also if that one was killed."""
+    requester = _Process(pid, started)
 
     def watch() -> None:
-        while other.is_alive():
+        while requester.is_alive():
             time.sleep(0.5)
         leave(os.EX_UNAVAILABLE)
 
-    threading.Thread(target=watch, daemon=True, name="orders").start()
+    threading.Thread(target=watch, daemon=True, name="requester").start()
 
 
 def main(argv: list[str]) -> int:
-    """The task's own program, with this trainer."""
+    """Run the task's own program with this trainer."""
     task, request, *flags = argv
     return importlib.import_module(f"train.{task}").main(flags, partial(TrialTrainer, Path(request)))
 

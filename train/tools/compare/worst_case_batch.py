@@ -1,4 +1,4 @@
-"""The worst case that a recipe allows: batches in which every row is as long as rows may be."""
+"""The worst case of a recipe: batches in which every row has the greatest length."""
 
 from collections.abc import Callable
 
@@ -9,17 +9,17 @@ from train.data.pack import Sample, SampleSet
 from train.training.task import Task
 
 
-class WorstCase:
-    """Batches of the job's own samples, each repeated until it is as long as the recipe allows.
+class WorstCaseBatches:
+    """Batches of the task's own samples, each repeated until it has the greatest length.
 
     Args:
-        job: its `longest` says how long rows may be.
+        task: its `longest` has that length.
     """
 
-    def __init__(self, job: Task):
-        self.samples: SampleSet = job.train_set
-        self.collate: Callable[[list], Batch] = job.collate
-        self.longest = job.longest
+    def __init__(self, task: Task):
+        self.samples: SampleSet = task.train_set
+        self.collate: Callable[[list], Batch] = task.collate
+        self.longest = task.longest
 
     def batch(self, size: int, start: int) -> Batch:
         """A batch of `size` rows: samples `start`, `start` + 1 and so on, from the beginning again after the last."""
@@ -28,23 +28,23 @@ class WorstCase:
 
 
 def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
-    """A sample whose rows of tokens are repeated to their longest; every token is trained on where any is.
+    """A sample with its rows of tokens repeated to the greatest length. Where labels are next tokens, all are trained.
 
     Args:
-        longest: tokens by column. Columns that are as long as `input_ids` go with it.
+        longest: tokens by column. Columns of the same length as `input_ids` are stretched with it.
     """
-    own = len(sample["input_ids"])
-    found = dict(sample)
+    length = len(sample["input_ids"])
+    long = dict(sample)
     for name, values in sample.items():
         if name in longest:
-            found[name] = np.resize(values, longest[name])
-        elif np.ndim(values) == 1 and len(values) == own:
-            found[name] = np.resize(values, longest["input_ids"])
-    if "labels" in sample and "labels" not in longest:  # next tokens: prompts and filling count as well
-        found["labels"] = found["input_ids"].copy()
-    if "sizes" in sample:  # of choices, which share the row
-        found["sizes"] = np.full_like(sample["sizes"], longest["input_ids"] // len(sample["sizes"]))
-        found["sizes"][-1] += longest["input_ids"] - found["sizes"].sum()
+            long[name] = np.resize(values, longest[name])
+        elif np.ndim(values) == 1 and len(values) == length:
+            long[name] = np.resize(values, longest["input_ids"])
+    if "labels" in sample and "labels" not in longest:  # next tokens: prompts and padding are trained as well
+        long["labels"] = long["input_ids"].copy()
+    if "sizes" in sample:  # of choices, which are in one row
+        long["sizes"] = np.full_like(sample["sizes"], longest["input_ids"] // len(sample["sizes"]))
+        long["sizes"][-1] += longest["input_ids"] - long["sizes"].sum()
     if "num_tokens" in sample:
-        found["num_tokens"] = np.array(longest["input_ids"])
-    return found
+        long["num_tokens"] = np.array(longest["input_ids"])
+    return long

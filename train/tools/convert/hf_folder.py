@@ -1,4 +1,4 @@
-"""A folder of transformers', its weights one at a time: read from safetensors files, and written as they fill."""
+"""The weights of a transformers folder: read from safetensors files one at a time, and written file by file."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,10 @@ RELEASE_BYTES = 2**29  # mapped files are closed when this much of them was read
 
 
 class HfFolder:
-    """The safetensors weights of a folder, read when they are asked for.
+    """The safetensors weights of a folder, each read when it is needed.
 
     Raises:
-        UserError: there are none, or they are broken.
+        UserError: there are no weights, or they are broken.
     """
 
     def __init__(self, path: Path, option: str = "input"):
@@ -58,7 +58,7 @@ class HfFolder:
         return tuple(self._file(self.files[name]).get_slice(name).get_shape())
 
     def wrong_shapes(self, config) -> list[str]:
-        """How the weights differ from those that transformers makes of the configuration; empty: in nothing."""
+        """How the weights differ from those of transformers' model of the configuration; empty if they do not."""
         import torch
         from transformers import LlamaForCausalLM
 
@@ -70,14 +70,14 @@ class HfFolder:
             stored -= {"lm_head.weight"}
         return (
             [f"lacks {name}" for name in sorted(expected.keys() - stored)]
-            + [f"has {name}, which a Llama does not" for name in sorted(stored - expected.keys())]
+            + [f"has {name}, which a Llama does not have" for name in sorted(stored - expected.keys())]
             + [f"has {name} of {self.shape(name)}, and {expected[name]} was expected"
                for name in sorted(stored & expected.keys()) if self.shape(name) != expected[name]]
         )  # fmt: skip
 
 
 class ShardWriter:
-    """Writes weights to safetensors files of a limited size; those of one file are in memory.
+    """Writes weights to safetensors files of a limited size. The weights of one file are in memory.
 
     Args:
         limit: bytes of a file, which only a single weight may exceed.
@@ -90,7 +90,7 @@ class ShardWriter:
         self.written: list[list[str]] = []
 
     def add(self, name: str, tensor) -> bool:
-        """Take a weight. Returns whether a file was written, and so the memory of what it came from may go."""
+        """Add a weight. Returns whether a file was written, so that the memory of its sources can be released."""
         full = bool(self.waiting) and self.waiting_bytes + tensor.nbytes > self.limit
         if full:
             self._flush()
@@ -107,7 +107,7 @@ class ShardWriter:
         self.waiting, self.waiting_bytes = {}, 0
 
     def finish(self) -> int:
-        """Write what is left, give the files their names, and write the index. Returns the number of files."""
+        """Write the rest, give the files their names, and write the index. Returns the number of files."""
         self._flush()
         number = len(self.written)
         names = [f"model-{index + 1:05}-of-{number:05}.safetensors" for index in range(number)]

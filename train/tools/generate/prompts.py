@@ -6,7 +6,7 @@ from typing import Any
 
 from train.data.rendering import Prompt
 from train.recipe.errors import UserError
-from train.tools.options import GenerateOptions
+from train.tools.generate.options import GenerateOptions
 
 ROLES = ("system", "user", "assistant")
 

@@ -1,1 +1,1 @@
-"""`zerofit launch`: a run on the accelerators and machines that are there."""
+"""`zerofit launch`: a run on all accelerators and machines."""

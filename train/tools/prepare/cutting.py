@@ -1,7 +1,7 @@
-"""From a part of the input to documents, and from these to what is appended to the corpora: the work of a worker.
+"""From a part of the input to documents, and from documents to pieces of the corpora: the work of a worker.
 
-A document is what a JSON line has under a key, or a piece of a plain text. JSON documents are taken as they are, as
-Megatron does; of plain text, pieces that are blank are left out.
+A document is the text under a key of a JSON line, or a piece of a plain text. JSON documents are taken as they are, as
+Megatron does; blank pieces of plain text are omitted.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from train.tools.prepare.encode import Setup, Task
+from train.tools.prepare.encode import InputPart, Setup
 
 SHOWN = 10  # bad lines of a task that are described
 
 
 @dataclass
 class Piece:
-    """What is appended to one corpus: the bytes of the ids, (documents,) int32 lengths, and the largest id."""
+    """A piece of one corpus: the bytes of the ids, (documents,) int32 lengths, and the largest id."""
 
     ids: bytes
     lengths: bytes
@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass
 class Answer:
-    """What became of a task: a Piece for each key; the bad lines, and where the first of them are and why."""
+    """The result of a task: a Piece for each key, the number of bad lines, and messages for the first of them."""
 
     pieces: list[Piece]
     num_bad: int = 0
@@ -37,12 +37,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Missing:
-    """What a record has in place of a text under a key that it lacks: what is said of it."""
+    """Stands for the text under a key that a record lacks; `what` is the message."""
 
     what: str
 
 
-def work(encoder, setup: Setup, task: Task) -> Answer:
+def work(encoder, setup: Setup, task: InputPart) -> Answer:
     """Cut a part of the input into documents and encode them. The first bad line ends it, unless they are skipped."""
     answer = Answer([])
     columns = _columns(task, setup, answer)
@@ -61,8 +61,8 @@ def _piece(rows: list[bytes], end: bytes, dtype: np.dtype) -> Piece:
     return Piece(ids, lengths, int(np.frombuffer(ids, dtype).max()) if ids else -1)
 
 
-def _columns(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
-    """The texts of each key; without those of a line that is bad for any."""
+def _columns(task: InputPart, setup: Setup, answer: Answer) -> list[list[str]]:
+    """The texts of each key, without lines that are bad for any key."""
     if task.kind == "json":
         return _of_records(task.data.split(b"\n"), _texts_of_line, task, setup, answer)
     if task.kind == "rows":
@@ -71,17 +71,19 @@ def _columns(task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
 
 
 class _BadLine(Exception):
-    """Its message says what is wrong with a line."""
+    """A line is bad; the message says why."""
 
 
-def _note(answer: Answer, task: Task, what: str, line: int) -> None:
+def _note(answer: Answer, task: InputPart, what: str, line: int) -> None:
     answer.num_bad += 1
     if len(answer.bad) < SHOWN:
         answer.bad.append(f"{task.file}, {'row' if task.kind == 'rows' else 'line'} {line}: {what}")
 
 
-def _of_records(records: Iterable[Any], read: Callable, task: Task, setup: Setup, answer: Answer) -> list[list[str]]:
-    """The texts of each key of records that are read one by one; those that are bad are noted."""
+def _of_records(
+    records: Iterable[Any], read: Callable, task: InputPart, setup: Setup, answer: Answer
+) -> list[list[str]]:
+    """The texts of each key, read record by record; bad records are noted."""
     columns: list[list[str]] = [[] for _ in setup.keys]
     for number, record in enumerate(records, task.line):
         try:
@@ -140,7 +142,7 @@ def _texts_of_row(row: tuple[Any, ...], keys: tuple[str, ...]) -> tuple[str, ...
     return row
 
 
-def _of_text(task: Task, setup: Setup, answer: Answer) -> list[str]:
+def _of_text(task: InputPart, setup: Setup, answer: Answer) -> list[str]:
     """The documents of a plain text. Line breaks of any system become newlines, as in training."""
     try:
         texts = cut_text(task.data.decode("utf-8"), task.kind, task.mark)
@@ -158,7 +160,7 @@ def _of_text(task: Task, setup: Setup, answer: Answer) -> list[str]:
 
 
 def cut_text(text: str, unit: str, mark: str) -> list[str]:
-    """The documents of a text, blank ones left out; at paragraphs and marks without the newlines around them."""
+    """The documents of a text, without blank ones; those cut at paragraphs and marks have no newlines around them."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     if unit == "file":

@@ -16,9 +16,9 @@ from train.data.encodings import as_utf8, open_bytes
 from train.data.megatron.corpus import INDICES
 from train.recipe.errors import UserError, first_line
 from train.tools.prepare.cutting import Missing, no_key
-from train.tools.prepare.encode import Task
+from train.tools.prepare.encode import InputPart
 
-PART = 1 << 20  # bytes; a line or a document that is longer is a part of its own
+PART = 1 << 20  # bytes; a longer line or document is a part by itself
 JSON, PARQUET, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet",), (".csv", ".tsv")
 TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/sources.py
 ROWS = 256  # of a .parquet file, read at a time
@@ -28,27 +28,26 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file, what is in it (json, csv, tsv, parquet or text), and its size on disk in bytes."""
+    """A file, its kind (json, csv, tsv, parquet or text), and its size on disk in bytes."""
 
     path: Path
     kind: str
     size: int
 
 
-def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[InputFile], list[str]]:
-    """(the files that paths, folders and globs name, notes for the terminal).
+def find_input(inputs: list[str], omit: Iterable[Path] = ()) -> tuple[list[InputFile], list[str]]:
+    """(the files of these paths, folders and globs, notes for the terminal).
 
-    They come in the order in which they are named, sorted within a folder or a glob. A file that is named a second
-    time is taken once, where it is named first. In folders and globs hidden files, empty ones and corpora are passed
-    over.
+    They have the order of `inputs`, and are sorted within a folder or a glob. A file that is named twice is taken
+    once, at its first place. In folders and globs, hidden files, empty files and corpora are skipped.
 
     Args:
-        left_out: files that are never input, such as those that are about to be written.
+        omit: files that are never input, such as those that are about to be written.
 
     Raises:
-        UserError: there is nothing of a name, or a file is of no known kind: all of them at once.
+        UserError: names without files, and files of unknown kinds, all in one message.
     """
-    problems, found, avoided = [], {}, {path.resolve() for path in left_out}
+    problems, files, omitted = [], {}, {path.resolve() for path in omit}
     twice = 0
     for name in inputs:
         paths, searched = _named(os.path.expanduser(name))
@@ -56,22 +55,22 @@ def find_input(inputs: list[str], left_out: Iterable[Path] = ()) -> tuple[list[I
             problems.append(f"input = {name!r}: " + ("no file matches" if searched else "there is no such file"))
         for path in paths:
             place = path.resolve()
-            if place in avoided or (searched and (not path.stat().st_size or _is_of_a_corpus(path))):
+            if place in omitted or (searched and (not path.stat().st_size or _is_of_a_corpus(path))):
                 continue
-            twice += place in found
-            if place not in found:
-                found[place] = _describe(path, problems)
-    if not problems and not found:
+            twice += place in files
+            if place not in files:
+                files[place] = _describe(path, problems)
+    if not problems and not files:
         problems.append(f"input = {' '.join(inputs)}: all files are empty")
     if problems:
         more = [f"and {len(problems) - 20} more such files"] if len(problems) > 21 else []
         raise UserError(problems[:20] + more if more else problems)
     notes = [f"note: {twice} file{'s were' if twice > 1 else ' was'} named twice, and read once"] if twice else []
-    return list(found.values()), notes
+    return list(files.values()), notes
 
 
 def _is_of_a_corpus(path: Path) -> bool:
-    """Whether a file is a part of a corpus that was made before, which may lie among the texts."""
+    """Whether a file belongs to a corpus that was made before; such files may lie among the texts."""
     return path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").exists()
 
 
@@ -104,15 +103,14 @@ def _describe(path: Path, problems: list[str]) -> InputFile | None:
     packed = bool(endings) and endings[-1] == ".gz"
     ending = (endings[:-1] if packed else endings or [""])[-1:] or [""]
     tables = [(name[1:], (name,)) for name in TABLES]
-    for kind, known in (("json", JSON), ("text", TEXT), *tables, ("parquet", () if packed else PARQUET)):
-        if ending[0] in known:
+    for kind, kind_endings in (("json", JSON), ("text", TEXT), *tables, ("parquet", () if packed else PARQUET)):
+        if ending[0] in kind_endings:
             if not size:
                 problems.append(f"input = {str(path)!r}: the file is empty")
             return InputFile(path, kind, size)
     if not _begins_an_object(path):
         problems.append(
-            f"input = {str(path)!r}: the ending tells no known kind, and it does not begin with '{{' as JSON lines do"
-            ". "
+            f"input = {str(path)!r}: the ending is unknown, and the file does not begin with '{{' as JSON lines do. "
             f"Known are {', '.join((*JSON, *TABLES, *TEXT))}, each also .gz, and .parquet"
         )
     return InputFile(path, "json", size)
@@ -131,7 +129,7 @@ def _begins_an_object(path: Path) -> bool:
 
 def tasks_of(
     file: InputFile, keys: tuple[str, ...], separator: str | None, mark: str, encoding: str | None = None
-) -> Iterator[tuple[Task, int]]:
+) -> Iterator[tuple[InputPart, int]]:
     """The parts of a file, in order, each with the bytes of the file (as it is on disk) that are read by then.
 
     Args:
@@ -151,7 +149,7 @@ def tasks_of(
             yield from _in_parts(file, _list(file, keys, encoding))
         elif file.kind == "json":
             for data, line, read in _cut(file.path, b"\n", encoding):
-                yield Task(str(file.path), line, "json", data), read
+                yield InputPart(str(file.path), line, "json", data), read
         else:
             yield from _text(file, separator, mark, encoding)
     except (OSError, EOFError, zlib.error) as error:
@@ -211,20 +209,20 @@ def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:
         raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys")
 
 
-def _in_parts(file: InputFile, records: Iterator[list]) -> Iterator[tuple[Task, int]]:
-    """Tasks of about PART characters each. How much is read by then is not known before the end."""
+def _in_parts(file: InputFile, records: Iterator[list]) -> Iterator[tuple[InputPart, int]]:
+    """Parts of about PART characters each. The bytes read so far are only known at the end."""
     held, size, line = [], 0, 1
     for record in records:
         held.append(record)
         size += sum(len(text) for text in record if isinstance(text, str))
         if size >= PART:
-            yield Task(str(file.path), line, "rows", list(zip(*held))), 0
+            yield InputPart(str(file.path), line, "rows", list(zip(*held))), 0
             held, size, line = [], 0, line + len(held)
     if held:
-        yield Task(str(file.path), line, "rows", list(zip(*held))), file.size
+        yield InputPart(str(file.path), line, "rows", list(zip(*held))), file.size
 
 
-def _text(file: InputFile, separator: str | None, mark: str, encoding: str | None) -> Iterator[tuple[Task, int]]:
+def _text(file: InputFile, separator: str | None, mark: str, encoding: str | None) -> Iterator[tuple[InputPart, int]]:
     unit = separator if separator in UNITS else "mark"
     mark = mark if separator is None or unit != "mark" else separator
     between = {"line": b"\n", "file": None, "mark": mark.encode()}.get(unit)
@@ -234,8 +232,8 @@ def _text(file: InputFile, separator: str | None, mark: str, encoding: str | Non
     for data, line, read in _cut(file.path, between, encoding):
         kind = unit
         if separator is None and line == 1 and mark.encode() not in data:
-            kind = "file"  # the first part is the whole of it
-        yield Task(str(file.path), line, kind, data, mark), read
+            kind = "file"  # the first part is the full file
+        yield InputPart(str(file.path), line, kind, data, mark), read
 
 
 def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tuple[bytes, int, int]]:
@@ -255,7 +253,7 @@ def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tu
         yield bytes(held), line, read
 
 
-def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
+def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[InputPart, int]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -270,7 +268,7 @@ def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
             row += batch.num_rows
             held += batch.nbytes
             if held >= PART or row == total:
-                yield Task(str(file.path), line, "rows", columns), file.size * row // max(1, total)
+                yield InputPart(str(file.path), line, "rows", columns), file.size * row // max(1, total)
                 columns, line, held = [[] for _ in keys], row + 1, 0
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{file.path} cannot be read as .parquet: {first_line(error)}") from None

@@ -41,7 +41,7 @@ CUT = re.compile(r"(?<=\S) ")
 
 
 @dataclass(frozen=True)
-class Task:
+class InputPart:
     """A part of the input.
 
     Args:
@@ -290,53 +290,3 @@ def marks_of(native) -> tuple[list[int], list[int]]:
         raise ValueError("what it adds to a text depends on it")
     ((before, after),) = found
     return list(before), list(after)
-
-
-# ------------------------------------------------------------------------------------------------------------ a worker
-
-
-def serve(descriptor: int) -> None:
-    """Take a Setup from a socket, say "ready", then take Tasks and send back what `work` makes of each, until the
-    other end is closed. An error is sent back as well."""
-    import os
-    import queue
-    import threading
-    from multiprocessing.connection import Connection
-
-    from train.tools.prepare.cutting import work
-
-    line = Connection(descriptor)
-    tasks: queue.SimpleQueue = queue.SimpleQueue()
-
-    def receive() -> None:  # beside the work: a sender never waits for a receiver that waits for it
-        try:
-            while True:
-                tasks.put(line.recv())
-        except (EOFError, OSError):
-            os._exit(0)  # whoever asked is gone, or has all that it wanted
-
-    def send(answer: Any) -> None:
-        try:
-            line.send(answer)
-        except OSError:
-            os._exit(0)
-
-    setup = line.recv()
-    threading.Thread(target=receive, daemon=True).start()
-    encoder = _attempt(lambda: encoder_of(setup))
-    send(encoder if isinstance(encoder, Exception) else "ready")
-    while True:
-        task = tasks.get()
-        send(_attempt(lambda: work(encoder, setup, task)))  # noqa: B023
-
-
-def _attempt(do) -> Any:
-    """What `do` returns, or its error, with the traceback as its text."""
-    import traceback
-
-    try:
-        return do()
-    except Mismatch as error:
-        return error
-    except Exception:
-        return RuntimeError(traceback.format_exc())

@@ -1,4 +1,4 @@
-"""`zerofit prepare merge` and `zerofit prepare info`: corpora joined, described, and checked through and through."""
+"""`zerofit prepare merge` and `zerofit prepare info`: join corpora, describe them, and check them completely."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def join(options: JoinOptions) -> int:
     """Write one corpus of several. Returns the exit code.
 
     Raises:
-        UserError: one is broken, or they were not made alike. Nothing is left then.
+        UserError: one is broken, or they differ in tokenizer, type or end of documents. Then no file is left.
     """
     prefix = str(Path(options.output_prefix).expanduser())
     check_free([prefix], options.overwrite)
@@ -41,11 +41,11 @@ def join(options: JoinOptions) -> int:
     return 0
 
 
-def corpora_of(inputs: list[str], left_out: str | None = None) -> list[str]:
-    """The prefixes that prefixes and folders name: of a folder all its corpora by name, as Megatron joins them.
+def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
+    """The prefixes of the corpora in `inputs`. A folder stands for all its corpora, sorted by name as in Megatron.
 
     Args:
-        left_out: a corpus of a folder that is not taken, as it is about to be written anew.
+        omit: a corpus in a folder that is not input, as it is about to be written.
 
     Raises:
         UserError: a folder has no corpus.
@@ -57,10 +57,10 @@ def corpora_of(inputs: list[str], left_out: str | None = None) -> list[str]:
             prefixes.append(name)
             continue
         files = {file.with_suffix("") for ending in (".bin", ".idx") for file in folder.glob(f"*{ending}")}
-        found = [str(file) for file in sorted(files) if not left_out or file.resolve() != Path(left_out).resolve()]
-        if not found:
+        in_folder = [str(file) for file in sorted(files) if not omit or file.resolve() != Path(omit).resolve()]
+        if not in_folder:
             raise UserError(f"input = {name!r}: the folder has no corpus, no .bin with its .idx")
-        prefixes += found
+        prefixes += in_folder
     return prefixes
 
 
@@ -73,7 +73,7 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     """The card of all; None where none has one.
 
     Raises:
-        UserError: they were not made alike, or only some have a card.
+        UserError: they differ, or only some have a card.
     """
     first = corpora[0]
     problems = [
@@ -84,8 +84,8 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     without = [one for one in corpora if one.card is None]
     if without and len(without) < len(corpora):
         problems.append(
-            f"input: {without[0].prefix} has no card (.json), and {_with_card(corpora).prefix} has one: nothing tells "
-            "whether one tokenizer made both. Prepare it anew, or take the cards of all away if you know it did"
+            f"input: {without[0].prefix} has no card (.json), and {_with_card(corpora).prefix} has one: nothing says "
+            "whether one tokenizer made both. Prepare it again, or remove all cards if you know that one did"
         )
     if without and not problems:
         return None
@@ -115,18 +115,18 @@ def _with_card(corpora: list[Corpus]) -> Corpus:
 
 def _differences(first: Corpus, other: Corpus) -> list[str]:
     one, two = first.card, other.card
-    found = []
+    differences = []
     if one.fingerprint != two.fingerprint:
-        found.append(
+        differences.append(
             f"input: {first.prefix} was made with the tokenizer {one.tokenizer!r} and {other.prefix} with "
-            f"{two.tokenizer!r}, which is another one. Prepare one of them anew"
+            f"{two.tokenizer!r}, which is another one. Prepare one of them again"
         )
     if one.eod != two.eod:
         ends = " and ".join("no end of documents" if card.eod is None else f"end {card.eod}" for card in (one, two))
-        found.append(
+        differences.append(
             f"input: {first.prefix} and {other.prefix} have {ends}. Prepare both with --append_eod, or both without"
         )
-    return found
+    return differences
 
 
 # ---------------------------------------------------------------------------------------------------------------- info
@@ -143,12 +143,12 @@ def info(options: InfoOptions) -> int:
             print("\n".join(f"error: {line}" for line in wrong), flush=True)
             code = EXIT_USER_ERROR
         else:
-            print("whole: the index fits the file, and every id was looked at", flush=True)
+            print("complete: the index fits the file, and every id was checked", flush=True)
     return code
 
 
 def check(corpus: Corpus) -> list[str]:
-    """What is wrong with a corpus whose sizes agree: pointers, ends of documents, ids against the card."""
+    """Problems of a corpus with a complete file: pointers, ends of documents, ids against the card."""
     wrong = []
     index, card = f"{corpus.prefix}.idx", corpus.card
     lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
@@ -171,11 +171,11 @@ def _against_card(corpus: Corpus, card: Card, largest: int) -> list[str]:
     path, wrong = f"{corpus.prefix}.json", []
     if largest >= card.vocab_size:
         wrong.append(f"{corpus.prefix}.bin has the id {largest:,}, and by {path} ids are below {card.vocab_size:,}")
-    found = {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}
-    for name, number in found.items():
-        told = getattr(card, name)
-        if told != number:
-            wrong.append(f"{path} says {name} = {told:,}, and it is {number:,}: the files are not of one corpus")
+    actual = {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}
+    for name, number in actual.items():
+        expected = getattr(card, name)
+        if expected != number:
+            wrong.append(f"{path} says {name} = {expected:,}, and it is {number:,}: the files are not of one corpus")
     return wrong
 
 
@@ -199,7 +199,7 @@ def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
             f"  made by      {card.made_by}, of {_first_few(card.sources)}",
         ]
     else:
-        lines.append("  no card      nothing tells which tokenizer made it")
+        lines.append("  no card      nothing says which tokenizer made it")
     return [*lines, *_first_document(corpus, per_document, options)]
 
 
@@ -225,7 +225,7 @@ def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptio
         except UserError as error:
             if options.tokenizer:
                 raise
-            lines.append(f"  note         the tokenizer is not to be had here: {error}")
+            lines.append(f"  note         the tokenizer cannot be loaded here: {error}")
     if tokenizer is None:
         return [*lines, f"  document {number}   {' '.join(map(str, ids[:40]))}{more}"]
     if corpus.card and tokenizer_fingerprint(tokenizer) != corpus.card.fingerprint:
@@ -240,7 +240,7 @@ def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptio
 
 
 class _Native:
-    """A tokenizer.json as far as a fingerprint and a decoded text take: transformers, which imports torch, is left."""
+    """A tokenizer.json, with what a fingerprint and a decoded text need; transformers would import torch."""
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
@@ -259,7 +259,7 @@ class _Native:
 
 
 def _native(name: str, card: Card | None) -> _Native | None:
-    """The tokenizer.json of a folder, where it is known to be all that made the corpus."""
+    """The tokenizer.json of a folder, if the corpus was made with it; else None."""
     path = Path(name).expanduser() / "tokenizer.json"
-    found = _Native(path) if card and path.is_file() else None
-    return found if found and tokenizer_fingerprint(found) == card.fingerprint else None
+    native = _Native(path) if card and path.is_file() else None
+    return native if native and tokenizer_fingerprint(native) == card.fingerprint else None

@@ -1,4 +1,4 @@
-"""The tokenizer that a name stands for where no model is named: the one that training loads from the same place."""
+"""The tokenizer of a name without a model: the same one that training loads from there."""
 
 import json
 import shutil
@@ -10,20 +10,20 @@ from train.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokeni
 from train.model.folders import model_folder
 from train.model.tokenizer import load_tokenizer
 from train.recipe.errors import UserError
-from train.tools.convert.meta.tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
+from train.tools.meta_tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
 
-TOLD = ("tokenizer.json", "tokenizer_config.json")  # files that say which kind of tokenizer a folder has
+SELF_DESCRIBING = ("tokenizer.json", "tokenizer_config.json")  # files that say which kind of tokenizer a folder has
 LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
 
 
 def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
     """The tokenizer in a folder, of a hub name, or in a tokenizer.model.
 
-    Bare vocabulary files do not say which kind they are for: a config.json beside them does, as in training; without
-    one, vocab.json and merges.txt are GPT-2's, and a tokenizer.model is a Llama's.
+    Bare vocabulary files do not say which kind of tokenizer they are for. A config.json beside them says it, as in
+    training; without one, vocab.json and merges.txt are GPT-2's, and a tokenizer.model is a Llama's.
 
     Args:
-        option: where it was named, for messages.
+        option: the option's name, for messages.
 
     Raises:
         UserError: there is none, or it cannot be loaded.
@@ -34,7 +34,7 @@ def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
     if not path.is_dir():
         return _load(option, name, None, trust_remote_code)
     folder = Path(model_folder(name))
-    if any((folder / file).is_file() for file in TOLD):
+    if any((folder / file).is_file() for file in SELF_DESCRIBING):
         return _load(option, str(folder), None, trust_remote_code)
     return _load_bare(option, folder, trust_remote_code)
 
@@ -65,34 +65,36 @@ def _load_bare(option: str, folder: Path, trust_remote_code: bool):
 
 
 def _in_file(option: str, file: Path):
-    if file.name in (*TOLD, "vocab.json", "merges.txt"):
+    if file.name in (*SELF_DESCRIBING, "vocab.json", "merges.txt"):
         raise UserError(f"{option} = {str(file)!r} is one file of a tokenizer. Name its folder: {file.parent}")
     if tiktoken_ranks(file):
         return _of_tiktoken(file)
     if file.suffix != ".model":
         raise UserError(f"{option} = {str(file)!r} is no tokenizer. Name a folder, a hub name or a tokenizer.model")
-    with tempfile.TemporaryDirectory() as alone:  # beside other files it would not be what is read
+    with tempfile.TemporaryDirectory() as folder:  # other files beside it would be read instead
         from transformers import LlamaConfig
 
-        shutil.copyfile(file, Path(alone) / "tokenizer.model")
+        shutil.copyfile(file, Path(folder) / "tokenizer.model")
         try:
-            return _load(option, alone, LlamaConfig(), False)
+            return _load(option, folder, LlamaConfig(), False)
         except UserError as error:
-            raise UserError(str(error).replace(alone, str(file))) from None
+            raise UserError(str(error).replace(folder, str(file))) from None
 
 
 def _of_tiktoken(file: Path):
-    """Llama 3's. Which special tokens it has, params.json beside it tells; without one they are those of 3.1."""
+    """Llama 3's. The params.json beside it says which special tokens it has; without one they are those of 3.1."""
     params = file.parent / "params.json"
-    found = json.loads(params.read_text(encoding="utf-8")) if params.is_file() else {"use_scaled_rope": True}
+    params_values = json.loads(params.read_text(encoding="utf-8")) if params.is_file() else {"use_scaled_rope": True}
     ranks = len(tiktoken_ranks(file))
-    vocab = max(ranks + LLAMA_3_SPECIAL, found.get("vocab_size") or 0) if ranks > 1000 else ranks + len(LLAMA_3)
-    return convert_tokenizer(file, vocab, "3.1" if found.get("use_scaled_rope") else "3").tokenizer
+    vocab = (
+        max(ranks + LLAMA_3_SPECIAL, params_values.get("vocab_size") or 0) if ranks > 1000 else ranks + len(LLAMA_3)
+    )
+    return convert_tokenizer(file, vocab, "3.1" if params_values.get("use_scaled_rope") else "3").tokenizer
 
 
 def _load(option: str, name: str, config, trust_remote_code: bool):
-    asked = SimpleNamespace(tokenizer_name=name, model_name_or_path=None, trust_remote_code=trust_remote_code)
+    options = SimpleNamespace(tokenizer_name=name, model_name_or_path=None, trust_remote_code=trust_remote_code)
     try:
-        return load_tokenizer(asked, config)
+        return load_tokenizer(options, config)
     except UserError as error:
         raise UserError(str(error).replace("tokenizer_name = ", f"{option} = ", 1)) from None

@@ -48,20 +48,22 @@ class PrepareOptions(Recipe):
         return self.workers or usable_cores()
 
     def problems(self) -> list[str]:
-        found = super().problems() + unknown_encoding(self.encoding)
+        problems = super().problems() + unknown_encoding(self.encoding)
         if not self.input:
-            found.append("no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'")
+            problems.append("no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'")
         if not self.output_prefix:
-            found.append("no output: set --output_prefix, e.g. corpora/wiki for corpora/wiki_text_document.bin")
+            problems.append("no output: set --output_prefix, e.g. corpora/wiki for corpora/wiki_text_document.bin")
         if not (self.tokenizer or self.vocab_file or self.merge_file):
-            found.append("no tokenizer: set --tokenizer to the folder or hub name of the one to train with")
-        found += wrong_vocabulary_files(self, ["tokenizer"] if self.tokenizer else [])
+            problems.append("no tokenizer: set --tokenizer to the folder or hub name of the one to train with")
+        problems += wrong_vocabulary_files(self, ["tokenizer"] if self.tokenizer else [])
         twice = sorted({key for key in self.json_keys if self.json_keys.count(key) > 1})
         if twice:
-            found.append(f"json_keys has {', '.join(twice)} more than once: name each key once")
+            problems.append(f"json_keys has {', '.join(twice)} more than once: name each key once")
         if any("/" in key or not key for key in self.json_keys):
-            found.append(f"json_keys = {' '.join(self.json_keys)!r}: a key is a part of file names, and has no slash")
-        return found
+            problems.append(
+                f"json_keys = {' '.join(self.json_keys)!r}: a key is a part of file names, and has no slash"
+            )
+        return problems
 
 
 @dataclass
@@ -73,10 +75,12 @@ class CorporaOptions(Recipe):
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.input:
-            found.append("no input: set --input to the prefixes of corpora, what stands before .bin, or to a folder")
-        return found
+            problems.append(
+                "no input: set --input to the prefixes of corpora, what stands before .bin, or to a folder"
+            )
+        return problems
 
 
 @dataclass
@@ -87,10 +91,10 @@ class JoinOptions(CorporaOptions):
     overwrite: bool = option(False, "Replace a corpus of that name.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.output_prefix:
-            found.append("no output: set --output_prefix to what the new corpus is to be called")
-        return found
+            problems.append("no output: set --output_prefix to what the new corpus is to be called")
+        return problems
 
 
 @dataclass

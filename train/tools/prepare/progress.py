@@ -1,4 +1,4 @@
-"""How far `zerofit prepare` has come: a line that is renewed at a terminal, else a line now and then, on stderr."""
+"""The progress of `zerofit prepare` on stderr: one line that is rewritten at a terminal, else a line now and then."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0
 
 
 class Meter:
-    """Documents, tokens, their rates, and the share of the input's bytes, as a context."""
+    """Shows documents, tokens, their rates, and the part of the input that is read, as a context."""
 
     def __init__(self, total_bytes: int):
         self.total = max(1, total_bytes)
@@ -26,13 +26,13 @@ class Meter:
             print(file=sys.stderr, flush=True)
 
     def show(self, read_bytes: int, documents: int, tokens: int) -> None:
-        """Say where it stands, if it is time to."""
+        """Print the progress, if it is time to."""
         now = time.perf_counter()
         if now - self.shown < self.every:
             return
         self.shown = now
-        seconds, share = now - self.started, min(1.0, read_bytes / self.total)
-        pieces = [f"{share:6.1%}", *([f"{duration(seconds * (1 - share) / share)} left"] if share else []),
+        seconds, part = now - self.started, min(1.0, read_bytes / self.total)
+        pieces = [f"{part:6.1%}", *([f"{duration(seconds * (1 - part) / part)} left"] if part else []),
                   f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
                   f"{documents:,} documents ({documents / seconds:,.0f}/s)"]  # fmt: skip
         width = screen_width(sys.stderr)

@@ -1,4 +1,8 @@
-"""The worker processes of `zerofit prepare`: tasks go out, answers come back in the order of the tasks."""
+"""The worker processes of `zerofit prepare`: they get tasks, and their answers come in the order of the tasks.
+
+concurrent.futures.ProcessPoolExecutor would not do (Python 3.11): its workers outlive a killed parent, its shutdown
+waits for the queued tasks, and it does not say how a worker died.
+"""
 
 import os
 import signal
@@ -16,18 +20,17 @@ import train
 from train.recipe.errors import UserError
 from train.tools.prepare.encode import Mismatch, Setup
 
-AT_A_WORKER = 2  # tasks: one in work, and the next, so that no worker waits
-AHEAD = 3  # tasks a worker that are out, or back and waiting for an earlier one: this bounds the memory
-START = "import sys; sys.path[:] = {path!r}; from train.tools.prepare.encode import serve; serve({descriptor})"
+TASKS_OF_A_WORKER = 2  # one in work, and the next, so that no worker waits
+TASKS_AHEAD = 3  # for each worker, tasks sent and answers that wait for an earlier one: this bounds the memory
+START = "import sys; sys.path[:] = {path!r}; from train.tools.prepare.worker import serve; serve({descriptor})"
 
 
 class Worker:
-    """A Python process of its own that serves one end of a socket. It ends when the other end is closed, however
-    that comes about."""
+    """A worker process at one end of a socket. It ends when the other end is closed, also by a killed parent."""
 
     def __init__(self, setup: Setup):
-        self.tasks: deque[int] = deque()  # their numbers, in the order in which they were sent
-        self.line, end = Pipe()
+        self.tasks: deque[int] = deque()  # numbers of the tasks that it has, in the order in which they were sent
+        self.connection, end = Pipe()
         code = START.format(path=[str(Path(train.__file__).parents[1]), *sys.path], descriptor=end.fileno())
         quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -39,49 +42,51 @@ class Worker:
         end.close()
         self.setup = setup
 
-    def greet(self) -> None:
+    def start(self) -> None:
         self._send(self.setup)
 
-    def give(self, number: int, task: Any) -> None:
+    def send_task(self, number: int, task: Any) -> None:
         self.tasks.append(number)
         self._send(task)
 
-    def take(self) -> tuple[int, Any]:
-        """(number of the task, answer) of the task that it got first."""
+    def receive_answer(self) -> tuple[int, Any]:
+        """(number, answer) of its oldest task."""
         answer = self.receive()
         return self.tasks.popleft(), answer
 
     def receive(self) -> Any:
         try:
-            return self.line.recv()
+            return self.connection.recv()
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._death() from None
 
     def _send(self, what: Any) -> None:
         try:
-            self.line.send(what)
+            self.connection.send(what)
         except OSError:
-            raise self._died() from None
+            raise self._death() from None
 
-    def _died(self) -> UserError:
+    def _death(self) -> UserError:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
         code = self.process.returncode
-        how = "broke off" if code is None else f"ended with exit code {code}"
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
-        remedy = " The system does that where memory runs out: try fewer --workers" if code == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-code).name}"
+        remedy = " The system does that when memory runs out: try fewer --workers" if code == -signal.SIGKILL else ""
         return UserError(f"a worker (process {self.process.pid}) {how}, and no corpus was written.{remedy}")
 
 
 class WorkerPool:
-    """So many workers, as a context; they are gone at its end."""
+    """Workers, as a context; they are killed at its end."""
 
     def __init__(self, workers: int, setup: Setup):
         before = signal.getsignal(signal.SIGINT)
         in_main = _in_main_thread()
         if in_main:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; what follows is the parent's
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # Ctrl-C reaches all processes, and only the parent handles it
         try:
             self.workers = [Worker(setup) for _ in range(workers)]
         finally:
@@ -93,49 +98,49 @@ class WorkerPool:
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            worker.line.close()
+            worker.connection.close()
             worker.process.kill()
         for worker in self.workers:
             worker.process.wait()
 
-    def greet(self) -> None:
-        """Tell all what they are to do, and wait until they are ready."""
+    def start(self) -> None:
+        """Send the set-up to all workers, and wait until they are ready."""
         for worker in self.workers:
-            worker.greet()
+            worker.start()
         for worker in self.workers:
             answer = worker.receive()
             if isinstance(answer, Exception):
                 raise answer
 
     def work(self, tasks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
-        """(task, what came with it, answer) in the order of the tasks, whoever did them.
+        """(task, its note, answer) in the order of the tasks.
 
         Args:
-            tasks: (task, what comes with it, which stays here).
+            tasks: (task, note) each; the note stays in this process.
 
         Raises:
-            UserError: a worker has died, or has found that the word memo errs.
+            UserError: a worker has died, or the word memo and the tokenizer disagree.
             RuntimeError: an error in a worker, with its traceback.
         """
         source, out, back = enumerate(tasks), deque(), {}
         more = True
         while more or out:
-            while more and len(out) < AHEAD * len(self.workers):
+            while more and len(out) < TASKS_AHEAD * len(self.workers):
                 worker = min(self.workers, key=lambda one: len(one.tasks))
-                if len(worker.tasks) >= AT_A_WORKER:
+                if len(worker.tasks) >= TASKS_OF_A_WORKER:
                     break
                 number, (task, note) = next(source, (None, (None, None)))
                 more = number is not None
                 if more:
-                    worker.give(number, task)
+                    worker.send_task(number, task)
                     out.append((number, task, note))
             while out and out[0][0] in back:
                 number, task, note = out.popleft()
                 yield task, note, _checked(back.pop(number), task)
             if out and out[0][0] not in back:
-                busy = {worker.line: worker for worker in self.workers if worker.tasks}
-                for line in wait(list(busy)):
-                    number, answer = busy[line].take()
+                busy = {worker.connection: worker for worker in self.workers if worker.tasks}
+                for connection in wait(list(busy)):
+                    number, answer = busy[connection].receive_answer()
                     back[number] = answer
 
 

@@ -1,7 +1,8 @@
-"""Corpora that are written whole or not at all, by megatron-core's IndexedDatasetBuilder.
+"""Corpora are written completely or not at all, by megatron-core's IndexedDatasetBuilder.
 
-While it is written, a corpus has names that end in .partial. At the end PREFIX.bin gets its name, then PREFIX.json and
-at last PREFIX.idx, without which nobody opens a corpus. What a killed job has left is replaced by the next one.
+The files of an unfinished corpus have names that end in .partial. At the end PREFIX.bin gets its name, then
+PREFIX.json, and last PREFIX.idx, without which no program opens a corpus. The next job replaces the files that a
+killed job has left.
 """
 
 import os
@@ -26,20 +27,20 @@ def check_free(prefixes: list[str], overwrite: bool) -> None:
         folder = Path(prefix).parent
         if folder.exists() and not folder.is_dir():
             problems.append(f"output_prefix: {str(folder)!r} is no folder. Name another place")
-        there = [prefix + ending for ending in reversed(ENDINGS) if os.path.exists(prefix + ending)]
-        if there and not overwrite and not _left_by_a_killed_job(prefix):
-            problems.append(f"output_prefix: {there[0]} is there already. Name another prefix, or say --overwrite")
+        existing = [prefix + ending for ending in reversed(ENDINGS) if os.path.exists(prefix + ending)]
+        if existing and not overwrite and not _left_by_a_killed_job(prefix):
+            problems.append(f"output_prefix: {existing[0]} already exists. Name another prefix, or add --overwrite")
     if problems:
         raise UserError(problems)
 
 
 def _left_by_a_killed_job(prefix: str) -> bool:
-    """Whether a job was killed between the first and the last of the names."""
+    """Whether a job was killed while it gave the files their names."""
     return not os.path.exists(f"{prefix}.idx") and os.path.exists(f"{prefix}.idx{PARTIAL}")
 
 
 class CorpusWriter:
-    """A corpus in the making, as a context: without `publish` nothing is left of it."""
+    """An unfinished corpus, as a context: without `publish` its files are removed."""
 
     def __init__(self, prefix: str, dtype: str):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
@@ -63,7 +64,7 @@ class CorpusWriter:
         return self
 
     def _hold(self) -> None:
-        """Keep a second job out. Raises UserError where this is the second."""
+        """Lock the corpus. Raises UserError where another job has the lock."""
         with suppress(ImportError, OSError):  # not every system and file system has such locks
             import fcntl
 
@@ -76,7 +77,7 @@ class CorpusWriter:
                 ) from None
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # of a full disk: what was still to be written
+        with suppress(OSError):  # a full disk: the rest cannot be written
             self.builder.data_file.close()
         if not self.published:
             for path in self.paths.values():
@@ -108,12 +109,12 @@ class CorpusWriter:
         ends.frombytes((before + np.cumsum(counts > 0)).astype(np.int64).tobytes())
 
     def add_corpus(self, prefix: str) -> None:
-        """Append a whole corpus of the same dtype."""
+        """Append all of a corpus of the same dtype."""
         with self._writing():
             self.builder.add_index(prefix)
 
     def finish(self, card: Card | None) -> None:
-        """Write all to the disk, still under the other names."""
+        """Write everything to the disk, still under the .partial names."""
         with self._writing():
             if card is not None:
                 card.write(self.paths[".json"])
@@ -125,17 +126,17 @@ class CorpusWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises UserError where the disk refuses."""
+        """Raises UserError where the disk fails."""
         try:
             yield
         except OSError as error:
             raise UserError(
-                f"output_prefix: {self.prefix} cannot be written: {error.strerror or error}. Nothing is left of it; "
-                "make room, or name another place"
+                f"output_prefix: {self.prefix} cannot be written: {error.strerror or error}. Its files are removed; "
+                "free some space, or name another place"
             ) from None
 
     def publish(self) -> None:
-        """Give the files their names. A corpus of that name is none from the first step on."""
+        """Give the files their names. An older corpus of that name is removed first."""
         for ending in reversed(ENDINGS):
             if ending != ".bin":
                 Path(self.prefix + ending).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run that is killed, launched again, killed again, until it ends: with SIGKILL, as a machine that fails does it."""
+"""A run that is killed with SIGKILL and launched again until it ends, as on a machine that fails."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from random import Random
 
 from train.tools.launches import TRACEBACK, Launch, Trial, failure, launched
 
-Moment = Callable[[Launch], bool]  # asked every few milliseconds whether it has come
+Moment = Callable[[Launch], bool]  # called every few milliseconds: whether the moment has come
 
 
 def after_update(update: int, delay_s: float = 0.0) -> Moment:
-    """So long after an update was printed (or, where an earlier launch printed it, a later one)."""
+    """This long after an update was printed; or a later one, where an earlier launch printed it."""
     printed = []
 
     def come(launch: Launch) -> bool:
@@ -29,12 +29,12 @@ def while_saving(update: int) -> Moment:
 
 
 def after_seconds(seconds: float) -> Moment:
-    """So long after the launch."""
+    """This long after the launch."""
     return lambda launch: launch.seconds >= seconds
 
 
-def within_the_rest(share: float, num_updates: int, update_s: float) -> Moment:
-    """When this share of the time is over that a run of so many updates takes from a launch's first update on."""
+def within_the_rest(part: float, num_updates: int, update_s: float) -> Moment:
+    """After this part of the time from a launch's first update to the run's last update."""
     first = []
 
     def come(launch: Launch) -> bool:
@@ -43,13 +43,13 @@ def within_the_rest(share: float, num_updates: int, update_s: float) -> Moment:
         if not first:
             return False
         update, seconds = first[0]
-        return launch.seconds - seconds >= share * (num_updates - update + 1) * update_s
+        return launch.seconds - seconds >= part * (num_updates - update + 1) * update_s
 
     return come
 
 
 def spread_moments(num_kills: int, num_updates: int, update_s: float, random: Random) -> list[Moment]:
-    """One moment in each of `num_kills` equal parts of a run, every second one of them during a save.
+    """One moment in each of `num_kills` equal parts of a run; every second one is during a save.
 
     Args:
         update_s: seconds that an update takes.
@@ -66,15 +66,15 @@ def spread_moments(num_kills: int, num_updates: int, update_s: float, random: Ra
 
 @dataclass
 class Killed:
-    """What became of a run that was killed again and again."""
+    """The result of a run that was killed several times."""
 
     processes: list[int] = field(default_factory=list)  # of each launch
     kills: int = 0
     kills_while_saving: int = 0
     kills_while_starting: int = 0  # before the launch's first update: while it loads, builds, resumes
-    locks: int = 0  # builds that were cut off
-    resumes: int = 0  # launches that went on from a checkpoint; the others began at the beginning
-    failure: str | None = None  # of a launch that was not killed, or a traceback before a kill
+    locks: int = 0  # left by builds that were killed
+    resumes: int = 0  # launches that resumed from a checkpoint; the others started anew
+    failure: str | None = None  # the failure of a launch that was not killed, or a traceback before a kill
 
 
 def run_and_kill(
@@ -87,19 +87,19 @@ def run_and_kill(
 ) -> Killed:
     """Launch a trial once for each moment and kill it there, then let it run to its end; stop if it fails.
 
-    A launch that ends before its moment ends the whole.
+    A launch that ends before its moment is the last one.
 
     Args:
-        processes: their number in each launch; endless, or as long as moments and one more.
+        processes: the number of processes of each launch; endless, or one more than the moments.
         limit_s: the longest time of a launch.
-        say: is told of each kill and each end.
+        say: called with a message for each kill and each end.
     """
     killed, numbers = Killed(), count(1)
     for moment, num_processes in zip(chain(moments, [None]), processes):
         log = logs / f"{trial.output.name}-{next(numbers)}.log"
         with launched(trial.command(num_processes), trial.output, log) as launch:
             how = launch.wait(limit_s, moment)
-            size = log.stat().st_size  # what follows may be ranks that see each other die
+            size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
             launch.kill()
         killed.processes.append(num_processes)
         resumed = next((line for line in launch.text.splitlines() if line.startswith("resumed ")), None)
@@ -116,7 +116,7 @@ def run_and_kill(
         where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
         say(f"{num_processes_text(num_processes)}{_from(resumed)}: killed {where}{saving}, {launch.seconds:.1f} s")
         if TRACEBACK.encode() in log.read_bytes()[:size]:
-            killed.failure = f"had printed a traceback before it was killed. Its output is {log}"
+            killed.failure = f"printed a traceback before it was killed. Its output is {log}"
             return killed
     return killed
 
@@ -131,5 +131,5 @@ def num_processes_text(number: int) -> str:
 
 
 def alternating(num_processes: int, other: int) -> Iterator[int]:
-    """N, N, M, N, N, M, ...: a run goes on with as many processes, with fewer, and with more again."""
+    """N, N, M, N, N, M, ...: a run resumes with the same number of processes, with fewer, and with more again."""
     return (other if index % 3 == 2 else num_processes for index in count())

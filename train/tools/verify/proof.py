@@ -1,4 +1,4 @@
-"""The proof itself: the launches one after another, what they gave, and the report."""
+"""The proof: its launches one after another, their results, and the report."""
 
 import math
 import shlex
@@ -21,12 +21,12 @@ REFERENCE = "reference"
 
 @dataclass
 class Outcome:
-    """What a run gave, beside the run that it must equal.
+    """The result of a run, compared with the run that it must equal.
 
     Args:
-        num_processes: of its launch, or of each of its launches.
-        failure: why there is nothing to compare; None: there is.
-        killed: how it was disturbed; None: not at all.
+        num_processes: of each of its launches.
+        failure: why it cannot be compared; None: it can.
+        killed: how it was killed; None: it was not.
     """
 
     strategy: str
@@ -37,28 +37,28 @@ class Outcome:
     killed: Killed | None = None
 
     def is_well(self, tolerance: float) -> bool:
-        """Whether it equals the other, after as many kills as there were to be (at least one)."""
+        """Whether it equals the other run, and was killed at least once if it should be."""
         disturbed = self.killed is None or self.killed.kills > 0
         same = self.ledger is not None and self.ledger.is_same and self.difference.within(tolerance)
         return self.failure is None and same and disturbed
 
     def problems(self, tolerance: float) -> list[str]:
-        """What is wrong, in words; empty if nothing is."""
+        """Its problems as messages; empty if there are none."""
         if self.failure:
             return [self.failure]
         if self.is_well(tolerance):
             return []
-        said = list(self.difference.problems)
+        problems = list(self.difference.problems)
         if not self.difference.within(tolerance):
             far = [FIGURES[name] for name, value in self.difference.largest.items() if value > tolerance]
-            said += [f"it differs by more than {tolerance:g} in {' and '.join(far)}"] if far else []
+            problems += [f"it differs by more than {tolerance:g} in {' and '.join(far)}"] if far else []
             odd = [FIGURES[name] for name, value in self.difference.largest.items() if math.isnan(value)]
-            said += [f"in some update {' and '.join(odd)} is no number"] if odd else []
+            problems += [f"in some update {' and '.join(odd)} is not a number"] if odd else []
         if self.ledger.elsewhere:
-            said.append(f"{self.ledger.elsewhere} updates are not made of the samples that they should be made of")
+            problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
         if self.killed is not None and not self.killed.kills:
-            said.append("no kill came in time: give it more --updates")
-        return said
+            problems.append("no kill came in time: set more --updates")
+        return problems
 
 
 class Proof:
@@ -81,10 +81,10 @@ class Proof:
         self.began = time.monotonic()
 
     def run(self) -> None:
-        """Launch everything. Without a reference there is nothing to compare with, and that is all then.
+        """Launch all runs. If the reference fails, the others are not launched.
 
         Raises:
-            UserError: the reference cannot be trained as the recipe says.
+            UserError: the reference refuses the recipe.
         """
         shutil.rmtree(self.logs, ignore_errors=True)
         self.reference = self._undisturbed(REFERENCE, self.options.reference, 1)
@@ -102,7 +102,7 @@ class Proof:
 
     def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> Trial:
         trial = Trial(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
-        shutil.rmtree(trial.output, ignore_errors=True)  # of an earlier proof
+        shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
         return trial
 
     def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> Outcome:
@@ -112,7 +112,7 @@ class Proof:
             how = launch.wait(60 * self.options.launch_minutes)
             failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
         if failed:
-            failed = f"{failed}\n  by itself: {shlex.join(command)}"
+            failed = f"{failed}\n  to run it alone: {shlex.join(command)}"
             say(f"{about}: failed")
             if folder == REFERENCE and refused:
                 raise UserError(f"{about}: {refused}")
@@ -140,16 +140,16 @@ class Proof:
 
     @property
     def is_well(self) -> bool:
-        """Whether every run was made, and equals what it must equal."""
-        wanted = len(self.options.names)
-        all_there = len(self.agreement) == wanted and len(self.resumed) == (wanted if self.options.kills else 0)
-        return all_there and all(each.is_well(self.options.tolerance) for each in self._all())
+        """Whether every run was made, and equals the run that it must equal."""
+        number = len(self.options.names)
+        complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
+        return complete and all(outcome.is_well(self.options.tolerance) for outcome in self._all())
 
     def _all(self) -> list[Outcome]:
         return [self.reference, *self.agreement, *self.resumed]
 
     def report(self, width: int | None = None) -> str:
-        """The tables, what is wrong, and the verdict, for a screen of this width."""
+        """The tables, the problems and the verdict, for a screen of this width."""
         tolerance, blocks = self.options.tolerance, []
         if self.agreement:
             rows = [_row_of_agreement(each, tolerance) for each in self.agreement]
@@ -157,12 +157,12 @@ class Proof:
                           + table([HEAD_OF_AGREEMENT, *rows], width))  # fmt: skip
         if self.resumed:
             rows = [_row_of_resumes(each, tolerance) for each in self.resumed]
-            blocks.append("killed and resumed, each against itself undisturbed\n"
+            blocks.append("killed and resumed, each against its undisturbed run\n"
                           + table([HEAD_OF_RESUMES, *rows], width))  # fmt: skip
-        for each in self._all():
-            disturbed = ", killed and resumed" if each.killed else ""
-            said = [f"{each.strategy}{disturbed}: {problem}" for problem in each.problems(tolerance)]
-            blocks += ["\n".join(said)] if said else []
+        for outcome in self._all():
+            disturbed = ", killed and resumed" if outcome.killed else ""
+            problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
+            blocks += ["\n".join(problems)] if problems else []
         return "\n\n".join([*blocks, self._verdict()])
 
     def _verdict(self) -> str:
@@ -176,7 +176,7 @@ class Proof:
         return f"verified: {', '.join(self.options.names)} {agree} with one process{also} ({after})"
 
     def clear(self) -> None:
-        """Take the runs away; the recipe, the report and the logs stay."""
+        """Remove the runs; the recipe, the report and the logs stay."""
         for folder in (REFERENCE, *map(_folder_name, self.options.names)):
             for path in (self.output / folder, self.output / f"{folder}-killed"):
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A user's recipe, short, without noise and without what costs time: the one that all runs of a proof have."""
+"""A user's recipe, shortened for all runs of a proof: without noise, and without what only costs time."""
 
 import re
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ import yaml
 
 from train.recipe.options import BatchOptions, TrainingRecipe
 from train.strategy.batches import resolve_batches
-from train.tools.tool_recipe import NOT_KEPT, QUIET, settled_values
+from train.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
 NOISE = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
-# max_train_steps and global_batch_size settle the two.
-LEFT_OUT = NOT_KEPT | {"num_train_epochs", "gradient_accumulation_steps"}
-INSTEAD = QUIET | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
+OMITTED = NOT_KEPT | {"num_train_epochs", "gradient_accumulation_steps"}  # max_train_steps, global_batch_size
+REPLACED = QUIET | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
 EVALUATED = 16  # held-out records in the one evaluation at the end, which cannot be turned off
 
 
@@ -23,7 +22,7 @@ class Short:
 
     Args:
         values: its options.
-        changes: what of it changes the numbers, for the report.
+        changes: differences from the recipe that change the numbers, for the report.
         save_steps: updates between checkpoints in runs that are killed.
     """
 
@@ -36,12 +35,12 @@ class Short:
 
 
 def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
-    """Shorten a recipe that is of type `cls` and of VerifyOptions at once.
+    """Shorten a recipe, whose type is both `cls` and VerifyOptions.
 
     Raises:
-        UserError: the global batch does not divide by the processes; the model's configuration cannot be had.
+        UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded.
     """
-    values = settled_values(recipe, cls, LEFT_OUT, INSTEAD)
+    values = recipe_values(recipe, cls, OMITTED, REPLACED)
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
     if recipe.kills:
@@ -61,12 +60,12 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
 
 
 def precision_of(recipe) -> str:
-    """What was asked for with a flag, else fp32: the half precision of a recipe would hide differences."""
+    """The value of the --precision flag, else fp32: a recipe's half precision would hide differences."""
     return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
 
 
 def _silence(recipe, values: dict[str, Any]) -> list[str]:
-    """Turn dropout off: its noise is another for another number of processes."""
+    """Turn dropout off: its noise depends on the number of processes."""
     from train.model.configuration import load_configuration
 
     config = load_configuration(recipe)

@@ -45,7 +45,7 @@ def until(tokens: list, at: int, word: str) -> tuple[list, int]:
 
 
 def next_branch(tokens: list, at: int, end: int) -> int:
-    """Where the next `elif`, `else` or `fi` of this `if` stands."""
+    """The place of the next `elif`, `else` or `fi` of this `if`."""
     while at < end - 1:
         word = bare(tokens[at])
         if word in ENDS and _begins_command(tokens, at):

@@ -4,8 +4,8 @@
     zerofit convert megatron-args pretrain_gpt.sh DATA_PATH=data/mine_text_document --output outputs/mine
     zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
 
-The script is read and not run (shell.py). A table says what became of each flag (ledger.py); what contradicts the
-model, or cannot be said here, is an error, and then nothing is written.
+The script is read and not run (shell.py). A table shows the result for each flag (ledger.py). A flag that contradicts
+the model, or cannot be converted, is an error, and then nothing is written.
 """
 
 import json
@@ -16,13 +16,13 @@ from pathlib import Path
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
-from train.tools.convert.megatron_args.command import Call, call_of, calls_in
+from train.tools.convert.megatron_args.calls import Call, call_of, calls_in
 from train.tools.convert.megatron_args.corpora import convert_preparation
 from train.tools.convert.megatron_args.ledger import summary, table
 from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.schedule import Converted
-from train.tools.options import MegatronArgsOptions
+from train.tools.convert.options import MegatronArgsOptions
 
 VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
 TRAINING = ("pretrain_gpt.py", "finetune_llama.py")
@@ -58,15 +58,15 @@ def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Ca
     if words is not None:
         return "megatron", [call_of(words)]
     script, *variables = positional
-    found = [VARIABLE.fullmatch(text) for text in variables]
-    wrong = [text for text, match in zip(variables, found) if not match]
+    assignments = [VARIABLE.fullmatch(text) for text in variables]
+    wrong = [text for text, match in zip(variables, assignments) if not match]
     if wrong:
-        raise UserError(f"{wrong[0]!r}: after the script come values of its variables, NAME=value, or 1=value for $1")
+        raise UserError(f"{wrong[0]!r}: expected a value for a variable of the script, NAME=value, or 1=value for $1")
     try:
         text = Path(script).expanduser().read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{script!r} cannot be read: {error.strerror}. Name Megatron's launch script") from None
-    return Path(script).stem, calls_in(text, {match[1]: match[2] for match in found})
+    return Path(script).stem, calls_in(text, {match[1]: match[2] for match in assignments})
 
 
 def _show(call: Call, flags) -> None:
@@ -77,12 +77,12 @@ def _show(call: Call, flags) -> None:
 
 
 def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions) -> None:
-    asked = Options(options.tokenizer_name, options.model_name_or_path, options.num_processes)
-    done = convert_pretraining(call, asked)
+    chosen = Options(options.tokenizer_name, options.model_name_or_path, options.num_processes)
+    done = convert_pretraining(call, chosen)
     done.recipe.setdefault("output_dir", f"outputs/{name}")
     _show(call, done.flags)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
-        raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or say --overwrite")
+        raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "recipe.yaml"
     launch = " ".join([
@@ -92,7 +92,7 @@ def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions) 
     recipe.write_text(written(done, name, launch), encoding="utf-8")
     for file, text in pair_of(done.layout, folder).items():
         (folder / file).write_text(text, encoding="utf-8")
-    parse_recipe(ClmRecipe, ["--config", str(recipe)])  # it is one
+    parse_recipe(ClmRecipe, ["--config", str(recipe)])  # checks the recipe
     print("\n".join(["", *closing(done, recipe), "", launch]), flush=True)
 
 
@@ -125,7 +125,7 @@ def closing(done: Converted, recipe: Path) -> list[str]:
 
 
 def parameters_of(values: dict, vocabulary: int) -> int:
-    """Weights of the recipe's model, which is made without memory."""
+    """The number of weights of the recipe's model, which is built on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 

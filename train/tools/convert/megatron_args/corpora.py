@@ -4,14 +4,14 @@ import shlex
 from pathlib import Path
 
 from train.recipe.megatron_flags import PREPARE_HINTS
-from train.tools.convert.megatron_args.command import Call
+from train.tools.convert.megatron_args.calls import Call
 from train.tools.convert.megatron_args.ledger import Ledger
 
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
 
 
 def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, Ledger]:
-    """(a line of zerofit prepare, what became of each flag)."""
+    """(a command line of zerofit prepare, the ledger of flags)."""
     flags = Ledger.of(call)
     line = _merge(flags) if call.program == "merge_datasets.py" else _preprocess(flags, tokenizer)
     for name in flags.flags:
@@ -25,13 +25,13 @@ def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
     for name in ("input", "output_prefix"):
         line += _option(flags, name, needed=True)
     files = _option(flags, "vocab_file") + _option(flags, "merge_file") if not tokenizer else []
-    said = files if len(files) == 4 else ["--tokenizer", tokenizer or _tokenizer(flags)]
-    line += said
+    tokenizer_options = files if len(files) == 4 else ["--tokenizer", tokenizer or _tokenizer(flags)]
+    line += tokenizer_options
     for name in TOKENIZER:
         if flags.has(name) and name not in flags.rows:
-            flags.carried(name, " ".join(said))
+            flags.carried(name, " ".join(tokenizer_options))
     if flags.has("split_sentences"):
-        flags.wrong("split_sentences", "sentences are BERT's: documents are kept whole here. Leave it out for GPT")
+        flags.wrong("split_sentences", "splitting into sentences is for BERT. Remove it for GPT")
     for name in ("json_keys", "json_key", "workers"):  # json_key: an older spelling
         option = _option(flags, name)
         line += ["--json_keys", *option[1:]] if option and name == "json_key" else option
@@ -47,13 +47,13 @@ def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
 def _tokenizer(flags: Ledger) -> str:
     kind = (flags.text("tokenizer_type") or "").lower()
     if kind.startswith("bert"):
-        flags.wrong("tokenizer_type", "BERT's corpora are not made here")
+        flags.wrong("tokenizer_type", "corpora for BERT are not supported")
         return "-"
-    named = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
-    if named:
-        return named
+    name = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
+    if name:
+        return name
     if not flags.problems:
-        flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: say --tokenizer_name FOLDER")
+        flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: add --tokenizer_name FOLDER")
     return "-"
 
 
@@ -66,8 +66,8 @@ def _merge(flags: Ledger) -> list[str]:
         flags.carried("input", f"--input, its {len(prefixes)} corpora by name")
         line += ["--input", *prefixes]
     elif not flags.problems:
-        said = "it holds no .bin: run this where the corpora are" if folder else "there is no --input"
-        flags.wrong("input" if folder else "", said)
+        problem = "it has no .bin: run this where the corpora are" if folder else "there is no --input"
+        flags.wrong("input" if folder else "", problem)
     return line + _option(flags, "output_prefix", needed=True)
 
 

@@ -1,4 +1,4 @@
-"""What became of each flag: carried over, satisfied, no counterpart, error or unknown. None is dropped in silence."""
+"""The result for each flag: carried over, satisfied, no counterpart, error or unknown. No flag is dropped silently."""
 
 import shutil
 import textwrap
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from train.recipe.megatron_flags import TYPED, fate_of
 from train.recipe.parse import is_flag
-from train.tools.convert.megatron_args.command import Call, missing
-from train.tools.convert.megatron_args.shell import holes_in, shown
+from train.tools.convert.megatron_args.calls import Call, missing
+from train.tools.convert.megatron_args.expressions import shown, unknown_in
 
 WIDTH = 46  # of the column of flags
 
@@ -21,7 +21,7 @@ class Row:
 
 @dataclass
 class Ledger:
-    """The flags of one program, taken one by one.
+    """The flags of one program, with the result for each.
 
     Attributes:
         flags: {name with underscores: the words that follow it}; the last of several counts, as in argparse.
@@ -48,14 +48,14 @@ class Ledger:
                 stray.append(word)
         ledger = cls(flags, call.reasons, written)
         for word in stray:
-            ledger.wrong("", f"{shown(word)!r} stands where a flag was expected")
+            ledger.wrong("", f"{shown(word)!r} is where a flag was expected")
         return ledger
 
     def has(self, name: str) -> bool:
         return name in self.flags
 
     def first(self, *names: str) -> str | None:
-        """Which of these spellings was given."""
+        """The first of these spellings that was given."""
         return next((name for name in names if name in self.flags), None)
 
     def spelled(self, name: str) -> str:
@@ -64,25 +64,25 @@ class Ledger:
         return shown(" ".join(words))
 
     def words(self, name: str) -> list[str]:
-        """All words that follow a flag; none where one of them is not known, which is a problem then."""
-        found = self.flags.get(name, [])
-        unknown = [one for word in found for one in holes_in(word)]
+        """All words that follow a flag; none, and a problem, where one of them is not known."""
+        words = self.flags.get(name, [])
+        unknown = [one for word in words for one in unknown_in(word)]
         for variable in unknown:
             self.problems.append(missing(variable, self.reasons) if variable else f"{self.spelled(name)}: only a "
                                  "running shell knows the value")  # fmt: skip
         if unknown:
             self.rows[name] = Row(self.spelled(name), "error", f"${unknown[0]} is not known")
             return []
-        return found
+        return words
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        found = self.words(name)
-        if len(found) > 1:
+        words = self.words(name)
+        if len(words) > 1:
             self.wrong(name, "one value was expected")
-        return found[0] if found else default
+        return words[0] if words else default
 
     def number(self, name: str, kind: type = int, default=None):
-        """The value of a flag as a number; `default` where it is not given, or is none."""
+        """The value of a flag as a number; `default` where it is not given, or is not a number."""
         text = self.text(name)
         if text is None:
             if self.has(name) and name not in self.rows:
@@ -104,7 +104,7 @@ class Ledger:
         self._row(name, "no counterpart", words)
 
     def default(self, flag: str, words: str) -> None:
-        """Megatron's default of a flag that was not given, where it is not ours."""
+        """Megatron's default of a flag that was not given, where ours differs."""
         self.rows[f"={flag}"] = Row(f"({flag})", "carried over", f"{words}  (Megatron's default)")
 
     def wrong(self, name: str, words: str) -> None:
@@ -117,7 +117,7 @@ class Ledger:
             self.rows[name] = Row(self.spelled(name), fate, words)
 
     def finish(self) -> list[Row]:
-        """All rows: in the order of the flags, then those of other things."""
+        """All rows: first those of flags, in their order, then the others."""
         for name in self.flags:
             if name not in self.rows:
                 reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
@@ -146,7 +146,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """How many of each."""
+    """The number of rows of each kind."""
     kinds = ("carried over", "satisfied", "no counterpart", "unknown", "error")
     counted = {kind: sum(row.fate == kind for row in rows) for kind in kinds}
     return ", ".join(f"{number} {kind}" for kind, number in counted.items() if number)

@@ -25,8 +25,8 @@ class Word:
     def assigns(self) -> str | None:
         """`NAME=` or `NAME+=` where the word begins with that."""
         text, quote = self.pieces[0] if self.pieces else ("", "")
-        found = None if quote else ASSIGNS.match(text)
-        return found[0] if found else None
+        match = None if quote else ASSIGNS.match(text)
+        return match[0] if match else None
 
 
 @dataclass
@@ -117,9 +117,9 @@ class Lexer:
         bare = ""
         while self.at < len(self.text):
             character = self.text[self.at]
-            if character == "<" and ASSIGNS.fullmatch(bare) and (hole := PLACEHOLDER.match(self.text, self.at)):
-                bare += hole[0]
-                self._forward(len(hole[0]))
+            if character == "<" and ASSIGNS.fullmatch(bare) and (unknown := PLACEHOLDER.match(self.text, self.at)):
+                bare += unknown[0]
+                self._forward(len(unknown[0]))
             elif character in " \t\r\n;&|<>()":
                 if character == "(" and ASSIGNS.fullmatch(bare) and not word.pieces:
                     return self._array(word.line, bare)

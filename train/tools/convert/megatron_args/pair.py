@@ -1,4 +1,4 @@
-"""The strategy of a Megatron command line: how many processes, which ZeRO stage, and the pair that says so."""
+"""The strategy of a Megatron command line: the number of processes, the ZeRO stage, and the strategy pair."""
 
 import json
 from dataclasses import dataclass, field
@@ -7,15 +7,15 @@ from typing import Any
 
 from train.recipe.megatron_flags import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
-from train.tools.convert.megatron_args.command import MACHINES, Call, missing
+from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
+from train.tools.convert.megatron_args.expressions import shown, unknown_in
 from train.tools.convert.megatron_args.ledger import Ledger, Row
-from train.tools.convert.megatron_args.shell import holes_in, shown
 
-ROOT = Path(__file__).resolve().parents[4]  # of the tree, which holds ds_configs/
+ROOT = Path(__file__).resolve().parents[4]  # of the repository, with ds_configs/
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
            "ds_sequence_parallel_size", "expert_model_parallel_size", "moe_expert_parallel_size")  # fmt: skip
 SPLITTING = DEGREES[:4]
-FALLBACK = 8  # processes, where the script does not tell
+FALLBACK = 8  # processes, where the script does not say
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -24,9 +24,9 @@ class Layout:
     """Processes and strategy.
 
     Attributes:
-        split: processes that hold one copy of the model there (tensor * pipeline * sequence).
+        split: processes of one copy of the model in Megatron (tensor * pipeline * sequence).
         stage: of ZeRO; 0: DDP.
-        block: what the script's DeepSpeed JSON says and this program takes over.
+        block: the keys of the script's DeepSpeed JSON that are carried over.
         rank, address, port: of this machine and of machine 0, as the script writes them: a value, or $NAME.
     """
 
@@ -45,12 +45,12 @@ class Layout:
 
     @property
     def launch_options(self) -> list[str]:
-        """What `accelerate launch` is told of this machine, beside the pair; nothing where there is one machine."""
+        """Options of `accelerate launch` for this machine; none where there is one machine."""
         if self.machines == 1:
             return []
-        named = {"--main_process_ip": self.address, "--main_process_port": self.port}
+        addresses = {"--main_process_ip": self.address, "--main_process_port": self.port}
         words = ["--machine_rank", self.rank]
-        return words + [word for name, value in named.items() if "$" in value for word in (name, value)]
+        return words + [word for name, value in addresses.items() if "$" in value for word in (name, value)]
 
     @property
     def strategy(self) -> str:
@@ -58,19 +58,19 @@ class Layout:
 
 
 def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
-    """Processes and ZeRO stage; degrees that there are not become ZeRO-3."""
+    """Processes and ZeRO stage. Tensor, pipeline and sequence parallelism become ZeRO-3."""
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
     if not processes and call.processes is None:
-        words = f"num_processes: {world}, a guess: the script does not tell. Say --num_processes N"
+        words = f"num_processes: {world}, a guess: the script does not say. Set --num_processes N"
         flags.rows["=processes"] = Row("(processes)", "carried over", words)
     layout = Layout(world, machines if world % machines == 0 else 1)
-    unknown = holes_in(call.of_launcher(MACHINES) or "")
+    unknown = unknown_in(call.of_launcher(MACHINES) or "")
     if unknown and not processes:
-        said = (
-            missing(unknown[0], call.reasons) if unknown[0] else "only a running shell knows it. Say --num_processes N"
+        remedy = (
+            missing(unknown[0], call.reasons) if unknown[0] else "only a running shell knows it. Set --num_processes N"
         )
-        flags.wrong("", f"the number of machines: {said}")
+        flags.wrong("", f"the number of machines: {remedy}")
     layout.rank = _written(call.of_launcher(("node_rank", "node-rank"))) or layout.rank
     layout.address = _written(call.of_launcher(("master_addr", "master-addr"))) or layout.address
     layout.port = _written(call.of_launcher(("master_port", "master-port"))) or layout.port
@@ -79,7 +79,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
         if degree == 1:
             flags.satisfied(name, "1: every process is a data-parallel one")
         else:
-            flags.none(name, f"not served yet: {DEGREE}")
+            flags.none(name, f"not supported yet: {DEGREE}")
             layout.split *= degree if name in SPLITTING else 1
     _read_block(flags, call, layout)
     _stage(flags, layout)
@@ -88,7 +88,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
 
 def _written(text: str | None) -> str | None:
     """A launcher's value, with $NAME for what the machine's own environment has; None where only a shell knows it."""
-    return None if not text or "" in holes_in(text) else shown(text)
+    return None if not text or "" in unknown_in(text) else shown(text)
 
 
 def _stage(flags: Ledger, layout: Layout) -> None:
@@ -112,7 +112,7 @@ def _stage(flags: Ledger, layout: Layout) -> None:
 
 
 def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
-    """The DeepSpeed JSON that the script writes, or that lies where it says."""
+    """Read the DeepSpeed JSON that the script writes or names."""
     if not flags.has("deepspeed_config"):
         return
     name = flags.text("deepspeed_config")
@@ -122,16 +122,16 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
     if text is None and Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8")
     if text is None:
-        flags.none("deepspeed_config", "there is no such file here: what it says is not taken over")
+        flags.none("deepspeed_config", "there is no such file here: nothing of it is carried over")
         return
-    unknown = [one for one in holes_in(text) if one]
+    unknown = [one for one in unknown_in(text) if one]
     if unknown:
         flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
         return
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        flags.wrong("deepspeed_config", f"what the script writes there is not valid JSON: {error}")
+        flags.wrong("deepspeed_config", f"the script's text is not valid JSON: {error}")
         return
     flags.carried("deepspeed_config", "deepspeed.json, as follows")
     for key, value in config.items():
@@ -143,23 +143,23 @@ def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
         flags.rows[f"json.{key}"] = Row(f'  "{key}": {json.dumps(value)}', fate, words)
 
     if key in REFUSED_KEYS or key not in KNOWN_KEYS:
-        row("no counterpart", REFUSED_KEYS.get(key, "no key of DeepSpeed 0.19"))
+        row("no counterpart", REFUSED_KEYS.get(key, "not a key of DeepSpeed 0.19"))
     elif key in ("bf16", "bfloat16", "fp16"):
         name = "bf16" if key.startswith("bf") else "fp16"
         on = isinstance(value, dict) and value.get("enabled")
         if on is True and not flags.has(name):
-            flags.wrong("", f"the DeepSpeed JSON has {key} on, and --{name} is not there: make them agree")
+            flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{name}: make them agree")
         layout.block[name] = {**value, "enabled": "auto"}
         row("carried over", '"enabled": "auto", filled in from the recipe' + "; the rest as it is" * (len(value) > 1))
     elif key in OWNED:
         flag = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}.get(key)
-        said = flags.number(flag) if flag and flags.has(flag) else None
-        if said is not None and value != "auto" and value != said:
+        in_flags = flags.number(flag) if flag and flags.has(flag) else None
+        if in_flags is not None and value != "auto" and value != in_flags:
             flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
         row("carried over", '"auto", filled in from the recipe')
     elif key == "gradient_clipping":
-        said = flags.number("clip_grad", float, 1.0)
-        if value != "auto" and value != said:
+        in_flags = flags.number("clip_grad", float, 1.0)
+        if value != "auto" and value != in_flags:
             flags.wrong("clip_grad", f"the DeepSpeed JSON says gradient_clipping = {value}: make them agree")
         row("carried over", '"auto", filled in from the recipe (max_grad_norm)')
     else:
@@ -185,7 +185,7 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
         lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else 'NO'}")
     lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]
     if layout.machines > 1:
-        known = [None if "$" in value else value for value in (layout.address, layout.port)]
-        lines += [f"main_process_ip: {known[0] or Layout.address}", f"main_process_port: {known[1] or Layout.port}"]
+        fixed = [None if "$" in value else value for value in (layout.address, layout.port)]
+        lines += [f"main_process_ip: {fixed[0] or Layout.address}", f"main_process_port: {fixed[1] or Layout.port}"]
     files = {"accelerate.yaml": "\n".join([*lines, "main_training_function: main", ""])}
     return {**files, "deepspeed.json": json.dumps(config, indent=2) + "\n"} if config else files

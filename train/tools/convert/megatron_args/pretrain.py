@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.recipe.megatron_flags import FULL, SATISFIED
-from train.tools.convert.megatron_args.command import Call
+from train.tools.convert.megatron_args.calls import Call
 from train.tools.convert.megatron_args.ledger import Ledger
 from train.tools.convert.megatron_args.pair import read_layout
 from train.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision
@@ -23,7 +23,7 @@ ELSEWHERE = ("train_data_path", "valid_data_path", "test_data_path", "per_split_
 
 @dataclass
 class Options:
-    """What the converter itself was told."""
+    """Options of the converter itself."""
 
     tokenizer_name: str | None = None
     model_name_or_path: str | None = None
@@ -31,7 +31,7 @@ class Options:
 
 
 def convert_pretraining(call: Call, options: Options) -> Converted:
-    """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger says what became of each flag."""
+    """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
     flags = Ledger.of(call)
     layout = read_layout(flags, call, options.num_processes)
     shape = read_shape(flags)
@@ -76,7 +76,7 @@ def _tokenizer(done: Converted, options: Options) -> None:
     given = [name for name in names if flags.has(name)]
     if options.tokenizer_name:
         for name in given:
-            flags.satisfied(name, f"tokenizer_name: {options.tokenizer_name}, as said")
+            flags.satisfied(name, f"tokenizer_name: {options.tokenizer_name}, from the option")
         done.recipe["tokenizer_name"] = options.tokenizer_name
         return
     kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
@@ -100,8 +100,8 @@ def _tokenizer(done: Converted, options: Options) -> None:
         folder, note = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model"), ""
     else:
         folder, note = None, ""
-        said = f"a {kind} has no counterpart" if kind else "no tokenizer is named"
-        flags.wrong("tokenizer_type" if kind else "", f"{said}: say --tokenizer_name with a folder or a hub name")
+        problem = f"a {kind} has no counterpart" if kind else "no tokenizer is named"
+        flags.wrong("tokenizer_type" if kind else "", f"{problem}: set --tokenizer_name with a folder or a hub name")
         return
     if folder is None:
         if not flags.problems:
@@ -122,8 +122,8 @@ def _data(done: Converted, program: str) -> None:
         carry(done, "data_path", "train_file", paths)
         done.recipe["data_format"] = "instruction"
         done.notes.append("finetune_llama.py reads instructions; --chat_template says how they are written here")
-        shares = _shares(flags.text("split", "969,30,1"))
-        held_out = round(100 * shares[1] / sum(shares), 4) if sum(shares) else 0
+        shards = _shares(flags.text("split", "969,30,1"))
+        held_out = round(100 * shards[1] / sum(shards), 4) if sum(shards) else 0
         carry(done, "split", "validation_split_percentage", held_out)
     elif paths:
         carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
@@ -191,7 +191,7 @@ def _length(done: Converted) -> None:
     updates = in_updates(done, "train", "max_train_steps")
     if not updates:
         if not flags.problems:
-            flags.wrong("", "the length of the run is not said: --train-iters, --train-samples or --train-tokens")
+            flags.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
         return
     done.recipe["max_train_steps"] = updates
     if flags.has("exit_duration_in_mins"):
@@ -255,9 +255,9 @@ def _checkpoints(done: Converted, options: Options) -> None:
         carry(done, "save_interval", "save_steps", flags.number("save_interval", default=1))
     if flags.has("load") and load:
         if options.model_name_or_path:
-            flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, as said")
+            flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, from the option")
         elif load == save and not flags.has("finetune"):
-            flags.satisfied("load", "the same command goes on from the newest checkpoint of output_dir (resume: auto)")
+            flags.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
         else:
             flags.wrong(
                 "load",
@@ -272,10 +272,10 @@ def _checkpoints(done: Converted, options: Options) -> None:
 def _trackers(done: Converted) -> None:
     flags = done.flags
     project = flags.text("wandb_project") if flags.has("wandb_project") else None
-    wanted = [name for name, there in (("wandb", project), ("tensorboard", flags.has("tensorboard_dir"))) if there]
-    if not wanted:
+    trackers = [name for name, there in (("wandb", project), ("tensorboard", flags.has("tensorboard_dir"))) if there]
+    if not trackers:
         return
-    done.recipe |= {"with_tracking": True, "report_to": wanted[0] if len(wanted) == 1 else "all"}
+    done.recipe |= {"with_tracking": True, "report_to": trackers[0] if len(trackers) == 1 else "all"}
     if flags.has("tensorboard_dir"):
         flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
     for name, option in (("wandb_project", "report_name"), ("wandb_exp_name", "run_name")):

@@ -42,22 +42,22 @@ def in_updates(done: Converted, what: str, option: str) -> int | None:
     """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
     flags, batch = done.flags, done.recipe.get("global_batch_size", 1)
     units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
-    found = {}
+    lengths = {}
     for unit, size in units.items():
         name = f"{what}_{unit}"
         if flags.has(name):
             number = flags.number(name, default=0)
-            whole = name == "train_samples"  # Megatron leaves out what is no whole global batch
-            found[name] = number // size if whole else -(-number // size)
+            round_down = name == "train_samples"  # Megatron drops an incomplete global batch
+            lengths[name] = number // size if round_down else -(-number // size)
             exact = "" if number % size == 0 else f" ({number / size:.2f} there)"
-            flags.carried(name, f"{option}: {found[name]}{exact}")
-    if len(found) > 1:
-        smallest = min(found.values())
-        for name, updates in found.items():
+            flags.carried(name, f"{option}: {lengths[name]}{exact}")
+    if len(lengths) > 1:
+        smallest = min(lengths.values())
+        for name, updates in lengths.items():
             if updates > smallest:
                 flags.satisfied(name, f"{updates} updates: the run ends before, after {smallest}")
         return smallest
-    return next(iter(found.values()), None)
+    return next(iter(lengths.values()), None)
 
 
 def read_optimizer(done: Converted) -> None:
@@ -94,9 +94,9 @@ def _schedule(done: Converted) -> None:
     length = decay or done.recipe.get("max_train_steps", 1)
     shape = style.lower()
     if flags.has("lr_warmup_fraction"):
-        share = flags.number("lr_warmup_fraction", float, 0.0)
-        warmup = math.ceil(round(share * length, 6))
-        exact = "" if math.isclose(share * length, warmup) else f" ({share * length:.2f} there)"
+        shard = flags.number("lr_warmup_fraction", float, 0.0)
+        warmup = math.ceil(round(shard * length, 6))
+        exact = "" if math.isclose(shard * length, warmup) else f" ({shard * length:.2f} there)"
         flags.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}{exact}")
     if shape == "constant" and warmup:
         shape = "constant_with_warmup"

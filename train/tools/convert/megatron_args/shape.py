@@ -1,4 +1,4 @@
-"""The model that Megatron's flags describe, as one of transformers' families with its sizes, and how large it is."""
+"""The model of Megatron's flags: one of transformers' families with its sizes, and its number of parameters."""
 
 import json
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from train.tools.convert.megatron_args.ledger import Ledger, Row
 
-LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations of which all sizes are overridden
-FIXED = {  # flags of models that none of the families is
+LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations whose sizes are all overridden
+FIXED = {  # flags of models that do not belong to any of the families
     "num_experts": "a mixture of experts is not trained here",
     "apply_residual_connection_post_layernorm": "no family has that order",
     "embed_layernorm": "no family normalises its embeddings",
@@ -28,7 +28,7 @@ FIXED = {  # flags of models that none of the families is
 
 @dataclass
 class Shape:
-    """Sizes in Megatron's words. `learned`: learned positions; otherwise rotary ones."""
+    """Sizes with Megatron's names. `learned`: learned positions, else rotary ones."""
 
     layers: int
     hidden: int
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def family(self) -> str | None:
-        """The configuration to begin with; None where no family is like that."""
+        """The configuration to start from; None where no family has this shape."""
         if self.gated and self.rms and not self.learned:
             return LLAMA
         if self.gated or self.rms or not self.bias or self.kv_heads != self.heads:
@@ -119,7 +119,7 @@ def _written(value) -> str:
 
 
 def read_shape(flags: Ledger) -> Shape | None:
-    """The model of the flags; None where they do not make one of the families, which is told."""
+    """The model of the flags; None, with a problem, where it is none of the families."""
     for name, why in FIXED.items():
         if flags.has(name) and flags.words(name) == ["1"]:
             flags.satisfied(name, "1: no mixture of experts")
@@ -127,7 +127,7 @@ def read_shape(flags: Ledger) -> Shape | None:
             flags.wrong(name, why)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not flags.has(name):
-            flags.problems.append(f"there is no --{name.replace('_', '-')}: what is converted is a whole command line")
+            flags.problems.append(f"there is no --{name.replace('_', '-')}: a complete command line is needed")
     rotary, position = _positions(flags)
     hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
     gated = flags.has("swiglu") or flags.text("glu_activation") == "swiglu"
@@ -154,7 +154,7 @@ def read_shape(flags: Ledger) -> Shape | None:
     elif not shape.family:
         flags.problems.append(_no_family(shape))
     else:
-        _tell(flags, shape, epsilon, theta)
+        _add_rows(flags, shape, epsilon, theta)
     return None if flags.problems else shape
 
 
@@ -174,7 +174,7 @@ def _kv_heads(flags: Ledger, heads: int) -> int:
 
 
 def _activation(flags: Ledger) -> str:
-    """gelu's approximation by tanh is what Megatron's fused kernel computes, and OpenAI's."""
+    """Megatron's fused kernel and OpenAI's gelu compute the tanh approximation."""
     if flags.has("squared_relu"):
         return "relu2"
     unfused = flags.has("no_bias_gelu_fusion") and not flags.has("openai_gelu")
@@ -193,8 +193,8 @@ def _no_family(shape: Shape) -> str:
     )
 
 
-def _tell(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
-    """Rows of the flags that make the shape."""
+def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
+    """Add the rows of the flags that determine the shape."""
     llama, family = shape.family == LLAMA, {LLAMA: "a Llama", GPT2: "a GPT-2", NEOX: "a GPT-NeoX"}[shape.family]
     written = dict(part.split("=") for part in shape.overrides().split(","))
     places = {
@@ -214,11 +214,11 @@ def _tell(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
         if flags.has(name) and target:
             flags.carried(name, f"config_overrides {target}={written[target]}")
         elif flags.has(name):
-            flags.satisfied(name, f"{family} has it so")
+            flags.satisfied(name, f"{family} is like that")
     for name in ("swiglu", "normalization", "use_rotary_position_embeddings", "position_embedding_type",
                  "no_position_embedding", "disable_bias_linear", "group_query_attention"):  # fmt: skip
         if flags.has(name):
-            flags.satisfied(name, f"{family} has it so")
+            flags.satisfied(name, f"{family} is like that")
     if llama and flags.has("hidden_dropout") and shape.hidden_dropout:
         flags.wrong("hidden_dropout", "a Llama of transformers has no such dropout. Say --hidden-dropout 0")
     elif llama and shape.hidden_dropout:
@@ -238,10 +238,10 @@ def _tell(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
 
 
 def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
-    """Rows where the run begins with weights: they have the sizes that the flags say, or an error."""
+    """Change the rows where the run starts from weights: their sizes agree with the flags, or are an error."""
     for row in flags.rows.values():
         if row.words.startswith("config_overrides"):
-            row.fate, row.words = "satisfied", f"the weights of {folder} say so"
+            row.fate, row.words = "satisfied", f"the weights of {folder} have it"
     flags.rows.pop("=hidden", None)
     file = Path(folder) / "config.json"
     if not (shape and file.is_file()):
@@ -255,6 +255,6 @@ def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
         "num_key_value_heads": (shape.kv_heads, "num_key_value_heads"),
     }
     for name, (size, *keys) in sizes.items():
-        found = next((stored[key] for key in keys if stored.get(key) is not None), size)
-        if found != size:
-            flags.wrong(name, f"{file} says {found}: make them agree")
+        in_weights = next((stored[key] for key in keys if stored.get(key) is not None), size)
+        if in_weights != size:
+            flags.wrong(name, f"{file} says {in_weights}: make them agree")

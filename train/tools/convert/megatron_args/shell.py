@@ -1,11 +1,11 @@
 """A shell script read and not run: what its variables hold, the files it writes, the commands it would start.
 
-Served: assignments, arrays, quotes, ${NAME:-default}, $((...)), here-documents, if with tests of texts and numbers.
-What only a running shell can know ($(...), loops, tests of files) is a hole: it is named where its value would count.
+Supported: assignments, arrays, quotes, ${NAME:-default}, $((...)), here-documents, if with tests of texts and numbers.
+What only a running shell can know ($(...), loops, tests of files) is marked as unknown; a message names it where its
+value is needed.
 """
 
 import ast
-import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,37 +23,23 @@ from train.tools.convert.megatron_args.blocks import (
     operator_of,
     until,
 )  # fmt: skip
+from train.tools.convert.megatron_args.expressions import (
+    UNKNOWN,
+    evaluate_arithmetic,
+    join_results,
+    test_result,
+    unknown,
+    unknown_in,
+)
 from train.tools.convert.megatron_args.lexer import Array, Lexer, Operator, Word, end_of_dollar
 
-HOLE = re.compile("\ue000([^\ue001]*)\ue001")  # stands in a text for what is not known; holds a variable's name
 DECLARES = ("export", "local", "declare", "readonly", "typeset")
-ARITHMETIC = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq,
-    ast.NotEq: operator.ne, ast.Div: lambda one, two: int(one / two),
-}  # fmt: skip
-NUMBERS = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt, "-ge": operator.ge,
-           "-le": operator.le}  # fmt: skip
 
 
 @dataclass
 class Command:
     line: int
     words: list[str]
-
-
-def hole(name: str) -> str:
-    return f"\ue000{name}\ue001"
-
-
-def holes_in(text: str) -> list[str]:
-    """The variables that a text would need and that are not known."""
-    return HOLE.findall(text)
-
-
-def shown(text: str) -> str:
-    """A text for people: what is not known as $NAME."""
-    return HOLE.sub(lambda found: f"${found[1]}", text)
 
 
 class Shell:
@@ -114,13 +100,13 @@ class Shell:
         while bare(tokens[at]) in ("if", "elif"):
             condition, then = until(tokens, at + 1, "then")
             stop = next_branch(tokens, then + 1, end)
-            holds = self._decide(condition)
-            if holds is None:
+            test_result = self._decide(condition)
+            if test_result is None:
                 why = f"line {tokens[at].line}: it depends on a test that only a running shell can make"
                 words = [one for one in condition if isinstance(one, Word)]
-                roots = [name for one in words for name in holes_in("".join(self.expand(one, split=False)))]
+                roots = [name for one in words for name in unknown_in("".join(self.expand(one, split=False)))]
                 return self._doubt(tokens, at, end, why, next(filter(None, roots), None))
-            if holds:
+            if test_result:
                 self._run(tokens[then + 1 : stop])
                 return end
             at = stop
@@ -136,16 +122,16 @@ class Shell:
                         and not inside_test(condition[:i])), len(condition))  # fmt: skip
             part, after = condition[:end], operator_of(condition[end]) if end < len(condition) else ""
             if part:
-                found = self._test(part)
-                result = found if not joint else _joined(result, found, joint)
+                part_result = self._test(part)
+                result = part_result if not joint else join_results(result, part_result, joint)
                 joint = after if after in ("&&", "||") else joint
             condition = condition[end + 1 :]
         return result
 
     def _test(self, tokens: list) -> bool | None:
         if bare(tokens[0]) == "!":
-            found = self._test(tokens[1:])
-            return None if found is None else not found
+            negated = self._test(tokens[1:])
+            return None if negated is None else not negated
         if bare(tokens[0]) in ("true", "false"):
             return bare(tokens[0]) == "true"
         if bare(tokens[0]) not in ("[", "[[", "test"):
@@ -155,14 +141,14 @@ class Shell:
         for joint in ("||", "&&"):
             if joint in texts:
                 cut = texts.index(joint)
-                return _joined(_compare(texts[:cut]), _compare(texts[cut + 1 :]), joint)
-        return _compare(texts)
+                return join_results(test_result(texts[:cut]), test_result(texts[cut + 1 :]), joint)
+        return test_result(texts)
 
     def _doubt(self, tokens: list, start: int, end: int, why: str, root: str | None = None) -> int:
         """Take what these tokens would assign for unknown, for want of the variable `root` where one is to blame."""
         for token in tokens[start:end]:
             if isinstance(token, (Word, Array)) and token.assigns:
-                self._set(token.assigns, hole(root or token.assigns.rstrip("+=")), why)
+                self._set(token.assigns, unknown(root or token.assigns.rstrip("+=")), why)
         return end
 
     # ----------------------------------------------------------------------------------------------------- a command
@@ -205,11 +191,11 @@ class Shell:
         name = word.assigns.rstrip("+=")
         rest = Word(word.line, [(first[len(word.assigns) :], ""), *word.pieces[1:]])
         if "<" in rest.pieces[0][0]:
-            self._set(word.assigns, hole(name), f"line {word.line}: {rest.pieces[0][0]} is to be filled in")
+            self._set(word.assigns, unknown(name), f"line {word.line}: {rest.pieces[0][0]} is to be filled in")
             return
         value = "".join(self.expand(rest, split=False))
         why = f"line {word.line}: {''.join(text for text, _ in rest.pieces)[:60]}"
-        self._set(word.assigns, hole(name) if "" in holes_in(value) else value, why)
+        self._set(word.assigns, unknown(name) if "" in unknown_in(value) else value, why)
 
     def _set_array(self, array: Array) -> None:
         items = [text for word in array.words for text in self.expand(word)]
@@ -226,7 +212,7 @@ class Shell:
             else:
                 value = "".join([*before, value]) if isinstance(before, str) else [*before, value]
         self.variables[name] = value
-        if value == hole(name):
+        if value == unknown(name):
             self.reasons[name] = why
 
     # ----------------------------------------------------------------------------------------------------- expansion
@@ -280,12 +266,12 @@ class Shell:
         if text.startswith("$(("):
             return self._arithmetic(text[3:-2])
         if text[0] == "`" or text.startswith("$("):
-            return "." if text.strip("$()` ") == "pwd" else hole("")
+            return "." if text.strip("$()` ") == "pwd" else unknown("")
         inside = text[2:-1] if text.startswith("${") else text[1:]
-        found = re.fullmatch(r"(\w+|[@*#])(\[[@*]\]|\[\d+\])?(?:(:?[-=+])(.*))?", inside, re.DOTALL)
-        if not found:
-            return hole(re.match(r"[#!]?(\w*)", inside)[1])
-        name, index, how, other = found.groups()
+        match = re.fullmatch(r"(\w+|[@*#])(\[[@*]\]|\[\d+\])?(?:(:?[-=+])(.*))?", inside, re.DOTALL)
+        if not match:
+            return unknown(re.match(r"[#!]?(\w*)", inside)[1])
+        name, index, how, other = match.groups()
         value = self._value(name)
         if how and (value is None or (how[0] == ":" and not value)) is (how[-1] != "+"):
             return " ".join(text for one in Lexer(other).tokens() if isinstance(one, Word)
@@ -294,7 +280,7 @@ class Shell:
             return ""
         if value is None:
             self.reasons.setdefault(name, "nothing sets it" if not name.isdigit() else "an argument of the script")
-            return hole(name)
+            return unknown(name)
         if isinstance(value, list):
             if index and index[1:-1].isdigit():
                 return value[int(index[1:-1])] if int(index[1:-1]) < len(value) else ""
@@ -308,47 +294,14 @@ class Shell:
         return self.variables.get(name)
 
     def _arithmetic(self, text: str) -> str:
-        text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: f"${{{found[1]}}}", text)
+        text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: f"${{{match[1]}}}", text)
         text = self._text(text, '"')
-        if HOLE.search(text):
-            return hole(HOLE.search(text)[1])
+        if UNKNOWN.search(text):
+            return unknown(UNKNOWN.search(text)[1])
         try:
-            return str(int(_evaluate(ast.parse(text.strip(), mode="eval").body)))
+            return str(int(evaluate_arithmetic(ast.parse(text.strip(), mode="eval").body)))
         except (ValueError, SyntaxError, KeyError, ZeroDivisionError, AttributeError, TypeError):
-            return hole("")
-
-
-def _evaluate(node: ast.AST) -> int:
-    if isinstance(node, ast.Constant):
-        return int(node.value)
-    if isinstance(node, ast.UnaryOp):
-        return -_evaluate(node.operand)
-    if isinstance(node, ast.Compare):
-        return ARITHMETIC[type(node.ops[0])](_evaluate(node.left), _evaluate(node.comparators[0]))
-    return ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-
-
-def _compare(texts: list[str]) -> bool | None:
-    if any(HOLE.search(text) for text in texts):
-        return None
-    if len(texts) == 3 and texts[1] in ("=", "=="):
-        return texts[0] == texts[2]
-    if len(texts) == 3 and texts[1] == "!=":
-        return texts[0] != texts[2]
-    if len(texts) == 3 and texts[1] in NUMBERS and all(re.fullmatch(r"-?\d+", text) for text in texts[::2]):
-        return NUMBERS[texts[1]](int(texts[0]), int(texts[2]))
-    if len(texts) == 2 and texts[0] in ("-z", "-n"):
-        return bool(texts[1]) is (texts[0] == "-n")
-    if len(texts) == 2 and texts[0] == "!":
-        return not texts[1]
-    return bool(texts[0]) if len(texts) == 1 else None
-
-
-def _joined(one: bool | None, two: bool | None, joint: str) -> bool | None:
-    decides = joint == "||"
-    if one is decides or two is decides:
-        return decides
-    return None if one is None or two is None else not decides
+            return unknown("")
 
 
 def _line(tokens: list) -> int:

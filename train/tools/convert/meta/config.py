@@ -1,4 +1,4 @@
-"""Meta's params.json and transformers' LlamaConfig: what follows from one for the other.
+"""Meta's params.json and transformers' LlamaConfig: each from the other.
 
 Source of the FFN's size and of the scaled RoPE: model.py of github.com/meta-llama/llama3 and llama-models.
 """
@@ -19,7 +19,7 @@ def theta_of(params: dict[str, Any]) -> float:
 
 
 def version_of(params: dict[str, Any]) -> str:
-    """1, 2, 3, 3.1 (and later) or code, as far as params.json shows: it names no version.
+    """1, 2, 3, 3.1 (and later) or code, derived from params.json, which has no version.
 
     Llama 1 has an epsilon of 1e-6, Llama 2 of 1e-5; Code Llama and Llama 3 turn more slowly.
     """
@@ -41,19 +41,20 @@ def ffn_size(dim: int, multiple_of: int = 256, ffn_dim_multiplier: float | None 
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
 
-def scaling_factor(meta: MetaFolder, asked: float | None = None) -> float | None:
-    """How far RoPE is stretched; None: not at all. Llama 3.1 and 3.2 differ in it, and not in their params.json."""
+def scaling_factor(meta: MetaFolder, chosen: float | None = None) -> float | None:
+    """The factor that stretches RoPE; None: it is not stretched. Llama 3.1 and 3.2 have the same params.json and
+    different factors."""
     if not meta.params.get("use_scaled_rope"):
         return None
-    return float(asked or meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
+    return float(chosen or meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
 
 
 def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], positions: int | None, factor: float | None):
-    """transformers' configuration of a checkpoint of Meta's.
+    """transformers' configuration for a checkpoint of Meta's.
 
     Args:
         ends: the ids of the beginning and of the end of a text.
-        positions: what was asked for as max_position_embeddings.
+        positions: the option max_position_embeddings.
         factor: of `scaling_factor`.
     """
     from transformers import LlamaConfig
@@ -81,9 +82,9 @@ def sizes_of(config) -> Sizes:
 
 
 def check_config(config, says: str, shards: int) -> None:
-    """Raises UserError, with all that Meta's code cannot compute or be cut into."""
+    """Raises UserError, with everything that Meta's code does not support, and sizes that do not divide."""
     if config.model_type != "llama":
-        raise UserError(f"{says} is not a Llama: its config.json says {config.model_type}. Meta's code knows no other")
+        raise UserError(f"{says} is not a Llama: its config.json says {config.model_type}. Meta's code has no other")
     rope, problems = config.rope_parameters, []
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
@@ -102,7 +103,7 @@ def check_config(config, says: str, shards: int) -> None:
         if size % shards:
             problems.append(f"shards = {shards}: {name} = {size} cannot be cut into that many. Choose a divisor")
     if sizes.kv_heads % shards and shards % sizes.kv_heads:
-        problems.append(f"shards = {shards}: num_key_value_heads = {sizes.kv_heads} cannot be shared among that many")
+        problems.append(f"shards = {shards}: num_key_value_heads = {sizes.kv_heads} cannot be divided among that many")
     if problems:
         raise UserError(problems)
 

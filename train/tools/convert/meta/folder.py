@@ -1,6 +1,6 @@
-"""A folder of Meta's: params.json and the shares of tensor-parallel processes, consolidated.00.pth and so on.
+"""A folder of Meta's: params.json and the shards of tensor-parallel processes, consolidated.00.pth and so on.
 
-The files are mapped, not read: a weight comes from the disk when it is asked for. Nothing in them is executed.
+The files are mapped, not read: a weight is read from the disk when it is needed. Nothing in them is executed.
 """
 
 import re
@@ -14,23 +14,23 @@ from train.recipe.errors import UserError, first_line
 from train.tools.convert.hf_folder import RELEASE_BYTES
 from train.tools.convert.meta.layout import Cut, Sizes, Weight, find_cut, same_bits, weights
 
-IGNORED = re.compile(r"(.*\.)?rope\.freqs")  # Llama 1 and 2 store what follows from head_dim
+IGNORED = re.compile(r"(.*\.)?rope\.freqs")  # Llama 1 and 2 store these, which follow from head_dim
 FOREIGN = ("moe", "moe_args", "sliding_window", "vision_chunk_size", "quantization", "lora_args")  # change the model
 DEFAULT_THETA = 10000.0
 
 
 class MetaFolder:
-    """The checkpoint in a folder, checked: every share of every weight is there and has its shape.
+    """The checkpoint in a folder, checked: every shard of every weight exists and has its shape.
 
     Attributes:
         params: params.json.
         sizes: from params.json and the weights' shapes.
-        weights: what there is to convert; of a tied model not the head.
+        weights: the weights to convert; without the head where it is tied.
         cuts: {Meta's name: how it is cut}.
-        tied: the head is the embeddings, or is not there.
+        tied: the head equals the embeddings, or is missing.
 
     Raises:
-        UserError: files are missing or broken, or are no Llama's.
+        UserError: files are missing or broken, or are not a Llama's.
     """
 
     def __init__(self, path: Path, option: str = "input"):
@@ -39,7 +39,7 @@ class MetaFolder:
         self.params = self._read_params()
         self._read_bytes = 0
         self._loaded: list[dict[str, Any]] | None = None
-        self.shapes = [{name: tuple(tensor.shape) for name, tensor in share.items()} for share in self.shares]
+        self.shapes = [{name: tuple(tensor.shape) for name, tensor in shard.items()} for shard in self.shards]
         self._check_names()
         self._check_number()
         self.sizes = self._sizes()
@@ -54,16 +54,16 @@ class MetaFolder:
 
     def _find_files(self) -> list[Path]:
         if not self.path.is_dir():
-            raise UserError(f"{self.says} is no folder. Name the one with consolidated.00.pth and params.json")
-        found = {int(match[1]): file for file in self.path.iterdir()
+            raise UserError(f"{self.says} is not a folder. Name the one with consolidated.00.pth and params.json")
+        files = {int(match[1]): file for file in self.path.iterdir()
                  if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))}  # fmt: skip
-        if not found:
+        if not files:
             other = " (it is transformers' already)" if (self.path / "config.json").is_file() else ""
             raise UserError(f"{self.says} has no consolidated.00.pth{other}. Name the folder of Meta's weights")
-        missing = sorted(set(range(max(found) + 1)) - found.keys())
+        missing = sorted(set(range(max(files) + 1)) - files.keys())
         if missing:
             self._refuse_missing(missing)
-        return [found[number] for number in sorted(found)]
+        return [files[number] for number in sorted(files)]
 
     def _refuse_missing(self, numbers: list[int]) -> None:
         names = ", ".join(f"consolidated.{number:02}.pth" for number in numbers)
@@ -73,7 +73,7 @@ class MetaFolder:
         file = self.path / "params.json"
         if not file.is_file():
             raise UserError(
-                f"{self.says} has no params.json, which tells the heads. Copy it in from where it came from"
+                f"{self.says} has no params.json, which has the number of heads. Copy it from the original checkpoint"
             )
         params = read_json(file)
         params = params.get("model", params)
@@ -86,21 +86,21 @@ class MetaFolder:
         foreign = [name for name in FOREIGN if params.get(name)]
         if foreign:
             problems.append(
-                f"{self.says} is not a Llama: params.json has {foreign[0]}. Only Llama 1, 2 and 3 are known"
+                f"{self.says} is not a Llama: params.json has {foreign[0]}. Only Llama 1, 2 and 3 are supported"
             )
         if problems:
             raise UserError(problems)
         return params
 
     @property
-    def shares(self) -> list[dict[str, Any]]:
+    def shards(self) -> list[dict[str, Any]]:
         """The mapped tensors of each file."""
         if self._loaded is None:
             self._loaded = [self._load(file) for file in self.files]
         return self._loaded
 
     def release(self) -> None:
-        """Unmap the files, and so give back the memory that their pages took; they are mapped again when needed."""
+        """Unmap the files, which releases the memory of their pages. They are mapped again when needed."""
         self._loaded, self._read_bytes = None, 0
 
     def _load(self, file: Path) -> dict[str, Any]:
@@ -110,23 +110,25 @@ class MetaFolder:
 
         mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format, which cannot be mapped
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
             raise self._refusal(file, error) from None
         except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
             raise UserError(f"{file} is broken: {first_line(error)}. Copy it again") from None
-        if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-            raise UserError(f"{file} is not a Llama: it holds something else than named tensors")
-        return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}
+        if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+            raise UserError(f"{file} is not a Llama: it has something else than named tensors")
+        return {name: tensor for name, tensor in content.items() if not IGNORED.fullmatch(name)}
 
     def _refusal(self, file: Path, error: Exception) -> UserError:
         wants = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
             r"[Uu]nsupported (?:class|global) ([\w.]+)", str(error)
         )
         if not wants:
-            return UserError(f"{file} is broken, or no file of torch.save: nothing in it was run. Copy it again")
+            return UserError(
+                f"{file} is broken, or not a file of torch.save. Nothing in it was executed. Copy it again"
+            )
         return UserError(
-            f"{file} holds more than tensors: to read it would execute {wants[1]}. It was not read. Take the weights "
+            f"{file} has more than tensors: reading it would execute {wants[1]}. It was not read. Take the weights "
             "from their publisher"
         )
 
@@ -144,7 +146,7 @@ class MetaFolder:
         if not {"tok_embeddings.weight", "output.weight"} & self.shapes[0].keys() and not _is_count(given):
             raise UserError(
                 f"{self.says}: the size of the vocabulary is unknown: params.json says vocab_size = {given}, and "
-                "there are neither tok_embeddings nor output in the weights. Copy the whole checkpoint again"
+                "the weights have neither tok_embeddings nor output. Copy the checkpoint again, with all of its files"
             )
         for file, shapes in zip(self.files, self.shapes):
             unknown, missing = sorted(shapes.keys() - expected), sorted(expected - shapes.keys() - {"output.weight"})
@@ -155,7 +157,7 @@ class MetaFolder:
                 raise UserError(f"{file} has other weights than {self.files[0].name}: they are of two checkpoints")
 
     def _check_number(self) -> None:
-        """The shape of a share tells how many there are: the last files may be missing."""
+        """Compare the number of files with the number of shards that a shard's shape implies."""
         for name in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"):
             if len(self.shapes[0][name]) != 2:
                 raise UserError(f"{self.files[0]} is not a Llama: {name} has the shape {self.shapes[0][name]}")
@@ -188,16 +190,16 @@ class MetaFolder:
         )  # fmt: skip
 
     def _vocabulary(self) -> int:
-        """As params.json says, else as the weights do.
+        """The size in params.json, else that of the weights.
 
-        The embeddings' shares tell it but where they are as wide as the model: then they are cut along the
-        vocabulary (Llama 3), or are all the same.
+        Shards of the embeddings that are as wide as the model are cut along the vocabulary (Llama 3), or are all the
+        same.
         """
         given, number = self.params.get("vocab_size", -1), len(self.files)
         rows, columns = self.shapes[0]["tok_embeddings.weight"]
         stored = rows
         if columns == self.params["dim"] and number > 1:
-            first, second = (share["tok_embeddings.weight"] for share in self.shares[:2])
+            first, second = (shard["tok_embeddings.weight"] for shard in self.shards[:2])
             stored = rows if same_bits(first, second) else rows * number
         if _is_count(given) and given != stored:
             raise UserError(
@@ -207,11 +209,11 @@ class MetaFolder:
         return stored
 
     def _cut(self, weight: Weight) -> Cut:
-        shares = {shapes[weight.meta] for shapes in self.shapes}
-        cut = find_cut(weight, next(iter(shares)), len(self.files)) if len(shares) == 1 else None
+        shards = {shapes[weight.meta] for shapes in self.shapes}
+        cut = find_cut(weight, next(iter(shards)), len(self.files)) if len(shards) == 1 else None
         if cut is None:
             raise UserError(
-                f"{self.says}: {weight.meta} has the shape {' and '.join(map(str, sorted(shares)))} in "
+                f"{self.says}: {weight.meta} has the shape {' and '.join(map(str, sorted(shards)))} in "
                 f"{len(self.files)} files; as params.json has it, it is {weight.shape} in all. They are of two "
                 "checkpoints, or it is not a Llama"
             )
@@ -220,23 +222,23 @@ class MetaFolder:
     # ---------------------------------------------------------------------------------------------------- the weights
 
     def read(self, weight: Weight):
-        """The whole weight, its shares put together, in Meta's order."""
+        """The full weight, concatenated from its shards, in Meta's order."""
         import torch
 
         if self._read_bytes > RELEASE_BYTES:
             self.release()
-        cut, shares = self.cuts[weight.meta], [share[weight.meta] for share in self.shares]
-        self._read_bytes += sum(share.nbytes for share in shares)
-        if cut.axis is None or len(shares) == 1:
-            return shares[0]
-        return torch.cat(shares[:: cut.copies], cut.axis)
+        cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
+        self._read_bytes += sum(shard.nbytes for shard in shards)
+        if cut.axis is None or len(shards) == 1:
+            return shards[0]
+        return torch.cat(shards[:: cut.copies], cut.axis)
 
-    def unlike(self, weight: Weight, whole) -> list[str]:
-        """The files whose share of the weight is not what is cut from `whole`, in Meta's order."""
+    def unlike(self, weight: Weight, full) -> list[str]:
+        """The files with a shard that differs from that of the full weight `full`, in Meta's order."""
         number, cut = len(self.files), self.cuts[weight.meta]
         return [
-            file.name for index, (file, share) in enumerate(zip(self.files, self.shares))
-            if not same_bits(cut.share(whole, index, number), share[weight.meta])
+            file.name for index, (file, shard) in enumerate(zip(self.files, self.shards))
+            if not same_bits(cut.shard(full, index, number), shard[weight.meta])
         ]  # fmt: skip
 
 

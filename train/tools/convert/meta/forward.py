@@ -1,7 +1,7 @@
-"""A Llama as Meta's code computes it, layer by layer from the files: what a converted model is measured by.
+"""A Llama as Meta's code computes it, layer by layer from the files: the reference for a converted model.
 
 Source: model.py of github.com/meta-llama/llama3 (attention, feed-forward, norms, RoPE as complex numbers) and of
-llama-models (RoPE stretched for Llama 3.1). Written apart from transformers, so that the two can disagree.
+llama-models (RoPE stretched for Llama 3.1). Independent of transformers, so that errors show.
 """
 
 import math
@@ -18,7 +18,7 @@ def rows_of(file: str, tokenizer, positions: int):
     """The beginning of a text as ids [rows, length].
 
     Raises:
-        UserError: the file cannot be read, or holds less than two tokens.
+        UserError: the file cannot be read, or has less than two tokens.
     """
     import torch
 
@@ -29,9 +29,7 @@ def rows_of(file: str, tokenizer, positions: int):
     length = min(LENGTH, positions)
     ids = tokenizer(text[: 20 * ROWS * length], add_special_tokens=False)["input_ids"][: ROWS * length]
     if len(ids) < 2:
-        raise UserError(
-            f"check_text = {file!r} holds {len(ids)} tokens, and at least 2 are needed. Name a longer text"
-        )
+        raise UserError(f"check_text = {file!r} has {len(ids)} tokens, and at least 2 are needed. Name a longer text")
     length = min(length, len(ids))
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 

@@ -1,20 +1,20 @@
-"""Where each weight of a Llama stands in Meta's files and in transformers', and how it is cut for tensor parallelism.
+"""The names of each weight of a Llama in Meta's files and in transformers', and how it is cut for tensor parallelism.
 
 Sources: names and splits of Meta's model.py (github.com/meta-llama/llama and llama3); the permutation of
 transformers' convert_llama_weights_to_hf.py, up to 4.x. Meta rotates the neighbours (2i, 2i + 1) of a head,
-transformers i and i + head_dim / 2: the rows of wq and wk stand in another order.
+transformers i and i + head_dim / 2: the rows of wq and wk have another order.
 """
 
 from dataclasses import dataclass
 
-COLUMNS, ROWS = (0,), (1,)  # the axis that a tensor-parallel process has its share of
+COLUMNS, ROWS = (0,), (1,)  # the axis along which a weight is cut into shards
 EITHER = (0, 1)  # Llama 1 and 2 cut the embeddings along the hidden dimension, Llama 3 along the vocabulary
-WHOLE: tuple[int, ...] = ()
+REPLICATED: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the shapes of a Llama follow from."""
+    """The sizes that determine all shapes of a Llama."""
 
     dim: int
     layers: int
@@ -27,34 +27,34 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: its names, its whole shape, the axes along which it may be cut.
+    """One weight: its names, its full shape, the axes along which it may be cut.
 
     Args:
         heads: of a matrix that is rotated; 0: it is not, and is the same in both formats.
-        copied: processes may have copies of it, in place of a share of their own (few heads of keys and values).
+        copied: several processes may have the same shard (where there are few heads of keys and values).
     """
 
     meta: str
     hf: str
     shape: tuple[int, ...]
-    axes: tuple[int, ...] = WHOLE
+    axes: tuple[int, ...] = REPLICATED
     heads: int = 0
     copied: bool = False
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a weight is cut: share i is part i // copies of num_shards / copies equal parts along the axis.
+    """How a weight is cut: shard i is part i // copies of num_shards / copies equal parts along the axis.
 
     Args:
-        axis: None: every process has the whole weight.
+        axis: None: the weight is replicated.
     """
 
     axis: int | None
     copies: int = 1
 
-    def share(self, tensor, index: int, num_shards: int):
-        """The share of process `index`."""
+    def shard(self, tensor, index: int, num_shards: int):
+        """The shard of process `index`."""
         if self.axis is None:
             return tensor
         return tensor.chunk(num_shards // self.copies, self.axis)[index // self.copies]
@@ -63,12 +63,12 @@ class Cut:
 def weights(sizes: Sizes) -> list[Weight]:
     """All weights in transformers' order, the embeddings first and the head last."""
     s = sizes
-    found = [Weight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), EITHER, copied=True)]
+    listed = [Weight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), EITHER, copied=True)]
     for number in range(s.layers):
-        found += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
-    found.append(Weight("norm.weight", "model.norm.weight", (s.dim,)))
-    found.append(Weight("output.weight", "lm_head.weight", (s.vocab, s.dim), COLUMNS, copied=True))
-    return found
+        listed += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
+    listed.append(Weight("norm.weight", "model.norm.weight", (s.dim,)))
+    listed.append(Weight("output.weight", "lm_head.weight", (s.vocab, s.dim), COLUMNS, copied=True))
+    return listed
 
 
 def _layer(s: Sizes, meta: str, hf: str) -> list[Weight]:
@@ -103,13 +103,13 @@ def to_meta(tensor, heads: int):
     return tensor.reshape(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def find_cut(weight: Weight, share: tuple[int, ...], num_shards: int) -> Cut | None:
-    """How a weight was cut whose shares have this shape; None: in no way that is known."""
-    if share == weight.shape and (num_shards == 1 or weight.copied or not weight.axes):
+def find_cut(weight: Weight, shard: tuple[int, ...], num_shards: int) -> Cut | None:
+    """How a weight with shards of this shape was cut; None: in no known way."""
+    if shard == weight.shape and (num_shards == 1 or weight.copied or not weight.axes):
         return Cut(None)
     for axis in weight.axes:
-        parts, rest = divmod(weight.shape[axis], share[axis]) if len(share) == len(weight.shape) else (0, 1)
-        others_fit = share[:axis] + share[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
+        parts, rest = divmod(weight.shape[axis], shard[axis]) if len(shard) == len(weight.shape) else (0, 1)
+        others_fit = shard[:axis] + shard[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
         if parts and not rest and others_fit and num_shards % parts == 0 and (parts == num_shards or weight.copied):
             return Cut(axis, num_shards // parts)
     return None
@@ -127,7 +127,7 @@ def choose_cut(weight: Weight, num_shards: int, kv_heads: int, along_vocabulary:
 
 
 def same_bits(one, other) -> bool:
-    """Whether two tensors are alike to the last bit, NaN included."""
+    """Whether two tensors are the same bit for bit, NaN included."""
     import torch
 
     if one.shape != other.shape or one.dtype != other.dtype:

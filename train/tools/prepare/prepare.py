@@ -6,7 +6,7 @@
 
 The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
 any number of workers. Parts of the input go to worker processes (worker_pool.py), which cut them into documents
-(cutting.py) and encode these (encode.py); here the answers are put in order and written.
+(cutting.py) and encode these (encode.py). The answers are written here, in the order of the input.
 """
 
 import json
@@ -23,15 +23,15 @@ from train.data.encodings import proposal
 from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from train.recipe.megatron_flags import PREPARE_HINTS
 from train.recipe.parse import parse_recipe
-from train.tools.prepare.encode import Setup, Task, encoder_of
+from train.tools.prepare.encode import InputPart, Setup, encoder_of
 from train.tools.prepare.memo_rules import allows_memo, nasty_texts
 from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 
-SHOWN_BAD = 5  # bad lines that are shown where they are left out
+SHOWN_BAD = 5  # bad lines that are shown where bad lines are skipped
 EXIT_TERMINATED = 128 + signal.SIGTERM
 MORE = """
 Also: zerofit prepare merge   several corpora, one after another, as one
-      zerofit prepare info    what corpora hold, and whether they are whole"""
+      zerofit prepare info    what corpora hold, and whether they are complete"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,9 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     if argv and not argv[0].startswith("-"):
         close = nearest(argv[0], ("merge", "info"))
         remedy = (
-            f"Did you mean {close}?" if close else "Say zerofit prepare --input ..., or zerofit prepare merge, or info"
+            f"Did you mean {close}?"
+            if close
+            else "Type zerofit prepare --input ..., or zerofit prepare merge, or info"
         )
-        raise UserError(f"zerofit prepare {argv[0]}: there is no such thing. {remedy}")
+        raise UserError(f"zerofit prepare {argv[0]}: there is no such command. {remedy}")
     try:
         options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:
@@ -63,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM end the job as Ctrl-C does: what it has begun to write is taken away."""
+    """Let SIGTERM end the job as Ctrl-C does: its unfinished files are removed."""
 
     def stop(*_: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
@@ -80,10 +82,10 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def prepare(options: PrepareOptions) -> list[str]:
-    """Write the corpora that are asked for. Returns lines for the terminal.
+    """Write the corpora. Returns lines for the terminal.
 
     Raises:
-        UserError: see the messages; nothing is left then.
+        UserError: anything is wrong; then no file is left.
     """
     from train.model.families.gpt2 import tokenizer_from_vocabulary_files
     from train.model.pretrained_io import silence_libraries
@@ -94,8 +96,8 @@ def prepare(options: PrepareOptions) -> list[str]:
     start = str(Path(options.output_prefix).expanduser())
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]
     check_free(prefixes, options.overwrite)
-    own = [Path(prefix + ending + more) for prefix in prefixes for ending in ENDINGS for more in ("", PARTIAL)]
-    files, notes = find_input(options.input, left_out=own)
+    outputs = [Path(prefix + ending + more) for prefix in prefixes for ending in ENDINGS for more in ("", PARTIAL)]
+    files, notes = find_input(options.input, omit=outputs)
     if any(file.kind == "text" for file in files) and options.json_keys != ["text"]:
         raise UserError(
             f"json_keys = {' '.join(options.json_keys)}: plain text has no keys, so it goes with `text` only"
@@ -103,28 +105,28 @@ def prepare(options: PrepareOptions) -> list[str]:
     silence_libraries()
     if options.vocab_file:
         tokenizer = tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
-        options.tokenizer = options.vocab_file  # as messages and the corpus' card call it
+        options.tokenizer = options.vocab_file  # its name in messages and in the corpus' card
     else:
         tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
-    return notes + Task(options, prefixes, files, tokenizer).run()
+    return notes + PrepareJob(options, prefixes, files, tokenizer).run()
 
 
 # ----------------------------------------------------------------------------------------------------------- the setup
 
 
 def setup_of(tokenizer, options: PrepareOptions) -> Setup:
-    """What the workers are told. The fastest way is taken that gives the plain tokenizer's ids on nasty texts.
+    """The set-up of the workers, with the fastest way that gives the plain tokenizer's ids on nasty texts.
 
     Raises:
-        UserError: an end is to be appended, and the tokenizer has none.
+        UserError: --append_eod, and the tokenizer has no end-of-text token.
     """
     from train.data.megatron.corpus import megatron
 
     end = tokenizer.eos_token_id if options.append_eod else None
     if options.append_eod and end is None:
         raise UserError(
-            f"append_eod: the tokenizer {options.tokenizer!r} has no end-of-text token (eos_token). Leave "
-            "--append_eod out, or set eos_token in its tokenizer_config.json"
+            f"append_eod: the tokenizer {options.tokenizer!r} has no end-of-text token (eos_token). Remove "
+            "--append_eod, or set eos_token in its tokenizer_config.json"
         )
     dtype = np.dtype(megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
     common = {"keys": tuple(options.json_keys), "dtype": dtype, "end": end, "skip_bad": options.skip_bad_lines}
@@ -148,16 +150,16 @@ def vocab_size(tokenizer) -> int:
 def _is_exact(setup: Setup, tokenizer, texts: list[str]) -> bool:
     expected = [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
     try:
-        found = encoder_of(setup).encode(texts)
+        encoded = encoder_of(setup).encode(texts)
     except ValueError:
         return False
-    return all(np.array(ids, setup.dtype).tobytes() == row for ids, row in zip(expected, found))
+    return all(np.array(ids, setup.dtype).tobytes() == row for ids, row in zip(expected, encoded))
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
 
 
-class Task:
+class PrepareJob:
     """One pass over the input."""
 
     def __init__(self, options: PrepareOptions, prefixes: list[str], files: list, tokenizer):
@@ -166,18 +168,18 @@ class Task:
         self.setup = setup_of(tokenizer, options)
 
     def run(self) -> list[str]:
-        """Do it. Returns lines for the terminal."""
+        """Write all corpora. Returns lines for the terminal."""
         from train.tools.prepare.progress import Meter
         from train.tools.prepare.worker_pool import WorkerPool
         from train.tools.prepare.writer import CorpusWriter
 
         total = sum(file.size for file in self.files)
         with ExitStack() as stack:
-            crew = stack.enter_context(WorkerPool(self.options.processes, self.setup))
+            pool = stack.enter_context(WorkerPool(self.options.processes, self.setup))
             writers = [stack.enter_context(CorpusWriter(prefix, self.setup.dtype)) for prefix in self.prefixes]
-            crew.greet()
+            pool.start()
             meter = stack.enter_context(Meter(total))
-            for task, read, answer in crew.work(self._tasks()):
+            for task, read, answer in pool.work(self._tasks()):
                 self._take_note(answer, task)
                 for writer, piece in zip(writers, answer.pieces):
                     writer.add(piece.ids, piece.lengths, piece.largest)
@@ -185,7 +187,7 @@ class Task:
             seconds = meter.stop()
             if not any(writer.tokens for writer in writers):
                 raise UserError(
-                    f"input = {' '.join(self.options.input)}: it has no text, so there is no corpus to write"
+                    f"input = {' '.join(self.options.input)}: there is no text in it, so no corpus is written"
                 )
             for writer in writers:
                 writer.finish(self._card(writer))
@@ -193,9 +195,9 @@ class Task:
                 writer.publish()
         return self._summary(writers, seconds)
 
-    def _tasks(self) -> Iterator[tuple[Task, int]]:
-        """The parts of all files, each with the bytes of the input that are read by then."""
-        from train.model.families.gpt2 import END_OF_TEXT
+    def _tasks(self) -> Iterator[tuple[InputPart, int]]:
+        """The parts of all files, each with the bytes of the input read so far."""
+        from train.model.tokenizer import END_OF_TEXT
         from train.tools.prepare.documents import tasks_of
 
         before = 0
@@ -205,11 +207,11 @@ class Task:
                 yield task, before + read
             before += file.size
 
-    def _take_note(self, answer, task: Task) -> None:
+    def _take_note(self, answer, task: InputPart) -> None:
         if answer.num_bad and not self.options.skip_bad_lines:
             if "not UTF-8" in answer.bad[0]:
-                raise UserError(f"{answer.bad[0]}. {proposal(task.data)}, or leave such lines out: --skip_bad_lines")
-            raise UserError(f"{answer.bad[0]}. Correct it, or leave such lines out with --skip_bad_lines")
+                raise UserError(f"{answer.bad[0]}. {proposal(task.data)}, or skip such lines: --skip_bad_lines")
+            raise UserError(f"{answer.bad[0]}. Correct it, or skip such lines with --skip_bad_lines")
         self.num_bad += answer.num_bad
         self.bad += answer.bad[: SHOWN_BAD - len(self.bad)]
 
@@ -232,9 +234,9 @@ class Task:
     def _summary(self, writers: list, seconds: float) -> list[str]:
         from train.record.terminal import duration, size
 
-        lines = [f"warning: left out: {bad}" for bad in self.bad]
+        lines = [f"warning: skipped: {bad}" for bad in self.bad]
         if self.num_bad > len(self.bad):
-            lines.append(f"warning: and {self.num_bad - len(self.bad):,} more bad lines were left out")
+            lines.append(f"warning: and {self.num_bad - len(self.bad):,} more bad lines were skipped")
         for writer in writers:
             lines.append(
                 f"{writer.prefix}: {writer.documents:,} documents ({writer.empty:,} empty), {writer.tokens:,} tokens, "

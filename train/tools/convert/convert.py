@@ -5,10 +5,10 @@
     zerofit convert meta-to-hf --input llama-2-7b --output outputs/llama-2-7b-hf
     zerofit convert hf-to-meta --input outputs/notes/model --output outputs/notes-meta --shards 2
 
-A conversion proves itself before the folder gets its name: the shapes are those that transformers makes of the
-configuration, every weight turned there and back is bit for bit what it was, and with --check_text the model as Meta
-computes it has the loss that transformers has. Memory: about one file of what is written, and the largest
-weight; --check_text takes the whole model.
+A conversion is checked before the folder gets its name: the shapes are those of transformers' model of the
+configuration, every weight converted back is the same bit for bit, and with --check_text Meta's computation and
+transformers' have the same loss. Memory: about one written file and the largest weight; --check_text needs memory for
+the full model.
 """
 
 import json
@@ -41,8 +41,9 @@ from train.tools.convert.meta.config import (
 )
 from train.tools.convert.meta.folder import MetaFolder
 from train.tools.convert.meta.layout import choose_cut, same_bits, to_hf, to_meta, weights
-from train.tools.convert.meta.tokenizer import Converted, convert_tokenizer, find_tokenizer
-from train.tools.options import ConvertOptions, FromMetaOptions, MegatronArgsOptions, ToMetaOptions, parse_bytes
+from train.tools.convert.options import ConvertOptions, FromMetaOptions, MegatronArgsOptions, ToMetaOptions
+from train.tools.meta_tokenizer import Converted, convert_tokenizer, find_tokenizer
+from train.tools.tool_recipe import parse_bytes
 
 TOLERANCE = 1e-4  # of two mean losses in fp32, which sum in another order
 
@@ -60,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
         return convert_arguments(argv[1:])
     if argv[0] not in directions:
-        raise UserError(f"{argv[0]!r}: convert what? Say zerofit convert meta-to-hf, hf-to-meta, or megatron-args")
+        raise UserError(
+            f"{argv[0]!r}: there is no such conversion. Use zerofit convert meta-to-hf, hf-to-meta or megatron-args"
+        )
     kind, convert = directions[argv[0]]
     options = parse_recipe(kind, argv[1:], prog=f"zerofit convert {argv[0]}", tool=True)
     output = Path(options.output).expanduser()
@@ -84,11 +87,11 @@ def _usage(directions: dict) -> str:
 
 
 def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
-    """Write the transformers folder of a checkpoint of Meta's. Returns lines for the terminal.
+    """Write a checkpoint of Meta's as a transformers folder. Returns lines for the terminal.
 
     Raises:
-        UserError: the checkpoint is not whole, or not a Llama's; see train/tools/convert/meta/folder.py.
-        RuntimeError: what was written is not what was read. Nothing is left then.
+        UserError: the checkpoint is incomplete, or not a Llama's; see train/tools/convert/meta/folder.py.
+        RuntimeError: the written weights differ from the input. Then no file is left.
     """
     source = Path(options.input).expanduser()
     meta = MetaFolder(source)
@@ -119,7 +122,7 @@ def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
     derived = ffn_size(sizes.dim, params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))
     if derived != sizes.ffn:
         lines.append(
-            f"warning: by params.json the FFN has {derived} channels, and by the weights {sizes.ffn}: so be it"
+            f"warning: by params.json the FFN has {derived} channels, and by the weights {sizes.ffn}: these are used"
         )
     if factor and not params.get("rope_scaling_factor"):
         lines.append(f"note: use_scaled_rope by a factor of {factor:g}; --rope_scaling_factor changes that")
@@ -147,11 +150,11 @@ def _write_hf(meta: MetaFolder, config, tokenizer: Converted, folder: Path, limi
 
 
 def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
-    """Write the folder of Meta's of a Llama of transformers'. Returns lines for the terminal.
+    """Write a Llama of transformers' as a folder of Meta's. Returns lines for the terminal.
 
     Raises:
-        UserError: it is not a Llama, or not one that Meta's code computes, or cannot be cut so.
-        RuntimeError: what was written is not what was read. Nothing is left then.
+        UserError: it is not a Llama, Meta's code cannot compute it, or it cannot be cut into that many shards.
+        RuntimeError: the written weights differ from the input. Then no file is left.
     """
     source = Path(model_folder(options.input))
     if not (source / "config.json").is_file():
@@ -170,7 +173,7 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
     notes = [f"read         {len(hf.files)} weights"]
     with atomic_folder(output) as partial:
         for index in range(options.shards):
-            _write_share(hf, config, partial, index, options.shards)
+            _write_shard(hf, config, partial, index, options.shards)
         (partial / "params.json").write_text(json.dumps(params_of(config), indent=2) + "\n", encoding="utf-8")
         notes.append(f"written      {_files(options.shards)}")
         notes += _copy_tokenizer(source, partial)
@@ -182,17 +185,21 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
     return notes
 
 
-def _write_share(hf: HfFolder, config, folder: Path, index: int, number: int) -> None:
-    """One process' share of all weights, consolidated.NN.pth: this is what is in memory at a time."""
+def _write_shard(hf: HfFolder, config, folder: Path, index: int, number: int) -> None:
+    """Write one process' shards of all weights, consolidated.NN.pth. They are in memory together."""
     import torch
 
-    sizes, share = sizes_of(config), {}
-    for weight in _with_bar(weights(sizes), f"share {index + 1} of {number}"):
-        tied = config.tie_word_embeddings and weight.hf == "lm_head.weight"  # Meta's code reads a head of its own
+    sizes, shard = sizes_of(config), {}
+    for weight in _with_bar(weights(sizes), f"shard {index + 1} of {number}"):
+        tied = (
+            config.tie_word_embeddings and weight.hf == "lm_head.weight"
+        )  # Meta's code reads the head from its own weight
         tensor = to_meta(hf.read("model.embed_tokens.weight" if tied else weight.hf), weight.heads)
         cut = choose_cut(weight, number, sizes.kv_heads, cut_along_vocabulary(config))
-        share[weight.meta] = cut.share(tensor, index, number).clone()  # torch.save writes what a view is a part of
-    torch.save(share, folder / f"consolidated.{index:02}.pth")
+        shard[weight.meta] = cut.shard(
+            tensor, index, number
+        ).clone()  # torch.save writes all of the tensor that a view belongs to
+    torch.save(shard, folder / f"consolidated.{index:02}.pth")
     hf.release()
 
 
@@ -202,7 +209,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
             shutil.copyfile(file, folder / "tokenizer.model")
             return []
     other = "tokenizer.json cannot be turned back" if has_tokenizer(source) else "the input has none"
-    return [f"warning: no tokenizer.model is written: {other}. Copy in the one that the model began with"]
+    return [f"warning: no tokenizer.model is written: {other}. Copy the one that the model started with"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the proof
@@ -211,8 +218,8 @@ def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
 def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
     """Compare the two folders: shapes with the configuration, and every weight there and back, bit for bit.
 
-    Returns lines for the terminal. A weight that each process has whole (norms) may differ between Meta's files,
-    which is told; the first is what counts.
+    Returns lines for the terminal. Copies of a replicated weight (norms) may differ between Meta's files: then the
+    first is taken, with a warning.
 
     Raises:
         RuntimeError: they differ.
@@ -229,7 +236,7 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
         if unlike and meta.cuts[weight.meta].axis is None and meta.files[0].name not in unlike:
             unlike_copies.append(weight.meta)
         elif unlike:
-            raise RuntimeError(f"{weight.meta} turned back is not what {unlike[0]} has. Nothing is written")
+            raise RuntimeError(f"{weight.meta} converted back differs from {unlike[0]}. Nothing is written")
     meta.release()
     hf.release()
     lines = [f"proven       shapes, and {len(meta.weights)} weights there and back, bit for bit"]
@@ -242,15 +249,13 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
 
 
 def _check_ids(options: ConvertOptions, tokenizer, config):
-    """The tokens to compare losses on; None: that was not asked for."""
+    """The tokens to compare losses on; None without --check_text."""
     from train.tools.convert.meta.forward import rows_of
 
     if options.check_text is None:
         return None
     if tokenizer is None:
-        raise UserError(
-            f"check_text = {options.check_text!r} goes with a tokenizer, and --tokenizer none with neither"
-        )
+        raise UserError(f"check_text = {options.check_text!r} needs a tokenizer: remove it, or --tokenizer none")
     return rows_of(options.check_text, tokenizer, config.max_position_embeddings)
 
 

@@ -37,7 +37,7 @@ class Converted:
     source: Path | None = None
 
     def save(self, folder: Path, positions: int) -> None:
-        """Write it, with Meta's own file: tiktoken's into original/, where nobody takes it for sentencepiece's."""
+        """Write it, with Meta's own file: tiktoken's in original/, so that it is not read as sentencepiece's."""
         if self.tokenizer is None:
             return
         self.tokenizer.model_max_length = positions
@@ -47,43 +47,45 @@ class Converted:
         shutil.copyfile(self.source, kept / "tokenizer.model")
 
 
-def find_tokenizer(folder: Path, asked: str | None) -> Path | None:
-    """tokenizer.model of a checkpoint; it often lies beside the folders of several. None: it was asked for none."""
-    if asked == "none":
+def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
+    """tokenizer.model of a checkpoint, or of the folder above it, for several checkpoints. None: --tokenizer none."""
+    if chosen == "none":
         return None
-    places = [Path(asked).expanduser()] if asked else [folder, folder.resolve().parent]
+    places = [Path(chosen).expanduser()] if chosen else [folder, folder.resolve().parent]
     for place in places:
         file = place / "tokenizer.model" if place.is_dir() else place
         if file.is_file():
             return file
-    where = f"tokenizer = {asked!r}: there is" if asked else f"input = {str(folder)!r} and the folder above it have"
-    raise UserError(f"{where} no tokenizer.model. Name it with --tokenizer FILE, or say --tokenizer none")
+    where = f"tokenizer = {chosen!r}: there is" if chosen else f"input = {str(folder)!r} and the folder above it have"
+    raise UserError(f"{where} no tokenizer.model. Name it with --tokenizer FILE, or use --tokenizer none")
 
 
 def convert_tokenizer(file: Path | None, vocab: int, version: str) -> Converted:
-    """The tokenizer in a file of Meta's.
+    """Convert a tokenizer file of Meta's.
 
     Args:
         vocab: rows of the embeddings.
-        version: of the model, as `version_of` has it; it tells which special tokens Llama 3 has.
+        version: of the model, from `version_of`; Llama 3's special tokens depend on it.
 
     Raises:
-        UserError: the file is no tokenizer, or has more tokens than the model.
+        UserError: the file is not a tokenizer, or has more tokens than the model.
     """
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
-        return Converted(None, ends, ["warning: no tokenizer was asked for, and the folder has none"])
+        return Converted(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
     ranks = tiktoken_ranks(file)
     made = _of_tiktoken(file, ranks, vocab, version) if ranks else _of_sentencepiece(file)
     made.source = file
     size = max(made.tokenizer.get_vocab().values()) + 1
     if size > vocab:
-        raise UserError(f"{file} has {size} tokens, and the model {vocab}: it is another model's. Name its own")
+        raise UserError(
+            f"{file} has {size} tokens, and the model {vocab}: it is another model's. Name this model's tokenizer"
+        )
     return made
 
 
 def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
-    """{token: rank} of lines `base64 rank`; None: it is no such file."""
+    """{token: rank} of lines `base64 rank`; None: the file has another format."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines} or None
@@ -99,24 +101,24 @@ def _of_sentencepiece(file: Path) -> Converted:
         pieces = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:
         raise UserError(f"{file} is neither sentencepiece's nor tiktoken's: {first_line(error)}") from None
-    with tempfile.TemporaryDirectory() as alone:  # beside other files it would not be what is read
-        shutil.copyfile(file, Path(alone) / "tokenizer.model")
-        tokenizer = LlamaTokenizer.from_pretrained(alone, add_bos_token=True)
-    found, expected = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"], pieces.encode(SENTENCE)
+    with tempfile.TemporaryDirectory() as folder:  # other files beside it would be read instead
+        shutil.copyfile(file, Path(folder) / "tokenizer.model")
+        tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
+    ids, expected = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"], pieces.encode(SENTENCE)
     notes = []
-    if found != expected:
-        notes.append("warning: transformers' tokenizer splits a test sentence otherwise than sentencepiece does")
+    if ids != expected:
+        notes.append("warning: transformers' tokenizer splits a test sentence differently from sentencepiece")
     return Converted(tokenizer, (pieces.bos_id(), pieces.eos_id()), notes)
 
 
 def special_tokens(version: str, number: int) -> list[str]:
     """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
     names = LLAMA_3_1 if version == "3.1" else LLAMA_3
-    found, numbered = [], 0
+    tokens, numbered = [], 0
     for name in (*names, *[RESERVED] * (number - len(names))):
-        found.append(name.format(numbered))
+        tokens.append(name.format(numbered))
         numbered += name is RESERVED
-    return found[:number]
+    return tokens[:number]
 
 
 def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> Converted:
@@ -127,12 +129,12 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
     class Converter(TikTokenConverter):
         @staticmethod
         def load_tiktoken_bpe(_):
-            return ranks  # transformers' own asks for the package tiktoken, to read the same lines
+            return ranks  # transformers' own needs the package tiktoken to read the same lines
 
     names = special_tokens(version, vocab - len(ranks))
     if len(names) < len(LLAMA_3):
         raise UserError(
-            f"{file} has {len(ranks)} tokens, and the model {vocab} with special ones: it is another model's"
+            f"{file} has {len(ranks)} tokens, and the model {vocab} with special ones: it belongs to another model"
         )
     bpe = Converter(vocab_file=str(file), extra_special_tokens=names).converted()
     start = len(ranks)
@@ -144,6 +146,6 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
         model_input_names=["input_ids", "attention_mask"], clean_up_tokenization_spaces=False,
     )  # fmt: skip
     ends = [start + names.index(name) for name in ENDS if name in names]
-    note = ("note: Meta's files hold no chat template; of an instruct model, take it from the published tokenizer; "
+    note = ("note: Meta's files have no chat template; for an instruct model, take it from the published tokenizer; "
             "generation ends at any of " + ", ".join(name for name in ENDS if name in names))  # fmt: skip
     return Converted(tokenizer, (start, ends), [note])

@@ -1,11 +1,12 @@
-r"""`zerofit verify`: on a recipe of yours, shortened, the strategies agree and a killed run loses nothing.
+r"""`zerofit verify`: shows on a shortened recipe that the strategies agree and that a killed run loses nothing.
 
     zerofit verify --config recipes/clm/stdlib-gpt2.yaml
     zerofit verify --config recipes/cls/sst2-small.yaml --strategies zero2,zero3 --num_processes 4 --kills 8
 
-The reference is one process. Each strategy then runs with several, for the same losses, gradient norms, learning rates
-and samples in every update. Then the run of each strategy is killed with SIGKILL, resumed, killed again, also with
-another number of processes, and must end as the one that nobody disturbed. All of these are real launches.
+The reference is a run with one process. Each strategy then runs with several processes and must have the same losses,
+gradient norms, learning rates and samples in every update. Then a run of each strategy is killed with SIGKILL and
+resumed several times, also with another number of processes, and must end like the undisturbed run. All runs are real
+launches.
 """
 
 from pathlib import Path
@@ -15,8 +16,8 @@ from train.record.run_folder import check_folder_of
 from train.record.terminal import say, screen_width
 from train.strategy.pairs import find_strategies
 from train.tools.launches import ending_in_order
-from train.tools.options import VerifyOptions
 from train.tools.tool_recipe import read_with_recipe
+from train.tools.verify.options import VerifyOptions
 from train.tools.verify.proof import Proof
 from train.tools.verify.shorten import precision_of, shorten
 

@@ -1,9 +1,10 @@
-"""`zerofit launch`: start a run on what is there. It prints the line of `accelerate launch`, and becomes it.
+"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch`, whose line it prints.
 
     zerofit launch recipes/clm/stdlib-gpt2.yaml
     zerofit launch --strategy zero2 train/clm.py --config recipes/clm/stdlib-gpt2.yaml --learning_rate 1e-4
 
-Processes are the accelerators of all machines; machines are those that a scheduler or a cloud's console has named.
+There is one process for each accelerator of all machines. The machines are those that a scheduler or a cloud's console
+has named.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ from train.recipe.help import wants_help
 from train.recipe.parse import parse_recipe
 from train.strategy.gpus import check_devices, num_devices
 from train.strategy.pairs import find_strategies
+from train.tools.launch.options import LaunchOptions
 from train.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
-from train.tools.options import StartOptions
 
 TRAIN = Path(__file__).resolve().parents[2]
 TASKS = ("clm", "cls", "seq2seq")
@@ -27,9 +28,9 @@ LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")  # `accelerate` 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what is there and the line that is run, and run it in place of this process."""
+    """Print the devices, the machines and the command line, and run it in place of this process."""
     options, program = read_options(list(argv or []))
-    machines = settle_machines(options)
+    machines = choose_machines(options)
     check_devices()
     devices = num_devices()
     processes = options.num_processes or max(1, devices) * machines.count
@@ -40,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     if strategy == "single" and processes > 1:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
     layout = layout_of(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
-    counted = f"{devices} on this machine" if devices else "no accelerator (more processes: --num_processes N)"
+    devices_text = f"{devices} on this machine" if devices else "no accelerator (more processes: --num_processes N)"
     others = f", {machines.count} machines" if machines.count > 1 else ""
-    print(f"devices   {counted}{others}: {processes} process{'es' if processes > 1 else ''}")
+    print(f"devices   {devices_text}{others}: {processes} process{'es' if processes > 1 else ''}")
     print(f"machines  {machines.count}: {machines.source}")
     print(shlex.join(["accelerate", "launch", *layout, *program]), flush=True)
     if not options.dry_run:
@@ -50,35 +51,35 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read_options(argv: list[str]) -> tuple[StartOptions, list[str]]:
-    """(this command's own options, the program and its options). Its own may stand before and behind what is trained.
+def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
+    """(options of this command, the program and its options). The former may come before and after the program.
 
     Raises:
-        UserError: nobody says what is trained; anything that parse_recipe finds.
+        UserError: there is no recipe and no program; anything that parse_recipe raises.
     """
-    own, rest, words = [], [], list(argv)
-    names = {field.name for field in dataclasses.fields(StartOptions)}
+    launch_words, rest, words = [], [], list(argv)
+    names = {field.name for field in dataclasses.fields(LaunchOptions)}
     while words:
         word = words.pop(0)
         name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and name in names:
             takes_value = not equals and words and not words[0].startswith("--") and name != "dry_run"
-            own += [word, *([words.pop(0)] if takes_value else [])]
+            launch_words += [word, *([words.pop(0)] if takes_value else [])]
         else:
             rest.append(word)
     if wants_help(argv):
-        own.append("--help")
+        launch_words.append("--help")
     options = parse_recipe(
-        StartOptions, own, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
+        LaunchOptions, launch_words, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
     )
     return options, program_of(rest)
 
 
 def program_of(words: list[str]) -> list[str]:
-    """[train/TASK.py, its options ...] of a recipe or a program and what follows, or of `--config RECIPE`.
+    """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`.
 
     Raises:
-        UserError: there is no such file, or nobody says which task it is.
+        UserError: there is no such file, or the task is unknown.
     """
     if not words:
         raise UserError(f"nothing to train: {WHAT}")
@@ -91,7 +92,7 @@ def program_of(words: list[str]) -> list[str]:
         return [_shown(TRAIN / f"{first}.py"), *options]
     if first.startswith("--"):
         if "--config" not in words[:-1]:
-            raise UserError(f"{first} stands where a recipe or a program was expected: {WHAT}")
+            raise UserError(f"{first} is where a recipe or a program was expected: {WHAT}")
         recipe, options = words[words.index("--config") + 1], words
     else:
         recipe, options = first, ["--config", first, *options]
@@ -100,49 +101,49 @@ def program_of(words: list[str]) -> list[str]:
     task = Path(recipe).resolve().parent.name
     if task not in TASKS:
         raise UserError(
-            f"{recipe!r} does not tell the task: its folder is {task!r}, and not one of "
+            f"{recipe!r} does not say the task: its folder is {task!r}, and not one of "
             f"{', '.join(TASKS)}. Name the program: zerofit launch train/clm.py --config {recipe}"
         )
     return [_shown(TRAIN / f"{task}.py"), *options]
 
 
-def settle_machines(options: StartOptions) -> Machines:
-    """The machines that the environment names; where --num_machines is given, the options name them all.
+def choose_machines(options: LaunchOptions) -> Machines:
+    """The machines from the environment, or from the options where --num_machines is given.
 
     Raises:
-        UserError: of several machines this one's number, or the first one's address, is missing or wrong.
+        UserError: of several machines, the number of this one or the address of the first is missing or wrong.
     """
-    found = read_machines(os.environ) if options.num_machines is None else Machines(1, None)
+    machines = read_machines(os.environ) if options.num_machines is None else Machines(1, None)
     given = {"count": options.num_machines, "rank": options.machine_rank, "address": options.main_process_ip}
     given = {name: value for name, value in given.items() if value is not None}
-    machines = dataclasses.replace(found, **given, **({"source": "--num_machines"} if "count" in given else {}))
+    machines = dataclasses.replace(machines, **given, **({"source": "--num_machines"} if "count" in given else {}))
     needed = {"--machine_rank N": machines.rank, "--main_process_ip": machines.address} if machines.count > 1 else {}
     lacking = [option for option, value in needed.items() if value is None]
-    said = f"{machines.count} machines ({machines.source})"
-    problems = [f"{said}: set {' and '.join(lacking)} as well"] if lacking else []
+    described = f"{machines.count} machines ({machines.source})"
+    problems = [f"{described}: set {' and '.join(lacking)} as well"] if lacking else []
     if machines.rank is not None and machines.rank >= machines.count:
-        problems.append(f"machine_rank {machines.rank} of {said}: the first is 0")
+        problems.append(f"machine_rank {machines.rank} of {described}: the first is 0")
     if problems:
         raise UserError(problems)
     return machines
 
 
 def layout_of(config: Path, processes: int, machines: Machines, port: int | None) -> list[str]:
-    """accelerate's options."""
+    """The options of `accelerate launch`."""
     words = ["--config_file", str(config), "--num_processes", str(processes)]
     several = machines.count > 1
     if several:
         words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank),
                   "--main_process_ip", machines.address]  # fmt: skip
     else:
-        words += ["--num_machines", "1", "--machine_rank", "0"]  # whatever the YAML says
+        words += ["--num_machines", "1", "--machine_rank", "0"]  # also where the YAML has several
     port = port if port is not None else ((machines.port or PORT) if several else None)
     return words if port is None else [*words, "--main_process_port", str(port)]
 
 
 def environment_of_launcher() -> dict[str, str]:
-    """This environment without the numbers of machines, which torchrun's processes would read as numbers of processes,
-    and with the programs of the Python in use (ninja builds what DeepSpeed needs)."""
+    """This environment without WORLD_SIZE and the like, which torchrun's processes would read as numbers of processes,
+    and with the programs of this Python on PATH (DeepSpeed builds with ninja)."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
     if programs not in path.split(os.pathsep):
@@ -152,5 +153,5 @@ def environment_of_launcher() -> dict[str, str]:
 
 def _shown(program: Path) -> str:
     """Relative to the current folder where it lies below."""
-    here = Path.cwd()
-    return str(program.relative_to(here) if program.is_relative_to(here) else program)
+    folder = Path.cwd()
+    return str(program.relative_to(folder) if program.is_relative_to(folder) else program)

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 
 from train.recipe.errors import UserError
-from train.tools.convert.megatron_args.shell import HOLE, Shell, holes_in
+from train.tools.convert.megatron_args.expressions import UNKNOWN, unknown_in
+from train.tools.convert.megatron_args.shell import Shell
 
 PROGRAMS = ("pretrain_gpt.py", "finetune_llama.py", "preprocess_data.py", "merge_datasets.py")
 PRINTS = ("echo", "printf", "ls", "cat", "cp", "rm", "sed", "grep", "tee")
@@ -29,7 +30,7 @@ class Call:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def of_launcher(self, names: tuple[str, ...]) -> str | None:
-        """The value of the launcher's option of one of these names."""
+        """The value of the launcher's option with one of these names."""
         for word, following in zip(self.launcher, [*self.launcher[1:], ""]):
             name, equals, value = word.lstrip("-").partition("=")
             if word.startswith("-") and name in names:
@@ -38,10 +39,11 @@ class Call:
 
     @property
     def processes(self) -> int | None:
-        """Processes on one machine; None where the script does not tell."""
-        told = self.of_launcher(PROCESSES)
-        alone = self.launcher and not self.launcher[0].endswith("deepspeed") and not holes_in(" ".join(self.launcher))
-        return 1 if told is None and alone else _number(told)
+        """Processes on one machine; None where the script does not say."""
+        processes = self.of_launcher(PROCESSES)
+        words = self.launcher
+        one_process = words and not words[0].endswith("deepspeed") and not unknown_in(" ".join(words))
+        return 1 if processes is None and one_process else _number(processes)
 
     @property
     def machines(self) -> int:
@@ -59,20 +61,20 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
         given: {variable: value} from the command line.
 
     Raises:
-        UserError: it starts none of them, or one through a variable that is not known.
+        UserError: it starts none of them, or one with an unknown variable.
     """
     shell = Shell(given)
     shell.read(text)
     calls, unknown = [], []
     for command in shell.commands:
-        found = _calls_of(command.words, shell)
-        calls += found
-        if not found and "--num-layers" in " ".join(command.words):
-            unknown += [name for name in holes_in(" ".join(command.words)) if name]
+        started = _calls_of(command.words, shell)
+        calls += started
+        if not started and "--num-layers" in " ".join(command.words):
+            unknown += [name for name in unknown_in(" ".join(command.words)) if name]
     if not calls:
         remedy = ""
         if unknown:
-            remedy = f" as far as can be told: {missing(unknown[0], shell.reasons)}"
+            remedy = f" as far as can be seen: {missing(unknown[0], shell.reasons)}"
         raise UserError(f"the script starts none of {', '.join(PROGRAMS)}{remedy}")
     return calls
 
@@ -106,11 +108,11 @@ def _calls_of(words: list[str], shell: Shell) -> list[Call]:
 def _nested(text: str, shell: Shell) -> list[Call]:
     inner = Shell(shell.given)
     inner.variables, inner.files, inner.reasons = shell.variables, shell.files, shell.reasons
-    inner.read(HOLE.sub(lambda found: f"${{{found[1]}}}" if found[1] else "\\?", text))
+    inner.read(UNKNOWN.sub(lambda found: f"${{{found[1]}}}" if found[1] else "\\?", text))
     return [call for command in inner.commands for call in _calls_of(command.words, shell)]
 
 
 def missing(name: str, reasons: dict[str, str]) -> str:
-    """A variable that has no value: its name, why, and what to type."""
+    """A message for a variable without a value: its name, why, and what to type."""
     why = f" ({reasons[name]})" if name in reasons else ""
-    return f"${name}{why} is not known. Say {name}=value after the script's name"
+    return f"${name}{why} is not known. Add {name}=value after the script's name"

@@ -1,6 +1,6 @@
-"""The contenders of loop_speed.py: one workload, and a bare loop, zerofit and the Trainer that train it.
+"""The candidates of loop_speed.py: a bare loop, zerofit and the Trainer, which train the same workload.
 
-Each is called with a fresh `Stopwatch`, takes a lap after every update, and leaves the loss of every update.
+Each gets a new `Stopwatch`, takes a lap after every update, and records the loss of every update.
 """
 
 import itertools
@@ -96,7 +96,7 @@ class Stopwatch:
 
 
 class Workload:
-    """What all contenders train: the recipe, the model's configuration and the batches."""
+    """What all candidates train: the recipe, the model's configuration and the batches."""
 
     def __init__(self, options: Options, device: torch.device, folder: Path):
         self.options, self.device, self.folder = options, device, folder
@@ -244,7 +244,7 @@ def train_trainer(work: Workload, watch: Stopwatch) -> None:
     watch.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-CONTENDERS: dict[str, Callable[[Workload, Stopwatch], None]] = {
+CANDIDATES: dict[str, Callable[[Workload, Stopwatch], None]] = {
     "bare full": lambda work, watch: train_bare(work, watch, "full"),
     "zerofit full": lambda work, watch: train_zerofit(work, watch, "full"),
     "bare chunked": lambda work, watch: train_bare(work, watch, "chunked"),

@@ -1,4 +1,4 @@
-"""What stands below the table of a measurement: command, commit, hardware and versions."""
+"""Where the numbers of a table come from: command, commit, hardware and versions, in a line below it."""
 
 import sys
 
@@ -7,12 +7,12 @@ import torch
 from train.record.run_folder import describe_environment
 
 
-def foot(how: str, *packages: str) -> str:
+def provenance(how: str, *packages: str) -> str:
     """One line.
 
     Args:
-        how: what the command does not tell: strategy, processes.
-        packages: whose versions matter.
+        how: what the command does not say: strategy, processes.
+        packages: those with a version that matters.
     """
     about = describe_environment(sys.argv, torch.device("cpu"))
     hardware, commit = about["hardware"], (about["zerofit_commit"] or "unknown")[:7]

@@ -5,8 +5,8 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
     zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --memory_limit 1GiB --finish
 
-Every trial is a real launch of the task with the recipe, on the longest rows that the recipe allows. The journal in
-the output folder keeps what was found: the same command goes on where it was interrupted, and repeats nothing.
+Every trial is a real launch of the task with the recipe; its rows have the greatest length that the recipe allows. The
+journal in the output folder keeps all results: the same command resumes where it was interrupted, and repeats nothing.
 """
 
 import json
@@ -20,18 +20,18 @@ from train.record.terminal import say, size
 from train.tools.compare.candidates import (
     TrialRecipe,
     check_overrides,
-    evaluating_one_batch,
     make_recipe,
-    read_contenders,
+    read_candidates,
+    with_one_batch_evaluations,
 )
 from train.tools.compare.comparison import Comparison
 from train.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from train.tools.compare.finish import Finish, values_to_finish
-from train.tools.compare.machine import Limits, Machine, look, settle_limits
+from train.tools.compare.machine import Limits, Machine, choose_limits, inspect_machine
+from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
 from train.tools.launches import ending_in_order
-from train.tools.options import CompareOptions, parse_bytes
-from train.tools.tool_recipe import read_with_recipe
+from train.tools.tool_recipe import parse_bytes, read_with_recipe
 
 RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
 
@@ -39,31 +39,31 @@ RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
-    candidates = read_contenders(options.names)
+    candidates = read_candidates(options.names)
     source = options.source("config")
     output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
-    made = make_recipe(options, cls)
-    check_overrides(candidates, made, cls)
+    trial_recipe = make_recipe(options, cls)
+    check_overrides(candidates, trial_recipe, cls)
     to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    candidates = evaluating_one_batch(candidates, made, options)
-    machine = look()
+    candidates = with_one_batch_evaluations(candidates, trial_recipe, options)
+    machine = inspect_machine()
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
     folder.lock()
-    (output / RECIPE).write_text(made.to_yaml(), encoding="utf-8")
+    (output / RECIPE).write_text(trial_recipe.to_yaml(), encoding="utf-8")
     if options.memory_limit is None:
         (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
     (output / JOURNAL).touch()
-    say(f"recipe    {source or 'of flags'}", f"compared  {', '.join(each.name for each in candidates)}",
+    say(f"recipe    {source or 'from flags'}", f"compared  {', '.join(candidate.name for candidate in candidates)}",
         f"machine   {machine.describe()}", f"folder    {output}",
-        *(f"note      {note}" for note in (*made.notes, *limits.notes)))  # fmt: skip
+        *(f"note      {note}" for note in (*trial_recipe.notes, *limits.notes)))  # fmt: skip
     comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output)
-    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", made.notes)
+    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", trial_recipe.notes)
     with ending_in_order():
         try:
             comparison.run()
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
                 say("", report.for_terminal(), "")
                 report.finished = Finish(comparison, output / RECIPE_TO_FINISH).run()
         except KeyboardInterrupt:
-            say("", f"interrupted. What was found is in {output / JOURNAL}: the same command goes on from there")
+            say("", f"interrupted. The results so far are in {output / JOURNAL}: the same command resumes from there")
             raise
     report.write(output)
     files = "report.md, results.csv" + (", finished.csv" if report.finished else "")
@@ -82,18 +82,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def limits_of(options, machine: Machine, output: Path) -> Limits:
-    """The limits that were named. A CPU's share of what is free is chosen once: what is free changes, and a comparison
-    that goes on must find the limit that it began with.
+    """The limits from the options. On a CPU without --memory_limit, a part of the free memory is chosen once and kept:
+    free memory changes, and a resumed comparison needs the limit that it began with.
 
     Raises:
-        UserError: the machine does not have as much.
+        UserError: the machine has less memory than that.
     """
     device, host = (text and parse_bytes(text) for text in (options.memory_limit, options.host_memory_limit))
     chosen = None
     if device is None and not machine.devices and (output / LIMIT).is_file():
         num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
         chosen = limit if num_processes == options.num_processes else None
-    limits = settle_limits(machine, options.num_processes, device or chosen, host)
+    limits = choose_limits(machine, options.num_processes, device or chosen, host)
     if chosen:
         limits.notes.append(f"memory_limit {size(chosen)}, as it was when this comparison began")
     return limits

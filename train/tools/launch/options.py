@@ -1,0 +1,29 @@
+"""The options of `zerofit launch`."""
+
+from dataclasses import dataclass
+
+from train.recipe.fields import option
+from train.recipe.options import Recipe
+
+
+@dataclass
+class LaunchOptions(Recipe):
+    """How a run is started; options after the recipe or the program are the recipe's (python train/TASK.py --help)"""
+
+    strategy: str | None = option(
+        None, "A name in accelerate_configs/, or a .yaml file; by default ddp, or single for one process."
+    )
+    num_processes: int | None = option(
+        None, "Processes of all machines together; by default one for each accelerator.", positive=True
+    )
+    num_machines: int | None = option(
+        None, "Machines; by default from the scheduler (WORLD_SIZE, Slurm), else 1.", positive=True
+    )
+    machine_rank: int | None = option(None, "This machine's number, from 0; by default from the scheduler.", minimum=0)
+    main_process_ip: str | None = option(None, "Address of machine 0; by default from the scheduler.")
+    main_process_port: int | None = option(
+        None,
+        "Port of machine 0; by default from the scheduler, else 29500. 0: any free one, on one machine.",
+        minimum=0,
+    )
+    dry_run: bool = option(False, "Print the command line, and do not run it.")
