@@ -37,9 +37,9 @@ INTRO = """# Options
 
 This page is generated: `python scripts/options_reference.py` writes it, a test keeps it current.
 
-Each option is a flag (`--learning_rate 2e-5`) and a key of a recipe (`learning_rate: 2e-5`). A recipe is a YAML file that
-`--config FILE` names; flags win over it. `python train/clm.py --help` shows the common options, here in **bold**, and
-`--help_all` shows all of them. An unknown name is an error that names the nearest known one.
+Each option is a flag (`--learning_rate 2e-5`) and a key of a recipe (`learning_rate: 2e-5`). A recipe is a YAML file
+that `--config FILE` names; flags win over it. `python train/clm.py --help` shows the common options, here in **bold**,
+and `--help_all` shows all of them. An unknown name is an error that names the nearest known one.
 
 What an option takes: N is an integer, X is a number, `...` means one or more values. An option that takes nothing
 is a switch: `--lora` is the same as `--lora true`."""

@@ -29,14 +29,14 @@ MODEL = "the weights are those of model_name_or_path: a hub name, a folder such 
 
 @dataclass
 class AnswerOptions(Recipe):
-    """Evaluate or predict without training"""
+    """Evaluation and predictions, without training"""
 
     evaluate_only: bool = option(
         False, "Train nothing: evaluate model_name_or_path on the held-out data.", common=True
     )
     predict_file: list[str] | None = option(  # noqa: RUF009
         None,
-        "Train nothing: predict for each record of this file with model_name_or_path. It needs no labels.",
+        "Train nothing: let model_name_or_path answer each record of this file, which needs no labels.",
         aliases=("test_file",),
         common=True,
     )

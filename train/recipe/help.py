@@ -10,24 +10,16 @@ import re
 import shutil
 import textwrap
 
-from train.recipe.answers import AnswerOptions
 from train.recipe.fields import Kind
-from train.recipe.options import (
-    BatchOptions,
-    CheckpointOptions,
-    EvaluationOptions,
-    ModelOptions,
-    OptimizerOptions,
-    RunOptions,
-    SourceOptions,
-    TrainingRecipe,
-)
+from train.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
 INDENT, COLUMN, MAX_WIDTH = 2, 36, 100  # columns: where an option begins, where its text begins, where the text ends
-# Groups of every training run, in the order of the help. The groups of one task come between these, others at the end.
-BEFORE_THE_TASK = (ModelOptions, SourceOptions)
-AFTER_THE_TASK = (BatchOptions, OptimizerOptions, EvaluationOptions, CheckpointOptions, RunOptions)
+# The order of the groups in the help of a task, each by one of its options. The task's own groups come in between, and
+# groups that are not named here at the end.
+BEFORE_THE_TASK = ("model_name_or_path", "train_file")
+AFTER_THE_TASK = ("num_train_epochs", "learning_rate", "eval_steps", "save_steps", "output_dir")
+AT_THE_END = ("evaluate_only",)
 METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
 
 
@@ -77,13 +69,17 @@ def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field]]:
             groups[group] = [field for field in fields if not field.metadata["hidden"]]
     if not issubclass(cls, TrainingRecipe):
         return groups
+    of_option = {field.name: group for group, fields in groups.items() for field in fields}
+    before, after, end = (
+        [of_option[name] for name in names if name in of_option]
+        for names in (BEFORE_THE_TASK, AFTER_THE_TASK, AT_THE_END)
+    )
     of_all = [group for group in groups if issubclass(TrainingRecipe, group)]
     of_tool = [group for group in groups if tool and issubclass(cls.__bases__[0], group)]
-    of_task = [group for group in groups if group not in [*of_all, *of_tool, AnswerOptions]]
+    of_task = [group for group in groups if group not in [*of_all, *of_tool, *end]]
     of_task.sort(key=lambda group: not _has_common(groups[group]))
-    ordered = [*BEFORE_THE_TASK, *of_task, *AFTER_THE_TASK]
-    rest = [group for group in [*of_all, AnswerOptions] if group in groups and group not in ordered]
-    return {group: groups[group] for group in [*of_tool, *ordered, *rest]}
+    rest = [group for group in of_all if group not in [*before, *after]]
+    return {group: groups[group] for group in [*of_tool, *before, *of_task, *after, *rest, *end]}
 
 
 def _has_common(fields: list[dataclasses.Field]) -> bool:

@@ -87,32 +87,28 @@ class Recipe:
 class ModelOptions(Recipe):
     """Model and tokenizer"""
 
-    model_name_or_path: str | None = option(
-        None, "Pretrained weights to start from: a folder or a name on the hub.", common=True
-    )
+    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.", common=True)
     config_name: str | None = option(
         None,
-        "Architecture to train from scratch: gpt2-xl, llama-2-7b, ..., a folder or a name on the hub.",
+        "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name.",
         common=True,
     )
     model_type: str | None = option(
-        None, "Train this model family from scratch with its default sizes: gpt2, llama, bert, ..."
+        None, "Architecture family to train from scratch with its default sizes: gpt2, ..."
     )
-    config_overrides: str | None = option(None, "Change fields of the model's configuration: n_layer=4,n_embd=256.")
+    config_overrides: str | None = option(None, "Changes to the configuration: n_layer=4,n_embd=256.")
     tokenizer_name: str | None = option(
-        None, "Tokenizer: a folder or a name on the hub; by default the model's own.", common=True
+        None, "Tokenizer folder or hub name, if it is not the model's own.", common=True
     )
     vocab_file: str | None = option(
-        None, "Vocabulary of a byte-level BPE (GPT-2's vocab.json), instead of tokenizer_name; needs merge_file."
+        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, in place of tokenizer_name; with merge_file."
     )
-    merge_file: str | None = option(None, "Merges of a byte-level BPE (GPT-2's merges.txt).", aliases=("merges_file",))
+    merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
     train_tokenizer_vocab_size: int | None = option(
         None, "Train a byte-level BPE tokenizer of this size on the training text (cached).", minimum=258
     )
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
-    attn_implementation: str | None = option(
-        None, "Attention kernel: eager, sdpa, flash_attention_2, ...; by default the fastest one that fits."
-    )
+    attn_implementation: str | None = option(None, "eager, sdpa, flash_attention_2, ...: the attention kernel to use.")
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass: less memory, slower.", common=True
     )
@@ -167,18 +163,18 @@ def _bad_overrides(overrides: str | None) -> list[str]:
 
 @dataclass
 class LoraOptions(Recipe):
-    """LoRA: train an adapter, freeze the model"""
+    """LoRA: an adapter is trained, not the model itself"""
 
-    lora: bool = option(False, "Freeze the model and train a LoRA adapter.", common=True)
+    lora: bool = option(False, "Train a LoRA adapter and not the model's own weights.", common=True)
     lora_r: int = option(8, "Rank of the adapter.", positive=True)
-    lora_alpha: int = option(16, "Scale of the adapter: its output times lora_alpha / lora_r.", positive=True)
+    lora_alpha: int = option(16, "Its scale: what it adds is multiplied by lora_alpha / lora_r.", positive=True)
     lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0)
-    lora_bias: str = option("none", "Biases that are trained with the adapter.", choices=("none", "all", "lora_only"))
+    lora_bias: str = option("none", "Biases that are trained as well.", choices=("none", "all", "lora_only"))
     lora_target_modules: list[str] | None = option(  # noqa: RUF009
         None, "Modules that get an adapter, by the end of their names, or all-linear; by default the family's own."
     )
     lora_modules_to_save: list[str] | None = option(  # noqa: RUF009
-        None, "Modules that are trained in full and saved with the adapter."
+        None, "Modules that are trained whole and saved with the adapter."
     )
     use_dora: bool = option(False, "DoRA: train the norm of each weight's rows beside the adapter.")
     use_rslora: bool = option(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r).")
@@ -224,20 +220,16 @@ class SourceOptions(Recipe):
 
     dataset_name: str | None = option(
         None,
-        "A dataset on the hub, or a folder that the datasets library can load. Two are made from Python's own "
-        "library: stdlib-docstrings (text, label: its package) and stdlib-functions (source, target).",
+        "A dataset on the hub, or a folder that the datasets library can load. Made from Python's own library and not "
+        "from the hub: stdlib-docstrings (text, label: its package) and stdlib-functions (source, target).",
         common=True,
     )
-    dataset_config_name: str | None = option(None, "Configuration (subset) of dataset_name.")
+    dataset_config_name: str | None = option(None, "Its configuration.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Training data: files or globs. Known are .txt, .json(l), .csv, .tsv and .parquet, also .gz.",
-        common=True,
+        None, ".txt, .json(l), .csv, .tsv, .parquet, also .gz: files or globs.", common=True
     )
-    validation_file: list[str] | None = option(  # noqa: RUF009
-        None, "Held-out data; by default a part of the training data.", common=True
-    )
+    validation_file: list[str] | None = option(None, "The same for the held-out data.", common=True)  # noqa: RUF009
     encoding: str | None = option(
         None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
     )
@@ -245,22 +237,22 @@ class SourceOptions(Recipe):
         None, 'Key of the records in .json files that hold one object: data for {"data": [...]}; a.b for a key in it.'
     )
     validation_split_percentage: float = option(
-        5.0, "Percent of the training data that is held out if there is no validation data.", minimum=0
+        5.0, "Share of the training data to hold out where there is no validation data, in percent.", minimum=0
     )
     max_train_samples: int | None = option(
-        None, "Use only N records for training (dialogue: pairs).", positive=True, aliases=("n_train",)
+        None, "Use only this many records for training (of conversations: pairs).", positive=True, aliases=("n_train",)
     )
     max_eval_samples: int | None = option(
-        None, "Use only N records for evaluation (dialogue: pairs).", positive=True, aliases=("n_val",)
+        None, "Use only this many records for evaluation (or pairs).", positive=True, aliases=("n_val",)
     )
     allow_data_loss: bool = option(
-        False, "Train although more than half of the samples are skipped, or more than half of the answers are cut."
+        False, "Train although more than half of the samples are left out, or more than half of the answers are cut."
     )
     preprocessing_num_workers: int | None = option(
         None, "Processes that tokenise; by default the tokenizer's own threads do.", positive=True
     )
     cache_dir: str | None = option(None, "Where prepared data is kept; by default the datasets library's cache.")
-    overwrite_cache: bool = option(False, "Prepare the data again, even if it is cached.")
+    overwrite_cache: bool = option(False, "Prepare the data anew.")
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -296,28 +288,19 @@ class BatchOptions(Recipe):
     """Batches and length of the run"""
 
     per_device_train_batch_size: int = option(
-        8,
-        "Micro-batch size: samples on one device in one forward and backward pass.",
-        positive=True,
-        aliases=("micro_batch_size",),
-        common=True,
+        8, "Micro-batch: samples on one device in one pass.", positive=True, aliases=("micro_batch_size",), common=True
     )
-    per_device_eval_batch_size: int = option(8, "Samples on one device in one evaluation batch.", positive=True)
-    gradient_accumulation_steps: int | None = option(
-        None, "Micro-batches in one update; by default 1, or what global_batch_size needs.", positive=True
-    )
+    per_device_eval_batch_size: int = option(8, "The same in evaluation.", positive=True)
+    gradient_accumulation_steps: int | None = option(None, "Micro-batches in one update (default 1).", positive=True)
     global_batch_size: int | None = option(
-        None,
-        "Samples in one update on all devices together; sets the gradient accumulation.",
-        positive=True,
-        common=True,
+        None, "Samples in one update over all devices; the accumulation follows from it.", positive=True, common=True
     )
     num_train_epochs: float = option(
         3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
     max_train_steps: int | None = option(
-        None, "Length of the run in updates, instead of num_train_epochs.", positive=True, aliases=("train_iters",),
-        common=True, zero=WITHOUT_TRAINING,
+        None, "Updates to make; overrides num_train_epochs.", positive=True, aliases=("train_iters",), common=True,
+        zero=WITHOUT_TRAINING,
     )  # fmt: skip
     seed: int = option(42, "Seeds the order of samples, the initial weights and dropout.", minimum=0)
     dataloader_num_workers: int | None = option(
@@ -343,22 +326,22 @@ class OptimizerOptions(Recipe):
     num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
     warmup_ratio: float | None = option(
         None,
-        "Warm-up as a fraction of the schedule's updates (lr_decay_steps, else the run).",
+        "Warm-up as a share of the updates of the schedule (lr_decay_steps, else all).",
         minimum=0,
         aliases=("lr_warmup_fraction",),
         common=True,
     )
     min_lr_ratio: float = option(
-        0.0, "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).", minimum=0
+        0.0, "Smallest learning rate as a share of the peak (linear, cosine, wsd).", minimum=0
     )
     lr_decay_steps: int | None = option(
         None, "Updates after which the learning rate is at its smallest and stays there; by default the whole run.",
         positive=True, aliases=("lr_decay_iters",),
     )  # fmt: skip
-    wsd_decay_ratio: float = option(0.2, "Fraction of the schedule, at its end, in which wsd decays.", positive=True)
+    wsd_decay_ratio: float = option(0.2, "Share of these updates in which wsd decays, at its end.", positive=True)
     precision: str | None = option(
         None,
-        "Precision; by default that of the accelerate YAML or DeepSpeed JSON, else fp32.",
+        "By default what the accelerate YAML or the DeepSpeed JSON says, else fp32.",
         choices=("fp32", "bf16", "fp16"),
         common=True,
     )
@@ -379,32 +362,34 @@ class OptimizerOptions(Recipe):
 
 @dataclass
 class StrategyOptions(Recipe):
-    """Strategy, for torchrun and zerofit (accelerate launch takes --config_file)"""
+    """The strategy, under torchrun; accelerate launch has --config_file"""
 
-    strategy: str | None = option(
-        None, "Name of a YAML in accelerate_configs/, or a .yaml file. Not in a recipe.", common=True
-    )
-    deepspeed_config: str | None = option(None, "DeepSpeed JSON, without a YAML. Not in a recipe.")
+    strategy: str | None = option(None, "A name in accelerate_configs/, or a .yaml file. A flag only.", common=True)
+    deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML. A flag only.")
 
 
 @dataclass
 class RunOptions(Recipe):
-    """Output folder and log"""
+    """The run's folder and its record"""
 
-    output_dir: str | None = option(None, "Folder of the run; by default outputs/ and the recipe's name.", common=True)
-    overwrite_output_dir: bool = option(False, "Replace a different run in output_dir. The same run still resumes.")
+    output_dir: str | None = option(None, "The run's folder; by default outputs/ and the recipe's name.", common=True)
+    overwrite_output_dir: bool = option(
+        False, "Allow output_dir to hold a different run, and replace that; this very run goes on all the same."
+    )
     logging_steps: int = option(
         10,
-        "Updates between two lines of the log, if the output is not a terminal.",
+        "Updates between two lines of the log where there is no terminal.",
         positive=True,
         aliases=("log_interval",),
     )
-    record_samples: bool = option(False, "Write samples.jsonl: the training samples of each update.")
+    record_samples: bool = option(
+        False, "Write samples.jsonl: which samples of the training set each update was made of."
+    )
 
 
 @dataclass
 class EvaluationOptions(Recipe):
-    """Evaluation and the best model"""
+    """Evaluation, and which one is the best"""
 
     eval_steps: int | None = option(
         None,
@@ -415,18 +400,18 @@ class EvaluationOptions(Recipe):
     )
     eval_on_start: bool = option(True, "Evaluate before the first update.")
     metric_for_best_model: str | None = option(
-        None, "Held-out metric that selects the best model; by default the task's own."
+        None, "Held-out figure that says which evaluation is the best; by default the task's own."
     )
     save_best: bool | None = option(
-        None, "Keep the best weights in checkpoints/best; by default if the task has a metric besides the loss."
+        None, "Keep the best evaluation's weights in checkpoints/; by default where the task has more than a loss."
     )
     early_stopping_patience: int | None = option(
-        None, "Stop after this many evaluations in a row without improvement.", positive=True
+        None, "Stop after this many evaluations in a row without a better one.", positive=True
     )
-    early_stopping_threshold: float = option(0.0, "Smallest change that counts as an improvement.", minimum=0)
+    early_stopping_threshold: float = option(0.0, "How much better counts as better.", minimum=0)
     load_best_model_at_end: bool | None = option(
         None,
-        "Export the best weights to model/ instead of the last ones; by default with early stopping.",
+        "Leave the best weights in model/, not the last; by default with early stopping.",
         aliases=("load_best_model",),
     )
 
@@ -441,43 +426,43 @@ class EvaluationOptions(Recipe):
 
 @dataclass
 class CheckpointOptions(Recipe):
-    """Checkpoints and resuming"""
+    """Checkpoints, and going on from them"""
 
     save_strategy: str | None = option(
         None,
-        "Checkpoints to keep, each with a model/: no, epoch (one per epoch), or steps (every save_steps updates).",
+        "When checkpoints/ gets a model: no, epoch (at the end of each), or steps (every save_steps updates).",
         choices=("no", "epoch", "steps"),
         common=True,
     )
     save_steps: int | None = option(
-        None, "Updates between two checkpoints that are kept.", positive=True, aliases=("save_interval",)
+        None, "Updates between two checkpoints.", positive=True, aliases=("save_interval",)
     )
     save_total_limit: int | None = option(
-        None, "Keep only the last N checkpoints, and the best; by default all.", positive=True
+        None, "Keep the last so many checkpoints, and the best; by default all.", positive=True
     )
     save_keep_every: int | None = option(
-        None, "Keep also each checkpoint whose update is a multiple of this.", positive=True
+        None, "Beside these, keep each checkpoint whose update is a multiple of this.", positive=True
     )
     save_minutes: float = option(
         30.0,
-        "Minutes between checkpoints for resuming, in addition to save_strategy; the last two are kept. 0: none.",
+        "Minutes between checkpoints to go on from, beside those of save_strategy; the last two are kept. 0: none.",
         minimum=0,
     )
-    save_only_model: bool = option(False, "Save the model only: smaller checkpoints, and no run can resume from them.")
+    save_only_model: bool = option(False, "Checkpoints hold the model only: smaller, and no run can go on from them.")
     save_async: bool | None = option(
-        None, "Write checkpoints while training continues; by default if memory has room for a copy of the state."
+        None, "Write checkpoints while training goes on; by default where memory has room for a copy of the state."
     )
     on_save_failure: str = option(
-        "continue", "If a checkpoint cannot be written: continue the run, or stop it.", choices=("continue", "stop")
+        "continue", "Where a checkpoint cannot be written: continue, or stop.", choices=("continue", "stop")
     )
     resume: str = option(
         "auto",
-        "auto: resume from the newest complete checkpoint in output_dir, if there is one; never: start over; or the "
+        "auto: go on from the newest whole checkpoint in output_dir, if there is one; never: start over; or the "
         "folder of a checkpoint.",
         aliases=("resume_from_checkpoint",),
     )
     max_hours: float | None = option(
-        None, "Stop after this many hours since the start of the program: save, and exit with code 85.",
+        None, "Stop after this many hours, counted from the start of the program: save, and leave with code 85.",
         positive=True,
     )  # fmt: skip
 
@@ -496,21 +481,21 @@ class CheckpointOptions(Recipe):
 
 @dataclass
 class FaultOptions(Recipe):
-    """Anomalies and hangs"""
+    """When something goes wrong"""
 
     on_fault: str = option(
         "stop",
-        "If the loss or the gradient norm is NaN, infinite or a spike: stop before the weights change, skip the "
-        "update, or rewind to the last checkpoint and continue without the samples of the update.",
+        "Where loss or gradient norm is NaN, infinite or a spike: stop before the weights move, skip the update, or "
+        "rewind to the last checkpoint and go on without its samples.",
         choices=("stop", "skip", "rewind"),
     )
     spike_threshold: float = option(
         10.0,
-        "Robust z-score above which a loss (or a gradient norm that is not clipped) is a spike. 0: never.",
+        "What is a spike of the loss (and of a gradient norm that is not clipped): its robust z-score. 0: none.",
         minimum=0,
     )
     watchdog_minutes: float = option(
-        30.0, "End the run if a process makes no progress for this long. 0: never.", minimum=0
+        30.0, "End the run when a process has shown no sign of life for this long. 0: never.", minimum=0
     )
 
     def problems(self) -> list[str]:
@@ -525,9 +510,7 @@ class TrackingOptions(Recipe):
     """Trackers"""
 
     with_tracking: bool = option(False, "Send the metrics to the trackers of report_to.", common=True)
-    report_to: str = option(
-        "all", "Trackers: wandb, tensorboard, all (those that are installed) or none.", choices=TRACKERS
-    )
+    report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the task.")
     run_name: str | None = option(None, "Name of the run at the tracker; by default the output folder's.")
 

@@ -26,8 +26,7 @@ class LossOptions(Recipe):
 
     loss: str = option(
         "auto",
-        "How the loss is computed. full: hold all logits in memory; chunked: a part at a time; liger: Liger's kernel; "
-        "auto: the one that saves most memory for this model.",
+        "How the loss is computed. auto: the memory-saving one where there is one; full: hold all logits.",
         choices=("auto", "full", "chunked", "liger"),
     )
 
@@ -37,7 +36,7 @@ class RecordOptions(Recipe):
     """Records that cannot be used"""
 
     skip_bad_records: bool = option(
-        False, "Skip and count records that cannot be used (an empty text, no label, no answer), instead of stopping."
+        False, "Leave out records that cannot be used (an empty text, no label, no answer), and count them."
     )
 
 
@@ -48,21 +47,21 @@ class PaddingOptions(Recipe):
     pad_to_max_length: bool = option(False, "Pad every row to the longest length allowed, not to its batch's longest.")
     length_grouping: str = option(
         "window",
-        "How rows are put into batches. window: rows of similar length; update: the rows of an update are drawn at "
-        "random, and its micro-batches hold similar lengths; none: at random.",
+        "Who shares a batch. window: rows of similar length; update: an update's rows are drawn at random, and only "
+        "its micro-batches hold similar lengths; none: at random.",
         choices=("window", "update", "none"),
     )
 
 
 @dataclass
 class LabelOptions(Recipe):
-    """Texts and labels"""
+    """What is classified"""
 
     task_name: str | None = option(
         None, "A GLUE task: its columns, labels and metric.", choices=GLUE_TASKS, common=True
     )
-    text_columns: list[str] | None = option(None, "Column of the text, or the two columns of a pair.", common=True)  # noqa: RUF009
-    label_column: str | None = option(None, "Column of the label; by default `label` or a similar name.", common=True)
+    text_columns: list[str] | None = option(None, "Column of the text, or the two of a pair.", common=True)  # noqa: RUF009
+    label_column: str | None = option(None, "Column of the label; by default `label` or a name like it.", common=True)
     choice_columns: list[str] | None = option(  # noqa: RUF009
         None,
         "Multiple choice: columns of the choices, or one of lists; by default choice0, choice1, ... and the like.",
@@ -71,7 +70,7 @@ class LabelOptions(Recipe):
         None, "Predict a number; by default where the labels are numbers with a fractional part."
     )
     validation_mismatched_file: list[str] | None = option(  # noqa: RUF009
-        None, "MNLI's second held-out set, in addition to validation_file."
+        None, "MNLI's second held-out set, beside validation_file."
     )
     max_length: int = option(128, "Longest row in tokens.", minimum=4, aliases=("max_seq_length",), common=True)
     ignore_mismatched_sizes: bool = option(
@@ -98,27 +97,27 @@ class PairOptions(Recipe):
 
     dialogue_column: str | None = option(None, "Column of the conversation, a list of turns; by default a known name.")
     source_column: str | None = option(
-        None, "Column of the source text, if the data has no conversations.", aliases=("text_column",), common=True
+        None, "Column of the source text, where there is no conversation.", aliases=("text_column",), common=True
     )
     target_column: str | None = option(
         None,
-        "Column of the target text, or of the reply to a conversation.",
+        "Column of the target text (of the reply to a conversation).",
         aliases=("summary_column", "response_column"),
         common=True,
     )
-    turn_separator: str | None = option(None, "Text between two turns; by default the model's own separator.")
+    turn_separator: str | None = option(None, "What stands between two turns; by default the model's own.")
     source_prefix: str = option("", "Text before every source, e.g. 'summarize: ' for T5.")
-    max_source_length: int = option(128, "Longest source in tokens; a longer conversation keeps its latest turns.",
+    max_source_length: int = option(128, "Longest source in tokens; of a conversation the latest turns are kept.",
                                     minimum=4, common=True)  # fmt: skip
-    max_target_length: int = option(128, "Longest target in tokens; the rest is cut.", minimum=2, common=True)
+    max_target_length: int = option(128, "Longest target in tokens; the rest is cut away.", minimum=2, common=True)
 
 
 @dataclass
 class GenerationOptions(Recipe):
     """Evaluation by generation"""
 
-    predict_with_generate: bool = option(True, "Generate from the held-out sources and compute BLEU and ROUGE.")
-    num_beams: int | None = option(None, "Beams of beam search; by default the model's own number, else 1.",
+    predict_with_generate: bool = option(True, "Generate from the held-out sources, and measure BLEU and ROUGE.")
+    num_beams: int | None = option(None, "Beams of the search; by default the model's own number, else 1.",
                                    positive=True, common=True)  # fmt: skip
     val_max_target_length: int | None = option(
         None, "Longest generated text in tokens; by default max_target_length.", positive=True
@@ -167,7 +166,7 @@ class TextOptions(Recipe):
     )
     max_eval_batches: int | None = option(
         None,
-        "Evaluate on the first N batches of each process; by default on all held-out data.",
+        "Evaluate on the first so many batches of each process; by default on all that is held out.",
         positive=True,
     )
     append_eos: bool | None = option(
@@ -175,7 +174,7 @@ class TextOptions(Recipe):
     )
     make_vocab_size_divisible_by: int | None = option(
         None,
-        "From scratch: round the model's vocabulary up to a multiple of this; the export in model/ is cut back.",
+        "From scratch: give the model a vocabulary that is a multiple of this; model/ has the tokenizer's again.",
         positive=True,
     )
 
@@ -191,19 +190,19 @@ class TextOptions(Recipe):
 
 @dataclass
 class CorpusOptions(Recipe):
-    """Corpora in Megatron's format (`zerofit prepare` makes them)"""
+    """Corpora in Megatron's format, made by `zerofit prepare` or Megatron's tool"""
 
     data_path: list[str] | None = option(  # noqa: RUF009
         None,
-        "Corpus: its path without .bin and .idx. Several are blended: 0.3 A 0.7 B.",
+        "A corpus, named by what stands before .bin and .idx; or several, each after its weight: 0.3 A 0.7 B.",
         common=True,
     )
-    split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
+    split: str = option("969,30,1", "Shares of the documents for training, evaluation and test.")
     data_cache_path: str | None = option(
-        None, "Folder for the index of the samples; by default beside the (first) corpus."
+        None, "Where the index of the samples is kept; by default beside the (first) corpus."
     )
-    reset_position_ids: bool = option(False, "Restart the positions after each end-of-document token.")
-    reset_attention_mask: bool = option(False, "Stop attention from looking back over an end-of-document token.")
+    reset_position_ids: bool = option(False, "Count positions anew after each end-of-document token.")
+    reset_attention_mask: bool = option(False, "Let attention not look back over an end-of-document token.")
     eod_mask_loss: bool = option(False, "Do not train on the token after an end-of-document token.")
 
     def __post_init__(self):
@@ -275,19 +274,19 @@ class ChatOptions(Recipe):
 
     data_format: str = option(
         "auto",
-        "Format of a record. text: running text; instruction: instruction (, input) and output; prompt: prompt and "
-        "completion; messages: turns with roles; auto: what the columns say.",
+        "What a record is. text: running text; instruction: instruction (, input) and output; prompt: prompt and "
+        "completion; messages: turns with roles. By default what the columns say.",
         choices=("auto", "text", "instruction", "prompt", "messages"),
     )
-    messages_column: str | None = option(None, "Column of the turns; by default `messages` or a similar name.")
+    messages_column: str | None = option(None, "Column of the turns; by default `messages`, or a name like it.")
     chat_template: str | None = option(
         None,
-        "Template of a conversation; by default the tokenizer's own. Others: llama-2-chat, instruction, "
-        "instruction-ja, none (the answer follows the prompt), or a .jinja file.",
+        "How a conversation is written: llama-2-chat, instruction, instruction-ja, none (prompt and answer one after "
+        "the other), or a .jinja file; by default as the tokenizer's own template has it.",
         common=True,
     )
-    system_prompt: str | None = option(None, "System message for conversations without one.")
-    train_on_prompt: bool = option(False, "Train on the full conversation, not on the answers only.")
+    system_prompt: str | None = option(None, "System text for conversations that have none of their own.")
+    train_on_prompt: bool = option(False, "Train on the whole conversation, not on the answers only.")
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -310,10 +309,10 @@ class ChatOptions(Recipe):
 
 @dataclass
 class SampleOptions(Recipe):
-    """Sample after training"""
+    """A look at the result"""
 
-    sample_tokens: int = option(0, "Generate this many tokens after training and show them.", minimum=0)
-    sample_prompt: str | None = option(None, "Prompt of that sample (needs sample_tokens).")
+    sample_tokens: int = option(0, "Generate this many tokens after training, for a look at the result.", minimum=0)
+    sample_prompt: str | None = option(None, "What the sample (of sample_tokens) continues, or, of a chat, answers.")
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -324,9 +323,9 @@ class SampleOptions(Recipe):
 
 @dataclass
 class WritingOptions(Recipe):
-    """Predictions for predict_file"""
+    """What is written for predict_file"""
 
-    max_new_tokens: int = option(128, "Longest answer to a prompt, in tokens.", positive=True)
+    max_new_tokens: int = option(128, "Longest answer to a prompt of predict_file, in tokens.", positive=True)
 
     def problems(self) -> list[str]:
         found = super().problems()
