@@ -11,6 +11,8 @@ BESIDE = "../" + "shared"  # a folder that stood beside the checkout where this 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:train|tests|benchmarks|scripts|recipes|docs|accelerate_configs|ds_configs)/[\w./-]+)`")
 
+PLACEHOLDER = re.compile(r"NAME|TASK|FAMILY")
+
 
 def documents() -> list[Path]:
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -57,6 +59,7 @@ def test_links_lead_somewhere(file):
 @pytest.mark.parametrize("file", documents(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_files_that_documents_name_exist(file):
     named = NAMED_FILE.findall(without_code(file.read_text(encoding="utf-8")))
+    named = [name for name in named if not PLACEHOLDER.search(name)]
     missing = [name for name in named if not (ROOT / name).exists() and not list(ROOT.glob(name + ".*"))]
     assert not missing, f"{file.relative_to(ROOT)}: {missing}"
 
