@@ -4,34 +4,25 @@ python scripts/options_reference.py            # writes the page
 python scripts/options_reference.py --check    # exit code 1 if the page is not current
 """
 
+import contextlib
 import dataclasses
+import io
 import sys
 import typing
 from pathlib import Path
+from unittest.mock import patch
 
+from train.cli import main as zerofit
 from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from train.recipe.fields import Kind, kind_of
 from train.recipe.help import default_text, heading, option_groups, value_text
-from train.tools.options import (
-    CompareOptions,
-    FromMetaOptions,
-    GenerateOptions,
-    MegatronArgsOptions,
-    MergeOptions,
-    StartOptions,
-    ToMetaOptions,
-    VerifyOptions,
-)
-from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TASKS = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
-TOOLS = {
-    "launch": StartOptions, "compare": CompareOptions, "verify": VerifyOptions, "prepare": PrepareOptions,
-    "prepare merge": JoinOptions, "prepare info": InfoOptions, "convert meta-to-hf": FromMetaOptions,
-    "convert hf-to-meta": ToMetaOptions, "convert megatron-args": MegatronArgsOptions, "merge": MergeOptions,
-    "generate": GenerateOptions,
-}  # fmt: skip
+TOOLS = (
+    "launch", "compare", "verify", "prepare", "prepare merge", "prepare info", "convert meta-to-hf",
+    "convert hf-to-meta", "convert megatron-args", "merge", "generate",
+)  # fmt: skip
 WITH_RECIPE = ("launch", "compare", "verify")
 INTRO = """# Options
 
@@ -61,13 +52,22 @@ def page() -> str:
         tasks = "" if len(groups[group]) == len(TASKS) else f" ({', '.join(groups[group])})"
         parts += [f"### {heading(group)}{tasks}", table(fields[group], kinds)]
     parts += ["## Tools"]
-    for tool, options in TOOLS.items():
+    for tool in TOOLS:
+        options = options_class(tool)
         kinds = kinds_of(options)
         parts += [f"### `zerofit {tool}`"]
         if tool in WITH_RECIPE:
             parts += ["It takes the options of training as well."]
         parts += [table([field for group in option_groups(options, tool=True).values() for field in group], kinds)]
     return "\n\n".join(parts) + "\n"
+
+
+def options_class(tool: str) -> type:
+    """The dataclass of a tool's options: the one that the tool shows with --help_all."""
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with patch("train.recipe.parse.help_text", return_value="") as help_text, quiet, contextlib.suppress(SystemExit):
+        zerofit([*tool.split(), "--help_all"])
+    return help_text.call_args.args[0]
 
 
 def kinds_of(recipe: type) -> dict[str, Kind]:
