@@ -1,4 +1,4 @@
-"""The worked example of docs/continual-pretraining.md: a real pretrained Llama, continued, against one from scratch.
+"""The worked example of docs/pre-train.md: a real pretrained Llama, continued, against one from scratch.
 
     python benchmarks/continual.py [--weights FOLDER] [--text FILE] [--updates 250] [--processes 2]
 

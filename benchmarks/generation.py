@@ -4,7 +4,7 @@
 
 Each strategy is a real launch of train/seq2seq.py at a learning rate of 0, with 2 CPU processes (one for `single`).
 The held-out examples are the first ones of a file of conversations, a number that 2 does not divide. Writes
-docs/generation.md, whose figures are of BlendedSkillTalk.
+the table of docs/generation.md, whose figures are of BlendedSkillTalk, to outputs/generation.md.
 """
 
 import argparse
@@ -76,6 +76,7 @@ processes do not divide the number of examples: the last batches are filled up w
 
 Command: `python {" ".join(sys.argv)}`
 """
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(text)
 
 
@@ -87,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num_beams", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "generation.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "generation.md")
     return parser.parse_args()
 
 

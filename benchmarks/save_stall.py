@@ -4,10 +4,10 @@
     python benchmarks/save_stall.py --tokenizer data/tokenizers/gpt2
 
 Each row is a real launch of train/clm.py: a small GPT-2 of random weights (--shape), fp32, 2 CPU processes (one for
-`single`), 30 updates with a checkpoint every EVERY. `stood still` is the mean over the checkpoints but the first,
+`single`), 30 updates with a checkpoint every EVERY. `paused` is the mean over the checkpoints but the first,
 in which the buffers are made (column `first`); `written in` is the mean time from the begin of a save to its end;
 `updates meanwhile` is the median time of the updates that ran while one was written over that of the others. Writes
-the table of docs/checkpoints.md to outputs/save-stall.md.
+the table of docs/resume.md to outputs/save-stall.md.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=30, help=f"a multiple of {EVERY}")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "save-stall.md")
     options = parser.parse_args()
-    rows = ["| strategy | ranks | written | MB | first, s | stood still, s | written in, s | updates meanwhile |",
+    rows = ["| strategy | ranks | written | MB | first, s | paused, s | written in, s | updates meanwhile |",
             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     print("\n".join(rows))
     options.output.parent.mkdir(exist_ok=True)

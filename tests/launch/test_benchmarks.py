@@ -9,7 +9,7 @@ from helpers import ROOT, environment, tiny_t5
 
 LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num_layers", "1", "--hidden_size", "32",
         "--block_size", "32", "--vocab_size", "300"]  # fmt: skip
-TINY_GPT2 = ["--shape", "n_layer=1,n_head=2,n_embd=32", "--text", "README.md", "--strategies", "single"]
+TINY_GPT2 = ["--shape", "n_layer=1,n_head=2,n_embd=32", "--text", "docs/notes.md", "--strategies", "single"]
 SMALL = {
     "the loop": [*LOOP, "--output", "{tmp}/loop.json"],
     "the start": ["loop_speed", "--startup", "--rounds", "1", "--output", "{tmp}/startup.json"],

@@ -18,7 +18,7 @@ from train.tools.launches import MARK
 
 TINY = {
     "config_name": "gpt2", "config_overrides": "n_layer=2,n_head=2,n_embd=32,n_positions=64", "block_size": 64,
-    "train_tokenizer_vocab_size": 300, "train_file": "README.md", "document_separator": "paragraph",
+    "train_tokenizer_vocab_size": 300, "train_file": "*.md", "document_separator": "paragraph",
     "learning_rate": 1e-3, "global_batch_size": 64, "per_device_eval_batch_size": 2,
 }  # fmt: skip
 

@@ -27,12 +27,12 @@ TOOLS = {
     ("generate",): GenerateOptions, ("compare",): CompareOptions, ("verify",): VerifyOptions,
 }  # fmt: skip
 START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
-COLUMNS = ("full", "chunked")  # `zerofit full` heads a column of docs/loop-speed.md
+COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/loop-speed.md
 ENDS = {"&&", "||", "|", ";", ">", "2>"}
 
 
 def texts() -> dict[str, str]:
-    """{place: text with commands}: code blocks and `code` of documents, and what explains recipes and programs."""
+    """{place: text with commands}: code blocks and `code` of documents, headers of recipes, docstrings of programs."""
     found = {}
     for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = file.read_text(encoding="utf-8")
@@ -65,16 +65,16 @@ def commands() -> list[tuple[str, list[str]]]:
             except ValueError:  # prose: it's
                 continue
             end = next((number for number, word in enumerate(words) if word in ENDS), len(words))
-            left_out = [number for number in range(end) if words[number] == "..." and words[number - 1] != "--prompt"]
+            omitted = [number for number in range(end) if words[number] == "..." and words[number - 1] != "--prompt"]
             if words[1] not in COLUMNS:
-                found.append((str(place), [words[number] for number in range(end) if number not in left_out]))
+                found.append((str(place), [words[number] for number in range(end) if number not in omitted]))
     return found
 
 
 def check_launch(words: list[str]) -> None:
-    told = launch_command_parser().parse_args(words)
-    assert told.config_file is None or (ROOT / told.config_file).is_file(), told.config_file
-    check_program([told.training_script, *told.training_script_args])
+    launcher = launch_command_parser().parse_args(words)
+    assert launcher.config_file is None or (ROOT / launcher.config_file).is_file(), launcher.config_file
+    check_program([launcher.training_script, *launcher.training_script_args])
 
 
 def check_program(words: list[str]) -> None:
@@ -82,14 +82,14 @@ def check_program(words: list[str]) -> None:
     task = Path(script).stem
     assert (ROOT / "train" / f"{task}.py").is_file(), script
     recipe = next(iter(sorted((ROOT / "recipes" / task).glob("*.yaml"))))
-    known = [str(recipe) if re.fullmatch("RECIPE|outputs/.*/recipe.yaml", word) else word
-             for word in options]  # fmt: skip
-    parse_recipe(TASKS[task], known)
+    arguments = [str(recipe) if re.fullmatch("RECIPE|outputs/.*/recipe.yaml", word) else word
+                 for word in options]  # fmt: skip
+    parse_recipe(TASKS[task], arguments)
 
 
 def check_tool(words: list[str]) -> None:
     assert words[0] in {command.name for command in COMMANDS}, words[0]
-    if words == ["launch"]:  # it is only spoken of
+    if words in (["launch"], ["convert"]):  # a command that is only named
         return
     if words[0] == "launch":
         options, program = read_options(words[1:])
@@ -120,12 +120,12 @@ def check(words: list[str]) -> None:
     """Raises whatever the program would raise."""
     words = [re.sub(r"^\$[A-Z_]+$|^\$\{[A-Z_]+\}$", "1", word) for word in words]  # of a job's own environment: $RANK
     if words[0] == "accelerate":
-        if any(word.endswith(".py") for word in words):  # else it is only spoken of
+        if any(word.endswith(".py") for word in words):  # else the command is only named
             check_launch(words[2:])
     elif words[0] == "torchrun":
-        told = get_args_parser().parse_args(words[1:])
-        if told.training_script.startswith("train/"):  # docs/megatron.md has one of Megatron's
-            check_program([told.training_script, *told.training_script_args])
+        launcher = get_args_parser().parse_args(words[1:])
+        if launcher.training_script.startswith("train/"):  # docs/megatron.md has one of Megatron's
+            check_program([launcher.training_script, *launcher.training_script_args])
     elif words[0] == "zerofit":
         check_tool(words[1:])
     elif words[0] == "make":

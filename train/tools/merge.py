@@ -94,7 +94,7 @@ def merge(
         precision: fp32, bf16 or fp16; None: that of the base.
 
     Raises:
-        UserError: the adapter and the base do not fit together, or cannot be loaded; see train/model/adapter_loading.py.
+        UserError: the adapter and the base do not fit together, or cannot be loaded.
         RuntimeError: the merged model differs from the adapted one. Nothing is written then.
     """
     check_output(output)

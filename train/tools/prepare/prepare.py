@@ -197,7 +197,7 @@ class PrepareJob:
 
     def _tasks(self) -> Iterator[tuple[InputPart, int]]:
         """The parts of all files, each with the bytes of the input read so far."""
-        from train.model.tokenizer import END_OF_TEXT
+        from train.model.families.gpt2 import END_OF_TEXT
         from train.tools.prepare.documents import tasks_of
 
         before = 0
