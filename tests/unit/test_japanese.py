@@ -8,21 +8,18 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT
-from test_commands import TOOLS
+from test_commands import TASKS, TOOLS, read_options
 from torch.distributed.run import get_args_parser
-
-from train.tools.launch.command import StartOptions
-from train.tools.tool_recipe import TASKS
 
 PAGES = {"README.ja.md": 12, "docs/ja/lora.md": 14, "docs/ja/continual-pretraining.md": 22}  # page: fewest commands
 PROGRAM = re.compile(r"(?:srun |\.venv/bin/)*(?:accelerate|torchrun|zerofit|make|git|source|python -m wiki)[ .]")
-READERS_OWN = {  # what a reader has or writes: its name may differ between the languages
+USER_FILES = {  # what the user names: it may differ between the languages
     r"<[^>]*>": "<>",
-    r"\b(?:my_)?data/(?!stories|tinystories)[\w./*-]+": "data/OWN",
+    r"\b(?:my_)?data/(?!stories|tinystories)[\w./*-]+": "data/FILE",
     r"\b[a-z]+wiki-\S+\.xml\.bz2": "WIKI.xml.bz2",
     r'--prompt "[^"]*"': '--prompt "TEXT"',
 }
-OF_OTHERS = {"--config", "--json", "--num_gpus", "--deepspeed", "--load", "--save"}  # --config: of each parser
+OTHER_PROGRAMS = {"--config", "--json", "--num_gpus", "--deepspeed", "--load", "--save"}  # or of every parser
 
 
 def read(page: str) -> str:
@@ -44,7 +41,7 @@ def commands_in(lines: list[str]) -> list[str]:
     for line in lines:
         for part in line.removeprefix("$ ").split(" && "):
             command = " ".join(re.sub(r"\s#\s.*", "", part).replace("'", '"').split())
-            for pattern, name in READERS_OWN.items():
+            for pattern, name in USER_FILES.items():
                 command = re.sub(pattern, name, command)
             if PROGRAM.match(command) and len(command.split()) > 1:
                 commands.append(command)
@@ -75,9 +72,10 @@ def anchors(page: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
-def known_options() -> set[str]:
+def all_options() -> set[str]:
     """Every option of the tasks, the tools and the two launchers."""
-    groups = {*TASKS.values(), *TOOLS.values(), StartOptions}
+    of_launch, _ = read_options([str(ROOT / "recipes/clm/stdlib-gpt2.yaml")])
+    groups = {*TASKS.values(), *TOOLS.values(), type(of_launch)}
     options = {field.name for group in groups for field in fields(group)}
     options |= {alias for group in groups for field in fields(group) for alias in field.metadata.get("aliases", ())}
     parsers = (launch_command_parser(), get_args_parser())
@@ -85,8 +83,8 @@ def known_options() -> set[str]:
 
 
 def test_every_japanese_page_is_listed():
-    there = {"README.ja.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "ja").glob("*.md"))}
-    assert there == set(PAGES)
+    pages = {"README.ja.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "ja").glob("*.md"))}
+    assert pages == set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -103,7 +101,7 @@ def test_options_exist(page):
     words = [word for line in code_in(read(page)) for word in line.split()]
     options = {word for word in words if re.fullmatch(r"--[a-z]+(?:_[a-z0-9]+)*", word)}
     assert len(options) >= 3
-    unknown = options - known_options() - OF_OTHERS
+    unknown = options - all_options() - OTHER_PROGRAMS
     assert not unknown, f"{page}: {', '.join(sorted(unknown))}"
 
 
@@ -132,6 +130,6 @@ def test_commands_are_compared_without_layout():
     one = "accelerate launch train/clm.py --config RECIPE \\\n  --train_file 'my_data/*.jsonl'  # a comment\n"
     other = '```\n$ accelerate launch train/clm.py --config RECIPE --train_file "data/mine.txt"\n```\n'
     assert commands_in(code_in(f"```\n{one}```\n")) == commands_in(code_in(other))
-    assert shlex.split(commands_in(code_in(other))[0])[-1] == "data/OWN"
+    assert shlex.split(commands_in(code_in(other))[0])[-1] == "data/FILE"
     wrong = "```\nzerofit launch --dry_run --strategy zero9 recipes/clm/none.yaml\n```\n"
     assert not {in_any_order(command) for command in commands_in(code_in(wrong))} & english_commands()
