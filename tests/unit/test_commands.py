@@ -34,7 +34,7 @@ ENDS = {"&&", "||", "|", ";", ">", "2>"}
 def texts() -> dict[str, str]:
     """{place: text with commands}: code blocks and `code` of documents, headers of recipes, docstrings of programs."""
     found = {}
-    for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for file in (*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         text = file.read_text(encoding="utf-8")
         blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
