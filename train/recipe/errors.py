@@ -72,9 +72,9 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """
 
     @functools.wraps(main)
-    def wrapped(argv: list[str] | None = None) -> int:
+    def wrapped(argv: list[str] | None = None, *others) -> int:
         try:
-            return main(argv)
+            return main(argv, *others)
         except UserError as error:
             rank, message = int(os.environ.get("RANK", "0")), error.report()
             if rank:

@@ -10,7 +10,6 @@ import re
 import shutil
 import textwrap
 
-from train.recipe.data_options import SourceOptions
 from train.recipe.fields import Kind
 from train.recipe.options import TrainingRecipe
 
