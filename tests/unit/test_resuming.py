@@ -40,6 +40,11 @@ class Resume:
         return [*([self.note] if self.note else []), *plan.notes]
 
 
+def test_the_strategy_is_no_part_of_a_runs_identity(tmp_path):
+    plan = Resume(recipe(), leave_a_run(tmp_path, recipe(), 8, 2), 2)
+    plan.earlier.plan(recipe(), 8, plan.folder).check_is_same_run({**identity(recipe(), 8), "strategy": "zero2"})
+
+
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes, accumulation):
     options = recipe("--gradient_accumulation_steps", "3")

@@ -42,6 +42,7 @@ SETTINGS = (
 )  # fmt: skip
 # Options that do not change what is computed: a run that differs only in these is the same run.
 NOT_THE_RUN = {
+    "strategy", "deepspeed_config",
     "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking", "report_to", "report_name", "run_name",
     "preprocessing_num_workers", "dataloader_num_workers", "cache_dir", "data_cache_path", "overwrite_cache",
     "sample_tokens", "sample_prompt", "per_device_train_batch_size", "per_device_eval_batch_size",
