@@ -429,6 +429,7 @@ def test_a_base_of_another_size_where_the_configuration_lies_beside_the_adapter(
     case = build()
     shutil.copy(case.base / "config.json", case.adapter)
     tiny_model("llama", vocab_size=VOCABULARY, num_hidden_layers=1).save_pretrained(case.base)
+    capsys.readouterr()  # transformers' progress bar
     message = refusal(case, capsys)
     assert "num_hidden_layers = 2" in message
     assert "has 1" in message
