@@ -16,7 +16,7 @@ def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, Ledger]
     line = _merge(flags) if call.program == "merge_datasets.py" else _preprocess(flags, tokenizer)
     for name in flags.flags:
         if name not in flags.rows and name in PREPARE_HINTS:
-            flags.none(name, PREPARE_HINTS[name].removeprefix("leave it out: "))
+            flags.none(name, PREPARE_HINTS[name].removeprefix("remove it: "))
     return shlex.join(line), flags
 
 
