@@ -133,7 +133,7 @@ def test_mistakes(machine, tmp_path):
     for words, said in (
         ((), "nothing to train: zerofit launch recipes/clm/NAME.yaml"),
         (("--learning_rate", "1"), "--learning_rate is where a recipe or a program was expected"),
-        ((str(tmp_path / "mine.yaml"),), "does not tell the task"),
+        ((str(tmp_path / "mine.yaml"),), "does not say the task"),
         (("recipes/clm/none.yaml",), "there is no such recipe"),
         (("train/none.py",), "there is no such file"),
         ((RECIPE, "--strategy", "zero9"), "strategy 'zero9': there is no file"),
