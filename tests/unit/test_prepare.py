@@ -658,7 +658,7 @@ def test_input_that_is_refused(small, tmp_path, capsys):
         ("a.xls", "the ending is unknown"), ("list.json", "begins as a JSON list and is none"),
         ("a.csv", "has no column text; it has a, b. See --json_keys"), ("kana.txt", "say --encoding cp932"),
         ("cut.jsonl.gz", "cannot be read"), ("no.parquet", "cannot be read as .parquet"), ("gone.txt", "no such file"),
-        ("blank.txt", "has no text"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),
+        ("blank.txt", "there is no text in it"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),
     ):  # fmt: skip
         words = ("--input", tmp_path / name, "--output_prefix", tmp_path / "x", "--tokenizer", small, "--workers", 1)
         assert said in refused(capsys, *words), name
