@@ -9,11 +9,13 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from train.model.folders import read_json
 from train.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 FILE = "base_weights.json"
 NUM_VALUES = 64
@@ -21,12 +23,14 @@ RELATIVE, ABSOLUTE = 1e-2, 1e-6  # bf16 rounds by 2^-9 of a value, fp16 by 2^-25
 MAX_DIFFERING = 0.05  # fraction of the values that may differ in the same base
 
 
-def sample_weights(weight: torch.Tensor) -> list[float]:
+def sample_weights(weight: "torch.Tensor") -> list[float]:
     """64 values, evenly strided over the flattened weight, from the first on.
 
     Args:
         weight: of any shape, full (under ZeRO-3 gathered), not empty and not quantised.
     """
+    import torch
+
     indices = torch.arange(NUM_VALUES, device=weight.device) * weight.numel() // NUM_VALUES
     return weight.detach().flatten()[indices].float().tolist()
 
