@@ -109,7 +109,7 @@ def test_the_names_that_are_promised_are_those_that_come():
 
 
 def judged(best: BestMetricTracker, values: list[float]) -> list[bool]:
-    return [best.is_best(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
+    return [best.record_evaluation(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,6 @@ def test_the_best_constant_of_numbers():
 def test_a_best_that_only_ties_the_start_is_said(metric, start, values, unbeaten):
     best = BestMetricTracker(metric)
     for update, value in enumerate(values, 1):
-        best.is_best(update, {f"eval_{metric}": value})
+        best.record_evaluation(update, {f"eval_{metric}": value})
     assert best.unbeaten_start({f"eval_{metric}": start}) == (start if unbeaten else None)
     assert best.unbeaten_start({}) is None

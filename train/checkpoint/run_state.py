@@ -30,7 +30,7 @@ class RunState:
     positions: float = 0.0  # tokens and padding
     held_out_before: dict[str, float] = field(default_factory=dict)  # figures before the first update
     held_out: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
-    skipped_updates: list[int] = field(default_factory=list)  # whose samples are not trained on, after anomalies
+    skipped_updates: list[int] = field(default_factory=list)  # not trained on, after on_fault = rewind
     anomalies_in_a_row: int = 0
     tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id at each tracker
     anomaly_history: dict[str, list[float]] = field(default_factory=dict)  # of the anomaly detector

@@ -40,7 +40,7 @@ def stats_rows(
     """The table of the data, shown before the run: one row per number, one column per part.
 
     Args:
-        asked: those of predict_file, which has no other part.
+        prompts: those of predict_file, which has no other part.
     """
     parts = {"training": train, "held out": validation, "to answer": prompts}
     columns = [(name, stats) for name, stats in parts.items() if stats]

@@ -6,6 +6,9 @@ the number of trained tokens in the global batch, which no single rank or micro-
 
 The product with the vocabulary is computed inside the head module's own forward: ZeRO-3's hooks gather a module's
 weight around its forward and backward, and outside the weight is an empty tensor.
+
+Whoever changes the loss changes it in each kind: full (`_forward_with_loss`), chunked (`_Chunked`) and liger. Before a
+run preflight.check_loss compares the chosen kind with the full one. Evaluation uses the same function.
 """
 
 import functools

@@ -29,8 +29,8 @@ class BestMetricTracker:
     loads: bool = False
     best: BestEvaluation = field(default_factory=BestEvaluation)
 
-    def is_best(self, update: int, figures: dict[str, float]) -> bool:
-        """Take an evaluation's figures. Returns whether it is the best so far; a NaN never is."""
+    def record_evaluation(self, update: int, figures: dict[str, float]) -> bool:
+        """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
         value, best = figures[f"eval_{self.metric}"], self.best
         better = value == value if best.update is None else self._gain(value, best.value) > self.threshold
         if better:

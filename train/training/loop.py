@@ -26,24 +26,24 @@ def train(run: Run) -> Ending:
     run.memory.reset()
     for update in range(state.updates + 1, length.num_updates + 1):
         batches, began = stream.next(), time.perf_counter()
-        if update in state.skipped_updates:
+        if update in state.skipped_updates:  # after a rewind
             result = run.step.skip(update)
         else:
             if run.task.recipe.record_samples:
                 run.recorder.write_samples(update, batches.samples)
             result = run.step(update, batches, stream.prefetch)
         line = metrics_line(run, result, time.perf_counter() - began)
-        if result.anomaly and refuse(run, result):
+        state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if result.anomaly else 0
+        if result.anomaly and report_refused(run, result):
             return Ending(StopReason.ANOMALY, result.anomaly)
-        state.anomalies_in_a_row = state.anomalies_in_a_row if result.anomaly else 0
-        held_out, clock = maybe_evaluate(run, update)
-        line |= {**held_out, **clock}
-        is_best = bool(held_out) and run.best.is_best(update, held_out) and run.best.keeps
+        held_out, timing = maybe_evaluate(run, update)
+        line |= {**held_out, **timing}
+        is_best = run.best.record_evaluation(update, held_out) if held_out else False
         state.updates = update
         state.tokens, state.positions = state.tokens + line["tokens"], state.positions + result.positions
         run.recorder.write(line)
         run.recorder.show(line)
-        maybe_checkpoint(run, result, is_best, held_out)
+        maybe_checkpoint(run, result, is_best and run.best.keeps, held_out)
         stop_reason = reason_to_stop(run, result)
         run.recorder.note(*run.checkpoints.messages())
         if stop_reason or run.best.is_exhausted:
@@ -56,10 +56,10 @@ def evaluate_before_training(run: Run) -> None:
     if run.task.evaluate is None:
         return
     run.phase("evaluate", 0)
-    figures, clock = timed_evaluation(run.task, run.engine)
+    figures, timing = timed_evaluation(run.task, run.engine)
     run.state.held_out_before = run.state.held_out = figures
-    run.throughput.evaluations.append(clock)
-    run.recorder.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **figures, **clock})
+    run.throughput.evaluations.append(timing)
+    run.recorder.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **figures, **timing})
 
 
 def metrics_line(run: Run, result: StepResult, seconds: float) -> dict[str, Any]:
@@ -74,12 +74,11 @@ def metrics_line(run: Run, result: StepResult, seconds: float) -> dict[str, Any]
     return line
 
 
-def refuse(run: Run, result: StepResult) -> bool:
-    """Report an update that was refused. Returns whether training stops for it."""
+def report_refused(run: Run, result: StepResult) -> bool:
+    """Report an update that the step has refused. Returns whether training stops for it."""
     action = run.task.recipe.on_fault
     run.recorder.write_anomaly(result.anomaly, action)
     run.recorder.note(f"fault     update {result.update}: {result.anomaly.reason}. {ACTIONS[action]}")
-    run.state.anomalies_in_a_row += 1
     return action != "skip" or run.state.anomalies_in_a_row >= MAX_IN_A_ROW
 
 
@@ -90,11 +89,11 @@ def maybe_evaluate(run: Run, update: int) -> tuple[dict[str, float], dict[str, f
     if run.task.evaluate is None or not is_due:
         return {}, {}
     run.phase("evaluate", update)
-    run.state.held_out, clock = timed_evaluation(run.task, run.engine)
-    run.throughput.evaluations.append(clock)
+    run.state.held_out, timing = timed_evaluation(run.task, run.engine)
+    run.throughput.evaluations.append(timing)
     run.recorder.show_held_out(update, run.state.held_out)
     run.memory.reset()
-    return run.state.held_out, clock
+    return run.state.held_out, timing
 
 
 def maybe_checkpoint(run: Run, result: StepResult, is_best: bool, held_out: dict[str, float]) -> None:

@@ -1,9 +1,9 @@
 """One update: forward and backward over its micro-batches, the decision about it, and one step of the optimizer."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,26 @@ class Signals:
         """The signals of all ranks as one, the same on each of them."""
         reasons, due, failed = zip(*ranks)
         return cls(StopReason(int(max(reasons))), bool(max(due)), bool(max(failed)))
+
+
+class RankReport(NamedTuple):
+    """What each rank tells the others with each update."""
+
+    loss_sum: float
+    grad_norm: float
+    peak_bytes: float
+    stop_reason: float
+    checkpoint_is_due: float
+    checkpoint_failed: float
+    counts: Sequence[float] = ()  # trained tokens, tokens and positions of this rank's next update, if there is one
+
+    @property
+    def row(self) -> list[float]:
+        return [float(value) for value in (*self[:-1], *self.counts)]
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> "RankReport":
+        return cls(*row[:6], counts=row[6:])
 
 
 @dataclass
@@ -124,17 +144,16 @@ class TrainStep:
 
         Returns: the loss summed over the global batch, and the norm (rank 0's, so that all decide alike).
         """
-        signals = self.signals()
-        own = [loss_sum, grad_norm, self.memory.peak_bytes(), signals.stop_reason, signals.checkpoint_is_due,
-               signals.checkpoint_failed, *(following.counts if following else ())]  # fmt: skip
+        own = RankReport(loss_sum, grad_norm, self.memory.peak_bytes(), *astuple(self.signals()))
+        own = own._replace(counts=following.counts if following else [])
         self.memory.reset()
-        ranks = self.engine.per_rank(map(float, own))
+        ranks = [RankReport.of(row) for row in self.engine.per_rank(own.row)]
         replicas = [ranks[rank] for rank in self.engine.layout.reporters]
         if following:
-            following.totals = [sum(column) for column in zip(*(row[6:] for row in replicas))]
-        result.signals = Signals.merge([row[3:6] for row in ranks])
-        result.figures["peak_memory_bytes"] = int(max(row[2] for row in ranks))
-        return sum(row[0] for row in replicas), ranks[0][1]
+            following.totals = [sum(column) for column in zip(*(report.counts for report in replicas))]
+        result.signals = Signals.merge([report[3:6] for report in ranks])
+        result.figures["peak_memory_bytes"] = int(max(report.peak_bytes for report in ranks))
+        return sum(report.loss_sum for report in replicas), ranks[0].grad_norm
 
 
 def _seed_of(seed: int, update: int, place: tuple[int, ...]) -> int:

@@ -24,12 +24,12 @@ class UpdateBatches:
 
     @property
     def samples(self) -> list[int]:
-        """Their indices."""
+        """The indices of the samples."""
         return [index for batch in self.batches for index in batch.samples]
 
     @property
     def counts(self) -> list[int]:
-        """The same of this rank alone."""
+        """Trained tokens, tokens and positions of this rank alone."""
         counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.batches)
         return [sum(column) for column in zip(*counts)]
 
@@ -53,7 +53,7 @@ class UpdateStream:
         return batches
 
     def prefetch(self) -> UpdateBatches | None:
-        """The same, and `next` will give them once more; None after the last update."""
+        """Load the micro-batches of the next update ahead; `next` gives them later. None after the last update."""
         if self._prefetched is None and self._left:
             self._left -= 1
             self._prefetched = UpdateBatches([next(self._micro_batches) for _ in range(self._accumulation)])

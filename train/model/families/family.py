@@ -29,7 +29,7 @@ class Family:
         classifier_heads: modules at the end of a classification model; one of them has a row for each label.
         bare_tokenizer_options: options of the tokenizer's class where the folder has vocabulary files only.
         decoder_starts_with_padding: a decoder from scratch begins with the padding token, not with bos.
-        overflows_fp16: activations exceed fp16's range (65,504).
+        overflows_fp16: activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16.
         turn_separator: the text between two turns of a conversation; None: the tokenizer's separator token.
         usable_positions: (configuration) -> the longest row that the model has positions for; None: no limit.
         attention_width: (configuration) -> the number of channels in all attention heads together.
