@@ -257,7 +257,7 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     done = launched(rewound, *poisoned, "--on_fault", "rewind", strategy=rewinds[0], processes=rewinds[1])
     assert done.returncode == 0, done.stderr[-3000:]
     assert check_fault(rewound, "rewind") == at
-    assert f"left out: update {at}" in done.stdout
+    assert f"skipped: update {at}" in done.stdout
     again = metrics(rewound)
     assert [line["update"] for line in again] == list(range(1, 13)), "each update once"
     assert largest_difference("loss", [line for line in again if line["update"] != at], good) < 1e-5
