@@ -1,0 +1,1 @@
+"""`zerofit plan`: what fits and how large a batch, predicted before there is a machine."""

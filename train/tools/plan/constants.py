@@ -1,0 +1,32 @@
+"""Sizes that no configuration and no trace gives. Each has its source; none is fitted to a published table of peaks."""
+
+GIB = 2**30
+
+# What the driver holds for a process beside the allocator: the CUDA context and the libraries' code. Source: what
+# `zerofit compare` allows for it (docs/compare.md: up to 640 MiB a process).
+CUDA_CONTEXT_BYTES = 640 * 2**20
+
+# Buffers of NCCL's communicators, for each process of a launch of several. Source: NCCL's documentation of
+# NCCL_BUFFSIZE (4 MiB for each channel and peer; rings of 16 to 32 channels, send and receive). An estimate.
+NCCL_BYTES = 256 * 2**20
+
+# What the caching allocator holds in blocks that no tensor fills, relative to the peak of allocated memory. An
+# assumption for rows of one length; rows of many lengths need more.
+FRAGMENTATION = 0.03
+
+# cuBLAS keeps a workspace for each handle and stream: 32 MiB on Hopper, 8 MiB before. Source: torch's documentation
+# of CUBLAS_WORKSPACE_CONFIG.
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+
+# An NF4 weight with double quantisation: 4 bits and 0.127 bits of scales. Source: Dettmers et al. 2023, QLoRA.
+NF4_BYTES = (4 + 0.127) / 8
+
+# Bytes of a gradient's norm, element by element: DeepSpeed turns each gradient to fp64 (runtime/zero/utils.py,
+# get_norm_dtype), and so does train/strategy/torch_engine.py on a CPU.
+NORM_BYTES = 8
+
+# Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.
+MOMENTS_BYTES, MASTER_BYTES = 8, 4
+
+# A checkpoint holds fp32 weights and both moments of what is trained (docs/checkpoints.md).
+CHECKPOINT_BYTES = MASTER_BYTES + MOMENTS_BYTES

@@ -1,0 +1,115 @@
+"""Counts the bytes of tensors that are alive while a model runs on fake tensors, segment by segment.
+
+A fake tensor has a shape, a dtype and a storage of the right size that holds no memory, so the count takes
+milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no backward pass in a CPU build of torch.
+"""
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class Segment:
+    """One part of a pass. All sizes are in bytes; `start` and `end` are what is alive then.
+
+    Attributes:
+        peak: the most that is alive in it, if gradients are released as soon as they are complete.
+        peak_kept: the same if the gradients of this segment are kept.
+        gradients: bytes of the gradients that are completed in it.
+    """
+
+    name: Hashable
+    start: int
+    peak: int = 0
+    peak_kept: int = 0
+    end: int = 0
+    gradients: int = 0
+
+    @property
+    def delta(self) -> int:
+        """What stays alive after it, or (negative) what it has released."""
+        return self.end - self.start
+
+    @property
+    def rise(self) -> int:
+        """How far the peak is above the start."""
+        return self.peak - self.start
+
+    @property
+    def rise_kept(self) -> int:
+        return self.peak_kept - self.start
+
+
+class Ledger(TorchDispatchMode):
+    """Follows every storage that an operation makes, from its first tensor to the release of its last one.
+
+    Args:
+        rounding: an allocation takes a multiple of this (512 for CUDA's caching allocator).
+    """
+
+    def __init__(self, rounding: int = 1):
+        super().__init__()
+        self.rounding, self.live, self.peak = rounding, 0, 0
+        self.segments: list[Segment] = []
+        self._known: dict[int, int] = {}
+
+    def exclude(self, tensors) -> None:
+        """Do not count these: weights and inputs, which are accounted for elsewhere."""
+        for tensor in tensors:
+            self._follow(tensor.untyped_storage(), 0)
+
+    def mark(self, name: Hashable) -> None:
+        """A segment begins."""
+        self._close()
+        self.segments.append(Segment(name, self.live, self.live, self.live))
+
+    def gradient_completed(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete: it is released here, and counted."""
+        segment, size = self.segments[-1], self._rounded(parameter.grad.untyped_storage().nbytes())
+        parameter.grad = None
+        segment.gradients += size
+        self._note()
+
+    def close(self) -> list[Segment]:
+        self._close()
+        return self.segments
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._follow(storage, self._rounded(storage.nbytes()))
+        return result
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.rounding) * self.rounding
+
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = size
+        self.live += size
+        weakref.finalize(storage, self._release, key)
+        self._note()
+
+    def _release(self, key: int) -> None:
+        self.live -= self._known.pop(key, 0)
+
+    def _note(self) -> None:
+        self.peak = max(self.peak, self.live)
+        if self.segments:
+            segment = self.segments[-1]
+            segment.peak = max(segment.peak, self.live)
+            segment.peak_kept = max(segment.peak_kept, self.live + segment.gradients)
+
+    def _close(self) -> None:
+        if self.segments:
+            self.segments[-1].end = self.live

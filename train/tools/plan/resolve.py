@@ -1,0 +1,101 @@
+"""A strategy pair as a run of so many processes would resolve it, without a launcher and without processes."""
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.strategy.buckets import fill_bucket_size
+from train.strategy.read import read_strategy
+from train.tools.plan.states import States, deepspeed_states, torch_states
+from train.tools.plan.subject import Subject
+
+LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")  # variables that a launcher above this process has set
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A strategy with nothing left open. `zero` is DeepSpeed's own object of its configuration; None without it."""
+
+    name: str
+    world_size: int
+    precision: str
+    zero: Any
+
+    @property
+    def sharded_stages(self) -> tuple[int, int]:
+        """How much is sharded and offloaded: what fits with less of it is faster."""
+        if self.zero is None:
+            return 0, 0
+        devices = [getattr(part, "device", None) for part in (self.zero.offload_optimizer, self.zero.offload_param)]
+        offloads = sum(str(getattr(device, "value", device) or "none") != "none" for device in devices)
+        return offloads, int(self.zero.stage)
+
+    def states(self, subject: Subject, accumulates: bool) -> States:
+        trained, frozen = subject.dtypes(self.precision, self.zero is not None)
+        if self.zero is None:
+            return torch_states(subject.weights, self.world_size, trained, frozen, subject.on_gpu)
+        return deepspeed_states(subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu)
+
+
+def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node: int) -> Resolved:
+    """The strategy as read_strategy has it in a process of such a launch.
+
+    Raises:
+        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch.
+    """
+    recipe = copy.copy(recipe)
+    with _environment_of_a_rank(world_size, gpus_per_node):
+        recipe.adopt("strategy", name, "--strategies")
+        if recipe.global_batch_size is None:
+            recipe.per_device_train_batch_size = 1
+        strategy = read_strategy(recipe)
+    if strategy.deepspeed is None:
+        return Resolved(name, world_size, strategy.precision, None)
+    section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
+    fill_bucket_size(section, subject.full)
+    hidden = _hidden_size(subject.config)
+    for key, value_of in BY_HIDDEN_SIZE.items():
+        if section.get(key) == "auto":
+            section[key] = value_of(hidden)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    section = {key: value for key, value in section.items() if value != "auto"}
+    return Resolved(name, world_size, strategy.precision, DeepSpeedZeroConfig(**section))
+
+
+def _hidden_size(config) -> int:
+    sizes = getattr(config, "hidden_sizes", None)
+    return getattr(config, "hidden_size", None) or (max(sizes) if sizes else config.get_text_config().hidden_size)
+
+
+@contextlib.contextmanager
+def _environment_of_a_rank(world_size: int, gpus_per_node: int) -> Iterator[None]:
+    """The environment that torchrun gives to rank 0; put back afterwards."""
+    before = dict(os.environ)
+    try:
+        for variable in [name for name in os.environ if name.startswith(LAUNCHER)]:
+            del os.environ[variable]
+        local = min(world_size, gpus_per_node)
+        os.environ.update(dict(zip(RANKS, ("0", "0", str(world_size), str(local)))))
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # a GPU that is here and that torch does not see is no matter
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def is_of_one_process(path: Path) -> bool:
+    """Whether an accelerate YAML starts a single process."""
+    import yaml
+
+    return str((yaml.safe_load(path.read_text()) or {}).get("distributed_type", "NO")) == "NO"

@@ -1,0 +1,69 @@
+"""The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss that reads them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from train.model.loss import install_loss, loss_of_examples
+
+TASKS = {"clm": "AutoModelForCausalLM", "cls": "AutoModelForSequenceClassification",
+         "seq2seq": "AutoModelForSeq2SeqLM"}  # fmt: skip
+LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one task.
+
+    Args:
+        length: tokens of a row; of seq2seq, of a source.
+        target_length: tokens of a target; 0 for other tasks.
+        masked: packed documents are told apart by a mask (B, 1, T, T), which sdpa needs.
+        loss_kind: chunked or full, of clm and seq2seq.
+    """
+
+    task: str
+    length: int
+    target_length: int = 0
+    masked: bool = False
+    loss_kind: str = "chunked"
+
+    def install(self, model: torch.nn.Module) -> None:
+        """Give the model the loss that it is trained with."""
+        if self.task != "cls":
+            install_loss(model, self.loss_kind)
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The summed loss of a batch, as the task computes it."""
+        if self.task == "cls":
+            labels = inputs["labels"]
+            return loss_of_examples(model(**{name: one for name, one in inputs.items() if name != "labels"}).logits,
+                                    labels)  # fmt: skip
+        return model(**inputs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row, padding included."""
+        return self.length + self.target_length
+
+
+def make_inputs(config, rows: Rows, batch_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Inputs of a pass; call it inside a fake tensor mode.
+
+    Shapes: input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or (B, 1, T, T).
+    """
+    shape = (batch_size, rows.length)
+    inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+    if rows.task == "clm":
+        inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
+        inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
+        if rows.masked:
+            inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=dtype)
+        return inputs
+    inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    if rows.task == "cls":
+        kind = torch.float32 if getattr(config, "num_labels", 2) == 1 else torch.int64
+        inputs["labels"] = torch.zeros(batch_size, dtype=kind)
+    else:
+        inputs["labels"] = torch.zeros((batch_size, rows.target_length), dtype=torch.int64)
+    return inputs

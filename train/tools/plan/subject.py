@@ -1,0 +1,202 @@
+"""The model of a plan: its configuration, its parameters, and how a traced copy of it is built."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from train.model.configuration import known_architectures, load_configuration
+from train.model.lora import ALL_LINEAR, PRESETS
+from train.recipe.errors import UserError
+from train.tools.plan.constants import NF4_BYTES
+from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
+from train.tools.plan.states import Weights
+from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NO_LIMIT = 2**20  # positions
+
+
+@dataclass
+class Subject:
+    """What is trained.
+
+    Args:
+        recipe: the training recipe.
+        full: the model with its adapter, on "meta".
+    """
+
+    recipe: Any
+    task: str
+    config: Any
+    full: torch.nn.Module
+    rows: Rows
+    on_gpu: bool
+
+    def __post_init__(self):
+        self._tracers: dict[tuple[TraceSettings, Rows], Tracer] = {}
+
+    @property
+    def weights(self) -> Weights:
+        sizes = tuple((parameter.numel(), parameter.requires_grad) for parameter in self.full.parameters())
+        layers = [
+            sum(parameter.numel() for parameter in self.full.get_submodule(name)[0].parameters())
+            for name in _layer_stacks(self.full)
+        ]
+        quantised, width = 0, NF4_BYTES
+        if self.recipe.quantised:
+            width = NF4_BYTES if self.recipe.quantised == "load_in_4bit" else 1.0
+            head = self.full.get_output_embeddings()
+            quantised = sum(
+                module.weight.numel() for module in self.full.modules()
+                if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
+            )  # fmt: skip
+        return Weights(sizes, max(layers, default=0), quantised, width)
+
+    def dtypes(self, precision: str, with_deepspeed: bool) -> tuple[torch.dtype, torch.dtype]:
+        """(of what is trained, of what is frozen): without DeepSpeed weights that are trained stay in fp32."""
+        half = DTYPES[precision]
+        return (half if with_deepspeed else torch.float32), half
+
+    def tracer(self, precision: str, with_deepspeed: bool, evaluated: bool = False) -> Tracer:
+        """A tracer of the passes as they run under a strategy."""
+        trained, frozen = self.dtypes(precision, with_deepspeed)
+        autocast = None if with_deepspeed or precision == "fp32" else torch.bfloat16
+        settings = TraceSettings(
+            dtype=frozen if self.recipe.lora else trained,
+            autocast=autocast,
+            on_gpu=self.on_gpu,
+            recomputed=self.recipe.gradient_checkpointing,
+            loss=self.rows.loss_kind,
+            evaluated=evaluated,
+        )
+        rows = self._rows(precision)
+        key = (settings, rows)
+        if key not in self._tracers:
+            self._tracers[key] = Tracer(self.config, self.full, self._build(settings, trained, rows), rows, settings)
+        return self._tracers[key]
+
+    def _rows(self, precision: str) -> Rows:
+        """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
+        from dataclasses import replace
+
+        dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+        flash = self.on_gpu and precision != "fp32" and not dropped and not self.recipe.attn_implementation
+        return replace(self.rows, masked=self.rows.masked and not flash)
+
+    def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows):
+        def build(config):
+            model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
+            add_lora(model, self.recipe, self.task)
+            for parameter in model.parameters():
+                if self.recipe.lora and parameter.requires_grad:
+                    parameter.data = parameter.data.to(trained)
+            rows.install(model)
+            return model
+
+        return build
+
+
+def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
+    """The configuration and the full model on "meta".
+
+    Raises:
+        UserError: the configuration is out of reach, or makes no model.
+    """
+    import transformers
+
+    auto_class = getattr(transformers, TASKS[task])
+    config = load_configuration(recipe, auto_class)
+    if task == "cls":
+        config.num_labels = max(1, getattr(config, "num_labels", 2))
+        config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
+    elif not recipe.model_name_or_path:
+        _set_vocabulary(config, recipe)
+    if task == "seq2seq" and config.decoder_start_token_id is None:
+        config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        full = make_model(config, task, torch.float32, None, traced=False)
+    add_lora(full, recipe, task)
+    if recipe.gradient_checkpointing and not full.supports_gradient_checkpointing:
+        raise UserError(
+            f"gradient_checkpointing = true: the code of a {config.model_type} cannot compute its blocks again. Leave "
+            "gradient_checkpointing out"
+        )
+    return Subject(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
+
+
+def make_model(config, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
+    """A model with random weights, on the default device."""
+    import copy
+
+    import transformers
+
+    auto_class, config = getattr(transformers, TASKS[task]), copy.deepcopy(config)
+    model_class = auto_class._model_mapping[type(config)]
+    arguments = {}
+    if attention == "eager":
+        arguments["attn_implementation"] = "eager"
+    elif traced and getattr(model_class, "_supports_sdpa", False):
+        arguments["attn_implementation"] = ATTENTION
+    return auto_class.from_config(config, dtype=dtype, **arguments)
+
+
+def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
+    """Put the recipe's adapter into the model, without reading a weight (train/model/lora.py reads some)."""
+    if not recipe.lora:
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
+    targets = chosen or list(PRESETS.get(model.config.model_type, (ALL_LINEAR,)))
+    is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    config = LoraConfig(
+        r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, bias=recipe.lora_bias,
+        use_dora=recipe.use_dora, use_rslora=recipe.use_rslora, fan_in_fan_out=is_conv1d,
+        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else targets,
+    )  # fmt: skip
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}") from None
+    trained = [name for text in recipe.lora_modules_to_save or () for name in text.split(",") if name]
+    trained += ["classifier", "score"] if task == "cls" else []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in trained:
+            module.requires_grad_(True)
+
+
+def _set_vocabulary(config, recipe) -> None:
+    """From scratch: the vocabulary of the tokenizer that will be trained, and its padding."""
+    size = recipe.train_tokenizer_vocab_size or config.vocab_size
+    multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
+    config.vocab_size = -(-size // multiple) * multiple
+
+
+def _rows_of(recipe, task: str, config, full: torch.nn.Module) -> Rows:
+    if task == "cls":
+        return Rows(task, recipe.max_length)
+    head = full.get_output_embeddings()
+    whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
+    kind = "full" if whole else "chunked"
+    if task == "seq2seq":
+        return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind)
+    positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    length = recipe.block_size or min(positions, LONGEST_BLOCK)
+    masked = recipe.packing == "documents" and not recipe.data_path
+    return Rows(task, length, masked=masked, loss_kind=kind)
+
+
+def _layer_stacks(full: torch.nn.Module) -> list[str]:
+    return [name for name, length in _lists(full).items() if length > 1]
+
+
+def _lists(full: torch.nn.Module) -> dict[str, int]:
+    lists = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+
+
+def architectures() -> list[str]:
+    """Names that need no network."""
+    return sorted({path.stem for path in known_architectures().values()})

@@ -1,0 +1,234 @@
+"""The memory of one forward and backward pass, traced on the real module with fake tensors, and scaled by layers.
+
+The model that is traced has two layers in each of its stacks; the second one stands for all that follow. The trace is
+cut into segments at the borders of the layers, in the forward and in the backward pass, so the passes of a model of
+any depth are put together from the same segments.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from train.model import loss as losses
+from train.tools.plan.ledger import Ledger, Segment
+from train.tools.plan.rows import Rows, make_inputs
+
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+          "num_decoder_layers")  # fmt: skip
+TRACED_LAYERS = 2
+ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """What a trace depends on, beside the model's configuration and the batch size.
+
+    Args:
+        autocast: the dtype of autocast, where weights stay in fp32 (DDP, one process); None: computed in `dtype`.
+        dtype: of the weights.
+        on_gpu: the kernels and casts of a GPU, where they differ from a CPU's.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    on_gpu: bool
+    recomputed: bool = False
+    loss: str = "chunked"
+    evaluated: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are kept."""
+
+    phase: str
+    name: str
+    start: int
+    rise: int  # of the peak above the start
+    rise_kept: int  # the same if the gradients that are completed in it are kept
+    head: int  # of `start`, what head and loss hold
+    gradients: int  # completed in it
+    earlier_gradients: int  # completed before it
+
+
+def reduced_configuration(config):
+    """The same model with two layers in each stack."""
+    reduced = copy.deepcopy(config)
+    for name in DEPTHS:
+        if isinstance(getattr(reduced, name, None), int):
+            setattr(reduced, name, min(TRACED_LAYERS, getattr(reduced, name)))
+    if isinstance(getattr(reduced, "layer_types", None), list):
+        reduced.layer_types = reduced.layer_types[:TRACED_LAYERS]
+    return reduced
+
+
+def stacks_of(model: torch.nn.Module, full: torch.nn.Module) -> dict[str, int]:
+    """{name of each stack of layers: layers of it in the full model}."""
+    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    lengths = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    names = [name for name in lists if name in lengths and lists[name] and lengths[name] >= lists[name]]
+    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    layered = [name for name in outer if lists[name] <= TRACED_LAYERS]
+    return {name: lengths[name] for name in layered}
+
+
+class Tracer:
+    """Traces passes of one configuration, and keeps what it has traced.
+
+    Args:
+        build: (configuration) -> the model, with its adapter if it has one, in the dtype of its weights. It is called
+            inside a fake tensor mode.
+        full: the full model, on "meta".
+    """
+
+    def __init__(self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings):
+        self.settings, self.rows = settings, rows
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._as_it_will_run():
+            self.model = build(_with_traced_attention(reduced_configuration(config), settings.on_gpu))
+            self.model.train(not settings.evaluated)
+            if settings.recomputed and not settings.evaluated:
+                self.model.activation_checkpointing_enable()
+        self.stacks = stacks_of(self.model, full)
+        self._steps: dict[int, list[Step]] = {}
+
+    def steps(self, batch_size: int) -> list[Step]:
+        """The passes of the full model on `batch_size` rows, segment by segment."""
+        if batch_size not in self._steps:
+            self._steps[batch_size] = compose(self.trace(batch_size), self.stacks)
+        return self._steps[batch_size]
+
+    def trace(self, batch_size: int) -> list[Segment]:
+        """The segments of the model with two layers."""
+        ledger = Ledger(rounding=512 if self.settings.on_gpu else 1)
+        with self._as_it_will_run(), contextlib.ExitStack() as hooks:
+            inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.autocast or self.settings.dtype)
+            tensors = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
+            ledger.exclude([*self.model.parameters(), *self.model.buffers(), *tensors])
+            borders = Borders(ledger)
+            for name in self.stacks:
+                for index, layer in enumerate(self.model.get_submodule(name)):
+                    for handle in borders.watch(name, index, layer):
+                        hooks.callback(handle.remove)
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(ledger.gradient_completed).remove)
+            with ledger, torch.set_grad_enabled(not self.settings.evaluated):
+                ledger.mark("before")
+                with self._autocast():
+                    loss = self.rows.loss(self.model, inputs)
+                if not self.settings.evaluated:
+                    borders.backward = True
+                    ledger.mark("backward of after")
+                    (loss * 1.0).backward()
+                del loss
+        return ledger.close()
+
+    def _autocast(self):
+        if self.settings.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", self.settings.autocast)
+
+    @contextlib.contextmanager
+    def _as_it_will_run(self) -> Iterator[None]:
+        """Fake tensors; on behalf of a GPU, its way of multiplying in the loss and the casts of its autocast."""
+        multiplies = losses._multiplies_halves
+        casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
+        try:
+            losses._multiplies_halves = lambda device: self.settings.on_gpu
+            with self.mode, casts:
+                yield
+        finally:
+            losses._multiplies_halves = multiplies
+
+
+class Borders:
+    """Tells a ledger where a layer begins, in the forward and in the backward pass."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger, self.backward = ledger, False
+
+    def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list:
+        def entered(module, args, kwargs):
+            if self.backward:  # it is recomputed
+                return
+            first = _first_tensor((*args, *kwargs.values()))
+            if index == 0 and first is not None and first.requires_grad:
+                first.register_hook(lambda gradient: self.ledger.mark(("backward of before", stack)))
+            self.ledger.mark(("layer", stack, index))
+
+        def left(module, args, kwargs, output):
+            if self.backward:
+                return
+            first = _first_tensor(output if isinstance(output, tuple) else (output,))
+            if first is not None and first.requires_grad:
+                first.register_hook(lambda gradient: self.ledger.mark(("backward of layer", stack, index)))
+            self.ledger.mark(("after", stack))
+
+        return [
+            layer.register_forward_pre_hook(entered, with_kwargs=True),
+            layer.register_forward_hook(left, with_kwargs=True),
+        ]
+
+
+def _first_tensor(values) -> torch.Tensor | None:
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+
+
+def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
+    """The passes of the full model: the second layer of each stack is repeated."""
+    steps, live, head, completed, backward = [], 0, 0, 0, False
+    for position, segment in enumerate(segments):
+        name = segment.name if isinstance(segment.name, tuple) else (segment.name,)
+        backward = backward or name[0].startswith("backward")
+        repeats = 1
+        if name[0].endswith("layer") and name[2] == TRACED_LAYERS - 1:
+            repeats = stacks[name[1]] - TRACED_LAYERS + 1
+        is_last_of_forward = not backward and (
+            position + 1 == len(segments) or str(segments[position + 1].name).startswith("backward")
+        )
+        for _ in range(repeats):
+            phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
+            steps.append(Step(phase, name[0], live, segment.rise, segment.rise_kept, head, segment.gradients, completed))
+            live, completed = live + segment.delta, completed + segment.gradients
+            if is_last_of_forward:
+                head = max(0, segment.delta)
+            elif name[0] == "backward of after":
+                head = max(0, head + segment.delta)
+    return steps
+
+
+class CudaCasts(torch.overrides.TorchFunctionMode):
+    """Casts to fp32 what autocast casts on a GPU and not on a CPU (torch/amp, "Ops that autocast to float32")."""
+
+    FUNCTIONS = ("layer_norm", "softmax", "log_softmax", "pow", "rms_norm", "group_norm", "cumsum", "sum", "norm")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in self.FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = [_widened(value) for value in args]
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _widened(value):
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
+def _with_traced_attention(config, on_gpu: bool):
+    """The configuration with sdpa under a name of its own. A GPU's fused kernels keep no mask of dropped weights."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    for name in ATTENTION_DROPOUTS if on_gpu else ():
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)
+    return config
