@@ -1,4 +1,4 @@
-"""Sizes that no configuration and no trace gives. Each has its source; none is fitted to a published table of peaks."""
+"""Sizes that no configuration and no trace gives, each with its source. None is fitted to a published table."""
 
 GIB = 2**30
 

@@ -26,8 +26,9 @@ def _gpu(name, gib, half, fp32, memory, link, has_bf16=True) -> Gpu:
     return Gpu(name, int(gib * 2**30), half * 1e12, fp32 * 1e12, memory * 1e9, link * 1e9, has_bf16)
 
 
-# Sources: NVIDIA's data sheets of each GPU (fp32 with TF32 where there is TF32), AMD's of the MI series. Usable memory:
-# what torch.cuda.get_device_properties reports; where that is not known, 98 % of the data sheet's.
+# Sources: the makers' data sheets (NVIDIA's fp32 with TF32 where there is TF32). Usable memory: about what
+# torch.cuda.get_device_properties reports for such a device, written down from memory and not measured here:
+# --gpu_memory overrides it.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -65,7 +66,7 @@ def find_gpu(name: str) -> Gpu:
         close = nearest(name.lower(), GPUS)
         suggestion = f"Did you mean {close}? " if close else ""
         raise UserError(
-            f"gpu = {name!r} is not in the table of known GPUs. {suggestion}Known are {', '.join(GPUS)} and {CPU}; for "
-            "another one set --gpu_memory, e.g. --gpu_memory 24GiB"
+            f"gpu = {name!r} is not in the table of known GPUs. {suggestion}Known are {', '.join(GPUS)} and {CPU}. "
+            "For another one leave --gpu out and set --gpu_memory, e.g. --gpu_memory 24GiB"
         )
     return gpu

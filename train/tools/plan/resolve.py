@@ -5,7 +5,6 @@ import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from train.strategy.buckets import fill_bucket_size
@@ -53,11 +52,11 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
     Raises:
         UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch.
     """
-    recipe = copy.copy(recipe)
+    recipe = recipe.draft()
     with _environment_of_a_rank(world_size, gpus_per_node):
         recipe.adopt("strategy", name, "--strategies")
-        if recipe.global_batch_size is None:
-            recipe.per_device_train_batch_size = 1
+        recipe.forget("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
+        recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
     if strategy.deepspeed is None:
         return Resolved(name, world_size, strategy.precision, None)
@@ -92,10 +91,3 @@ def _environment_of_a_rank(world_size: int, gpus_per_node: int) -> Iterator[None
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def is_of_one_process(path: Path) -> bool:
-    """Whether an accelerate YAML starts a single process."""
-    import yaml
-
-    return str((yaml.safe_load(path.read_text()) or {}).get("distributed_type", "NO")) == "NO"

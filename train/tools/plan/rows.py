@@ -1,4 +1,4 @@
-"""The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss that reads them."""
+"""The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss of them."""
 
 from dataclasses import dataclass
 

@@ -81,7 +81,7 @@ class States:
 
 
 def torch_states(weights: Weights, world_size: int, trained_dtype, frozen_dtype, on_gpu: bool) -> States:
-    """DDP, or one process: gradients lie in DDP's buckets all the time, and in one process where backward makes them."""
+    """DDP, whose buckets hold the gradients all the time; or one process, where backward makes them."""
     trained = weights.trained * trained_dtype.itemsize
     held = trained + weights.frozen_bytes(frozen_dtype)
     norm = 0 if on_gpu else NORM_BYTES * weights.largest
@@ -117,7 +117,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     full_gradients = width * trained if int(zero.stage) == 1 and accumulates else 0
     later = full_gradients if int(zero.stage) == 1 else width * shard
     backward = {"buffers": bucket if zero.contiguous_gradients or offloads else 0}
-    common = dict(weights=width * trained + frozen, load=2 * width * trained + frozen)
+    common = {"weights": width * trained + frozen, "load": 2 * width * trained + frozen}
     if offloads:
         largest = weights.largest
         backward["workspace"] = 4 * largest if width != 4 else 0  # async_inplace_copy_grad_to_fp32_buffer_from_gpu

@@ -1,6 +1,8 @@
 """The model of a plan: its configuration, its parameters, and how a traced copy of it is built."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ import torch
 from train.model.configuration import known_architectures, load_configuration
 from train.model.lora import ALL_LINEAR, PRESETS
 from train.recipe.errors import UserError
+from train.recipe.paths import is_missing_folder
 from train.tools.plan.constants import NF4_BYTES
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
 from train.tools.plan.states import Weights
@@ -78,8 +81,6 @@ class Subject:
 
     def _rows(self, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
-        from dataclasses import replace
-
         dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
         flash = self.on_gpu and precision != "fp32" and not dropped and not self.recipe.attn_implementation
         return replace(self.rows, masked=self.rows.masked and not flash)
@@ -106,11 +107,12 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     import transformers
 
     auto_class = getattr(transformers, TASKS[task])
-    config = load_configuration(recipe, auto_class)
+    has_weights = bool(recipe.model_name_or_path)
+    config = load_configuration(_at_hand(recipe), auto_class)
     if task == "cls":
         config.num_labels = max(1, getattr(config, "num_labels", 2))
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
-    elif not recipe.model_name_or_path:
+    elif not has_weights:
         _set_vocabulary(config, recipe)
     if task == "seq2seq" and config.decoder_start_token_id is None:
         config.decoder_start_token_id = 0
@@ -125,10 +127,30 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     return Subject(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
 
 
+def _at_hand(recipe):
+    """The recipe with a name for the model's shape that is known here, where it names weights that are elsewhere.
+
+    Raises:
+        UserError: there are neither the weights nor a shape of that name.
+    """
+    name = recipe.model_name_or_path
+    shape = recipe.architecture or (name if name and not Path(name).is_dir() else None)
+    if not shape or not (recipe.architecture or shape.lower() in known_architectures()):
+        if name and is_missing_folder(name):
+            raise UserError(
+                f"model_name_or_path = {name!r}: there is no such folder. To plan without the weights, name the "
+                f"model's shape: --architecture with a folder that has a config.json, or one of {', '.join(shapes())}"
+            )
+        return recipe
+    recipe = recipe.draft()
+    for other in ("model_name_or_path", "model_type"):
+        recipe.forget(other)
+    recipe.adopt("config_name", shape, "--architecture" if recipe.architecture else "model_name_or_path")
+    return recipe
+
+
 def make_model(config, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
     """A model with random weights, on the default device."""
-    import copy
-
     import transformers
 
     auto_class, config = getattr(transformers, TASKS[task]), copy.deepcopy(config)
@@ -197,6 +219,6 @@ def _lists(full: torch.nn.Module) -> dict[str, int]:
     return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
 
 
-def architectures() -> list[str]:
+def shapes() -> list[str]:
     """Names that need no network."""
     return sorted({path.stem for path in known_architectures().values()})

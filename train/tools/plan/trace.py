@@ -8,7 +8,7 @@ any depth are put together from the same segments.
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +20,7 @@ from train.tools.plan.rows import Rows, make_inputs
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
 TRACED_LAYERS = 2
+MOST_CHUNKS, MOST_TRACED = 24, 2**20
 ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
 
@@ -81,33 +82,50 @@ class Tracer:
     """Traces passes of one configuration, and keeps what it has traced.
 
     Args:
-        build: (configuration) -> the model, with its adapter if it has one, in the dtype of its weights. It is called
-            inside a fake tensor mode.
+        build: (configuration) -> the model on "meta", with its adapter if it has one, in the dtype of its weights.
         full: the full model, on "meta".
     """
 
     def __init__(self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings):
         self.settings, self.rows = settings, rows
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self._as_it_will_run():
+        with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
             self.model = build(_with_traced_attention(reduced_configuration(config), settings.on_gpu))
-            self.model.train(not settings.evaluated)
-            if settings.recomputed and not settings.evaluated:
-                self.model.activation_checkpointing_enable()
+        with self.mode:
+            _make_fake(self.model)
+        self.model.train(not settings.evaluated)
+        if settings.recomputed and not settings.evaluated:
+            self.model.activation_checkpointing_enable()
         self.stacks = stacks_of(self.model, full)
         self._steps: dict[int, list[Step]] = {}
 
     def steps(self, batch_size: int) -> list[Step]:
         """The passes of the full model on `batch_size` rows, segment by segment."""
         if batch_size not in self._steps:
-            self._steps[batch_size] = compose(self.trace(batch_size), self.stacks)
+            largest = self._largest_traced
+            if batch_size > largest:
+                self._steps[batch_size] = extrapolate(self.steps(largest // 2), largest // 2, self.steps(largest),
+                                                      largest, batch_size)  # fmt: skip
+            else:
+                self._steps[batch_size] = compose(self.trace(batch_size), self.stacks)
         return self._steps[batch_size]
+
+    @property
+    def _largest_traced(self) -> int:
+        """A loss in chunks is a loop: beyond so many chunks, memory grows in proportion to the batch."""
+        head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
+        if head is None or self.settings.loss != "chunked":
+            return MOST_TRACED
+        rows = max(losses.SMALLEST_CHUNK, losses.CHUNK_BYTES // (4 * head.weight.shape[0]))
+        return max(4, MOST_CHUNKS * rows // (self.rows.target_length or self.rows.length))
 
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
         ledger = Ledger(rounding=512 if self.settings.on_gpu else 1)
         with self._as_it_will_run(), contextlib.ExitStack() as hooks:
-            inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.autocast or self.settings.dtype)
+            inputs = make_inputs(
+                self.model.config, self.rows, batch_size, self.settings.autocast or self.settings.dtype
+            )
             tensors = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
             ledger.exclude([*self.model.parameters(), *self.model.buffers(), *tensors])
             borders = Borders(ledger)
@@ -176,6 +194,22 @@ class Borders:
         ]
 
 
+def _make_fake(model: torch.nn.Module) -> None:
+    """Turn parameters and buffers on "meta" into fake tensors on the CPU; call it inside a fake tensor mode. Tied
+    parameters stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                held[name] = made[id(tensor)]
+
+
 def _first_tensor(values) -> torch.Tensor | None:
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
@@ -194,13 +228,25 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
         )
         for _ in range(repeats):
             phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
-            steps.append(Step(phase, name[0], live, segment.rise, segment.rise_kept, head, segment.gradients, completed))
+            steps.append(
+                Step(phase, name[0], live, segment.rise, segment.rise_kept, head, segment.gradients, completed)
+            )
             live, completed = live + segment.delta, completed + segment.gradients
             if is_last_of_forward:
                 head = max(0, segment.delta)
             elif name[0] == "backward of after":
                 head = max(0, head + segment.delta)
     return steps
+
+
+def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
+    """The steps of a larger batch, on the line through those of two smaller ones."""
+    part = (batch_size - at_second) / (at_second - at_first)
+    sizes = ("start", "rise", "rise_kept", "head")
+    return [
+        replace(b, **{name: round(getattr(b, name) + part * (getattr(b, name) - getattr(a, name))) for name in sizes})
+        for a, b in zip(first, second, strict=True)
+    ]
 
 
 class CudaCasts(torch.overrides.TorchFunctionMode):

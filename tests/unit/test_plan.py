@@ -1,0 +1,307 @@
+"""`zerofit plan`: sums against hand-computed bytes, traces against real passes, and the command."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from train.cli import main
+from train.tools.plan import trace
+from train.tools.plan.gpus import GPUS
+from train.tools.plan.memory import find_peak
+from train.tools.plan.rows import Rows
+from train.tools.plan.states import Weights, deepspeed_states, torch_states
+from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
+
+MILLION = 10**6
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
+          "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
+
+
+def weights(*sizes: int) -> Weights:
+    return Weights(tuple((size, True) for size in sizes), layer=max(sizes))
+
+
+def zero(stage: int, **settings):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return DeepSpeedZeroConfig(stage=stage, **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- the states
+
+
+def test_ddp_holds_16_bytes_a_parameter():
+    states = torch_states(weights(8 * MILLION), 2, torch.float32, torch.bfloat16, on_gpu=True)
+    assert (states.weights, states.gradients, states.optimizer) == (32 * MILLION, 32 * MILLION, 64 * MILLION)
+    single = torch_states(weights(8 * MILLION), 1, torch.float32, torch.bfloat16, on_gpu=True)
+    assert single.gradients == 0
+    assert single.keeps_first
+    assert single.gradients_later == 32 * MILLION
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_shards_the_optimizer_and_has_two_buckets(stage):
+    settings = zero(stage, reduce_bucket_size=MILLION, overlap_comm=True)
+    states = deepspeed_states(weights(8 * MILLION), settings, 4, torch.bfloat16, accumulates=True, on_gpu=True)
+    assert states.weights == 16 * MILLION
+    assert states.optimizer == 12 * 2 * MILLION  # 12 P / N
+    assert states.backward == {"buffers": 2 * 2 * MILLION, "gradients": 2 * 2 * MILLION}
+    assert states.gradients_later == (16 * MILLION if stage == 1 else 4 * MILLION)
+    # Averaged gradients (2 P / N), the flat copy of them and the fp32 copy; or the norm in fp64.
+    assert states.step == {"gradients": 4 * MILLION, "workspace": max(4 + 8, 16) * MILLION}
+    assert states.load == 32 * MILLION  # flattened beside the model's own
+
+
+def test_zero_3_shards_all_but_small_parameters():
+    settings = zero(3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION,
+                    stage3_prefetch_bucket_size=MILLION)  # fmt: skip
+    states = deepspeed_states(weights(8 * MILLION, 1000), settings, 4, torch.bfloat16, False, on_gpu=True)
+    assert states.weights == 2 * 1000 + 2 * 2 * MILLION
+    assert states.optimizer == 12 * (2 * MILLION + 250)
+    assert states.gradients == 2 * (2 * MILLION + 250)
+    assert states.gathered == 16 * MILLION  # less than max_live_parameters: all of it
+    assert states.buffers == 2 * MILLION
+
+
+def test_offload_moves_the_optimizer_to_the_host():
+    settings = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": False})
+    states = deepspeed_states(weights(8 * MILLION), settings, 4, torch.bfloat16, False, on_gpu=True)
+    assert states.optimizer == 0
+    assert states.host["optimizer"] == 12 * 2 * MILLION
+    assert states.host["optimizer"] + states.host["gradients"] == 16 * 2 * MILLION  # as DeepSpeed's documentation says
+    pinned = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": True})
+    rounded = deepspeed_states(weights(8 * MILLION), pinned, 4, torch.bfloat16, False, on_gpu=True).host
+    assert rounded["gradients"] == 2**23  # of 8,000,000 bytes
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments():
+    half = Weights(((8 * MILLION, False), (MILLION, True)))
+    states = torch_states(half, 2, torch.float32, torch.bfloat16, on_gpu=True)
+    assert states.weights == 2 * 8 * MILLION + 4 * MILLION
+    assert states.optimizer == 8 * MILLION
+    assert states.gradients == 4 * MILLION
+
+
+# ---------------------------------------------------------------------------------------------------------- the traces
+
+
+def tracer(config, rows: Rows, **settings) -> Tracer:
+    with torch.device("meta"):
+        full = AutoModelForCausalLM.from_config(config)
+
+    def build(config):
+        model = AutoModelForCausalLM.from_config(config, dtype=settings["dtype"], attn_implementation=ATTENTION)
+        rows.install(model)
+        return model
+
+    common = {"dtype": torch.float32, "autocast": None, "on_gpu": False, "loss": rows.loss_kind}
+    return Tracer(config, full, build, rows, TraceSettings(**(common | settings)))
+
+
+def gpt2(layers: int = 4) -> GPT2Config:
+    return GPT2Config(n_layer=layers, n_head=4, n_embd=64, n_positions=48, vocab_size=256, use_cache=False,
+                      **NO_DROPOUT)  # fmt: skip
+
+
+def saved_by_a_real_layer(config: GPT2Config, batch_size: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd keeps in a real forward pass of one layer, its input and weights not counted."""
+    config._attn_implementation = "sdpa"
+    layer = GPT2Block(config, layer_idx=0).to(dtype)
+    hidden = torch.randn(batch_size, config.n_positions, config.n_embd, dtype=dtype, requires_grad=True)
+    known = {one.untyped_storage().data_ptr() for one in (hidden, *layer.parameters())}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(hidden)
+    output = output[0] if isinstance(output, tuple) else output
+    known.add(output.untyped_storage().data_ptr())
+    return sum(size for address, size in saved.items() if address not in known)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_traced_layer_keeps_what_a_real_one_keeps(dtype, batch_size):
+    config = gpt2()
+    segments = tracer(config, Rows("clm", config.n_positions), dtype=dtype).trace(batch_size)
+    (layer,) = (one for one in segments if one.name == ("layer", "transformer.h", 1))
+    output = batch_size * config.n_positions * config.n_embd * dtype.itemsize
+    assert layer.delta - output == saved_by_a_real_layer(config, batch_size, dtype) > 0
+
+
+def test_a_gpt2_layer_keeps_what_the_formula_says():
+    """Korthikanti et al. 2022, without dropout and with a fused attention kernel, in bytes of fp32: the inputs of
+    two norms, four matrix products and the activation function; transformers writes GELU out in single operations."""
+    config = gpt2()
+    length, hidden = config.n_positions, config.n_embd
+    segments = tracer(config, Rows("clm", length), dtype=torch.float32).trace(2)
+    (layer,) = (one for one in segments if one.name == ("layer", "transformer.h", 1))
+    elements = 2 * length * hidden
+    least = (1 + 3 + 1 + 1 + 1 + 4 + 4) * elements * 4  # norm, qkv, attention, sum, norm, GELU's input and output
+    assert least < layer.delta < 2.5 * least
+
+
+def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
+    rows = Rows("clm", 48)
+    composed = tracer(gpt2(5), rows, dtype=torch.bfloat16).steps(2)
+    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    traced = tracer(gpt2(5), rows, dtype=torch.bfloat16)
+    assert len(traced.model.transformer.h) == 5
+    peaks = [[max(one.start + getattr(one, rise) for one in steps) for rise in ("rise", "rise_kept")]
+             for steps in (composed, traced.steps(2))]  # fmt: skip
+    assert peaks[0] == peaks[1]
+
+
+def test_every_gradient_is_counted_once():
+    config = gpt2()
+    steps = tracer(config, Rows("clm", 48), dtype=torch.float32).steps(1)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    assert sum(one.gradients for one in steps) == 4 * parameters
+    assert steps[-1].start + steps[-1].rise > 0
+
+
+def test_recomputation_keeps_less_and_a_larger_batch_more():
+    config = LlamaConfig(num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=256, use_cache=False)  # fmt: skip
+    rows = Rows("clm", 32, masked=True)
+    kept, again = (tracer(config, rows, dtype=torch.bfloat16, recomputed=value) for value in (False, True))
+
+    def peak(tracer, batch_size):
+        return max(step.start + step.rise for step in tracer.steps(batch_size))
+
+    peaks = [peak(kept, size) for size in (1, 2, 3, 8)]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+    assert peak(again, 64) < peak(kept, 64)
+
+
+def test_the_peak_is_a_maximum_over_phases_and_the_sum_of_its_parts():
+    states = torch_states(weights(MILLION), 2, torch.float32, torch.float32, on_gpu=True)
+    steps = tracer(gpt2(), Rows("clm", 48), dtype=torch.float32).steps(1)
+    peak = find_peak(states, steps, [], 1, 2, on_gpu=True)
+    assert sum(peak.components.values()) == peak.allocated < peak.reserved < peak.device
+    assert peak.phase in ("forward", "loss", "backward", "optimizer step")
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def planned(capsys, *flags: str) -> dict:
+    assert main(["plan", *RECIPE, *flags, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(capsys):
+    found = planned(
+        capsys, "--gpu", "cpu", "--gpu_memory", "24MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,zero3"
+    )
+    assert {one["strategy"] for one in found["largest"]} == {"ddp", "zero2", "zero3"}
+    for largest in found["largest"]:
+        sizes = {one["per_device_train_batch_size"]: one for one in found["predictions"]
+                 if one["strategy"] == largest["strategy"]}  # fmt: skip
+        size = largest["per_device_train_batch_size"]
+        assert sizes[size]["fits"]
+        assert not sizes[size + 1]["fits"]
+        assert sizes[size]["peak_allocated_bytes"] == sum(sizes[size]["components"].values()) <= 24 * 2**20
+
+
+def test_named_sizes_are_predicted_and_a_global_batch_sets_the_accumulation(capsys):
+    found = planned(capsys, "--gpu", "h100-80gb", "--num_gpus", "2", "--strategies", "ddp", "--batch_sizes", "1,3,4",
+                    "--global_batch_size", "16")  # fmt: skip
+    made = [(one["per_device_train_batch_size"], one["gradient_accumulation_steps"]) for one in found["predictions"]]
+    assert made == [(1, 8), (4, 2)]  # 3 does not make it
+    assert found["checkpoint_bytes"] == 12 * found["trained_parameters"]
+
+
+def test_lora_trains_little(capsys):
+    full, adapter = (planned(capsys, "--gpu", "h100-80gb", "--strategies", "single", "--batch_sizes", "1", *flags)
+                     for flags in ([], ["--lora"]))  # fmt: skip
+    assert adapter["trained_parameters"] < full["trained_parameters"] / 10
+    assert adapter["predictions"][0]["components"]["optimizer"] == 8 * adapter["trained_parameters"]
+
+
+def test_the_report_ranks_and_says_what_does_not_fit(capsys):
+    flags = ["--gpu", "cpu", "--gpu_memory", "1MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,single"]
+    assert main(["plan", *RECIPE, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "does not fit:" in said
+    assert "ddp, micro-batch 1:" in said
+    assert "too many" in said
+    assert "not possible:" in said
+    assert "single:" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
+        (["--gpu_memory", "100MiB"], "CUDA context"),
+        (["--gpu", "cpu"], "--gpu_memory"),
+        ([], "set --gpu"),
+        (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
+        (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
+        (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
+    strategies = [] if "--strategies" in flags else ["--strategies", "ddp"]
+    assert main(["plan", *RECIPE, *flags, *strategies]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_a_model_without_a_configuration_at_hand(capsys):
+    flags = [
+        "--task",
+        "clm",
+        "--model_name_or_path",
+        "./missing/model",
+        "--gpu",
+        "h100-80gb",
+        "--strategies",
+        "single",
+    ]
+    assert main(["plan", *flags]) == 2
+    assert "--architecture" in capsys.readouterr().err
+    assert main(["plan", *flags, "--architecture", "gpt2", "--batch_sizes", "1"]) == 0
+    assert "124,439,808 parameters" in capsys.readouterr().out
+
+
+def test_known_gpus_are_sound():
+    assert len(GPUS) > 10
+    for name, gpu in GPUS.items():
+        stated = int(name.rpartition("-")[2].removesuffix("gb"))
+        assert 0.85 * stated < gpu.usable_bytes / 2**30 <= stated
+        assert gpu.half_flops > gpu.fp32_flops / 2
+        assert gpu.memory_bytes_per_s > gpu.link_bytes_per_s / 2
+
+
+def test_classifiers_and_pairs_are_traced(capsys):
+    small = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,vocab_size=128"
+    cls = ["--task", "cls", "--config_name", "deberta-v2-xlarge", "--config_overrides", small, "--max_length", "16"]
+    pairs = ["--task", "seq2seq", "--config_name", "blenderbot-400M-distill", "--max_source_length", "16",
+             "--max_target_length", "8", "--config_overrides", "d_model=32,encoder_layers=3,decoder_layers=4,"
+             "encoder_attention_heads=2,decoder_attention_heads=2,encoder_ffn_dim=64,decoder_ffn_dim=64,"
+             "vocab_size=128"]  # fmt: skip
+    for recipe in (cls, pairs):
+        flags = ["--gpu", "a100-40gb", "--strategies", "single", "--batch_sizes", "1,4", "--json", "-"]
+        assert main(["plan", *recipe, *flags]) == 0
+        first, second = json.loads(capsys.readouterr().out)["predictions"]
+        assert first["peak_allocated_bytes"] <= second["peak_allocated_bytes"]
+
+
+def test_a_launcher_above_is_not_heard(monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    found = planned(capsys, "--gpu", "h100-80gb", "--strategies", "ddp", "--num_gpus", "2", "--batch_sizes", "1")
+    assert found["predictions"][0]["layout"]["data"] == 2
