@@ -63,7 +63,8 @@ class States:
         backward: beside `gradients`, during a backward pass: {name: bytes}.
         gathered: weights of other processes, during the passes.
         step: on the device during the optimizer's step, beside weights and optimizer: the largest of its moments.
-        load: on the device while the engine is made, beside nothing else.
+        load: on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy
+            on the device if it has room for that, and else on the host: the copy does not decide what fits.
         host: on the host, of this process: {name: bytes}.
     """
 
@@ -117,7 +118,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     full_gradients = width * trained if int(zero.stage) == 1 and accumulates else 0
     later = full_gradients if int(zero.stage) == 1 else width * shard
     backward = {"buffers": bucket if zero.contiguous_gradients or offloads else 0}
-    common = {"weights": width * trained + frozen, "load": 2 * width * trained + frozen}
+    common = {"weights": width * trained + frozen, "load": width * trained + frozen}
     if offloads:
         largest = weights.largest
         backward["workspace"] = 4 * largest if width != 4 else 0  # async_inplace_copy_grad_to_fp32_buffer_from_gpu

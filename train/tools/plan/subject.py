@@ -18,6 +18,10 @@ from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_LIMIT = 2**20  # positions
+WITHOUT_WEIGHTS = (
+    "To plan without the weights, name the model's shape: --architecture NAME, where NAME is a folder with a "
+    "config.json or an architecture that is known offline, such as llama-2-7b"
+)
 
 
 @dataclass
@@ -108,7 +112,12 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
 
     auto_class = getattr(transformers, TASKS[task])
     has_weights = bool(recipe.model_name_or_path)
-    config = load_configuration(_at_hand(recipe), auto_class)
+    try:
+        config = load_configuration(_at_hand(recipe), auto_class)
+    except UserError as error:
+        if not has_weights or recipe.architecture:
+            raise
+        raise UserError(f"{problem}. {WITHOUT_WEIGHTS}" for problem in error.problems) from None
     if task == "cls":
         config.num_labels = max(1, getattr(config, "num_labels", 2))
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
@@ -137,10 +146,7 @@ def _at_hand(recipe):
     shape = recipe.architecture or (name if name and not Path(name).is_dir() else None)
     if not shape or not (recipe.architecture or shape.lower() in known_architectures()):
         if name and is_missing_folder(name):
-            raise UserError(
-                f"model_name_or_path = {name!r}: there is no such folder. To plan without the weights, name the "
-                f"model's shape: --architecture with a folder that has a config.json, or one of {', '.join(shapes())}"
-            )
+            raise UserError(f"model_name_or_path = {name!r}: there is no such folder")
         return recipe
     recipe = recipe.draft()
     for other in ("model_name_or_path", "model_type"):
@@ -217,8 +223,3 @@ def _layer_stacks(full: torch.nn.Module) -> list[str]:
 def _lists(full: torch.nn.Module) -> dict[str, int]:
     lists = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
     return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
-
-
-def shapes() -> list[str]:
-    """Names that need no network."""
-    return sorted({path.stem for path in known_architectures().values()})
