@@ -41,7 +41,7 @@ COMMANDS = (
     Command(
         "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.compare:main"
     ),
-    Command("plan", "What fits, predicted without a GPU.", "train.tools.plan.command:main"),
+    Command("plan", "What fits, predicted without a GPU.", "train.tools.plan.plan:main"),
     Command(
         "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.verify:main"
     ),

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from train.recipe.base import Recipe
 from train.recipe.fields import option
-from train.recipe.options import Recipe
-from train.tools.options import parse_bytes
+from train.tools.tool_recipe import parse_bytes
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
 

@@ -55,7 +55,7 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
     recipe = recipe.draft()
     with _environment_of_a_rank(world_size, gpus_per_node):
         recipe.adopt("strategy", name, "--strategies")
-        recipe.forget("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
+        recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
     if strategy.deepspeed is None:

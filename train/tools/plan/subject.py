@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from train.model.configuration import known_architectures, load_configuration
-from train.model.lora import ALL_LINEAR, PRESETS
+from train.model.families import family_of
+from train.model.families.family import ALL_LINEAR
 from train.recipe.errors import UserError
 from train.recipe.paths import is_missing_folder
 from train.tools.plan.constants import NF4_BYTES
@@ -150,7 +151,7 @@ def _at_hand(recipe):
         return recipe
     recipe = recipe.draft()
     for other in ("model_name_or_path", "model_type"):
-        recipe.forget(other)
+        recipe.reset_option(other)
     recipe.adopt("config_name", shape, "--architecture" if recipe.architecture else "model_name_or_path")
     return recipe
 
@@ -177,7 +178,7 @@ def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
     from transformers.pytorch_utils import Conv1D
 
     chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
-    targets = chosen or list(PRESETS.get(model.config.model_type, (ALL_LINEAR,)))
+    targets = chosen or list(family_of(model.config).lora_targets)
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     config = LoraConfig(
         r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, bias=recipe.lora_bias,

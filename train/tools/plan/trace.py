@@ -155,14 +155,14 @@ class Tracer:
     @contextlib.contextmanager
     def _as_it_will_run(self) -> Iterator[None]:
         """Fake tensors; on behalf of a GPU, its way of multiplying in the loss and the casts of its autocast."""
-        multiplies = losses._multiplies_halves
+        multiplies = losses._has_half_matmul
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         try:
-            losses._multiplies_halves = lambda device: self.settings.on_gpu
+            losses._has_half_matmul = lambda device: self.settings.on_gpu
             with self.mode, casts:
                 yield
         finally:
-            losses._multiplies_halves = multiplies
+            losses._has_half_matmul = multiplies
 
 
 class Borders:

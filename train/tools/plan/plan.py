@@ -15,7 +15,6 @@ from pathlib import Path
 from train.recipe.errors import UserError
 from train.record.terminal import say, screen_width, size
 from train.strategy.pairs import CONFIGS, ROOT, find_strategies
-from train.tools.options import parse_bytes
 from train.tools.plan.constants import CUDA_CONTEXT_BYTES
 from train.tools.plan.gpus import CPU, Gpu, find_gpu
 from train.tools.plan.options import PlanOptions
@@ -23,7 +22,7 @@ from train.tools.plan.planner import Budget, Planner
 from train.tools.plan.report import describe_model, for_terminal, to_json
 from train.tools.plan.resolve import Resolved
 from train.tools.plan.subject import read_subject
-from train.tools.tool_recipe import read_with_recipe
+from train.tools.tool_recipe import parse_bytes, read_with_recipe
 
 
 def main(argv: list[str] | None = None) -> int:
