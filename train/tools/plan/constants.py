@@ -14,6 +14,10 @@ NCCL_BYTES = 256 * 2**20
 # assumption for rows of one length; rows of many lengths need more.
 FRAGMENTATION = 0.03
 
+# On a CPU: threads' stacks and libraries that come with the first pass, after the model. Source: measured here, with
+# one trial of `zerofit compare` (docs/plan.md: GPT-2, ddp, micro-batch 4).
+CPU_PROGRAM_BYTES = 60 * 2**20
+
 # cuBLAS keeps a workspace for each handle and stream: 32 MiB on Hopper, 8 MiB before. Source: torch's documentation
 # of CUBLAS_WORKSPACE_CONFIG.
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20

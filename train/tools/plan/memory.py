@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from train.tools.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES
+from train.tools.plan.constants import (
+    CPU_PROGRAM_BYTES,
+    CUBLAS_WORKSPACE_BYTES,
+    CUDA_CONTEXT_BYTES,
+    FRAGMENTATION,
+    NCCL_BYTES,
+)
 from train.tools.plan.states import States
 from train.tools.plan.trace import Step
 
@@ -27,7 +33,8 @@ class Peak:
     """A predicted peak of one process.
 
     Attributes:
-        allocated: as torch.cuda.max_memory_allocated; on a CPU, what tensors take beyond the program itself.
+        allocated: as torch.cuda.max_memory_allocated; on a CPU, what a process takes beyond what it took before the
+            model.
         reserved: as torch.cuda.max_memory_reserved.
         device: as the driver shows it: with context and communication buffers.
         host: of one process, beside the program itself.
@@ -52,7 +59,8 @@ def find_peak(states: States, training: list[Step], evaluation: list[Step], accu
     moments = [*_moments(states, training, evaluation, accumulation)]
     host = sum(states.host.values())
     if not on_gpu:  # offloaded states lie in the same memory
-        moments = [Moment(one.phase, {**one.components, "offloaded": host}) for one in moments]
+        beside = {"offloaded": host, "program": CPU_PROGRAM_BYTES}
+        moments = [Moment(one.phase, one.components | beside) for one in moments]
     largest = max(moments, key=lambda moment: moment.total)
     components = {name: size for name, size in largest.components.items() if size}
     if not on_gpu:
