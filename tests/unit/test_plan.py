@@ -201,7 +201,7 @@ def planned(capsys, *flags: str) -> dict:
 
 def test_the_largest_batch_fits_and_the_next_does_not(capsys):
     found = planned(
-        capsys, "--gpu", "cpu", "--gpu_memory", "24MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,zero3"
+        capsys, "--gpu", "cpu", "--gpu_memory", "84MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,zero3"
     )
     assert {one["strategy"] for one in found["largest"]} == {"ddp", "zero2", "zero3"}
     for largest in found["largest"]:
