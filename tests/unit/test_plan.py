@@ -201,7 +201,7 @@ def planned(capsys, *flags: str) -> dict:
 
 def test_the_largest_batch_fits_and_the_next_does_not(capsys):
     found = planned(
-        capsys, "--gpu", "cpu", "--gpu_memory", "84MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,zero3"
+        capsys, "--gpu", "cpu", "--gpu_memory", "180MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,zero3"
     )
     assert {one["strategy"] for one in found["largest"]} == {"ddp", "zero2", "zero3"}
     for largest in found["largest"]:
@@ -210,7 +210,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(capsys):
         size = largest["per_device_train_batch_size"]
         assert sizes[size]["fits"]
         assert not sizes[size + 1]["fits"]
-        assert sizes[size]["peak_allocated_bytes"] == sum(sizes[size]["components"].values()) <= 84 * 2**20
+        assert sizes[size]["peak_allocated_bytes"] == sum(sizes[size]["components"].values()) <= 180 * 2**20
 
 
 def test_named_sizes_are_predicted_and_a_global_batch_sets_the_accumulation(capsys):

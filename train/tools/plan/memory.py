@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.tools.plan.constants import (
+    CPU_DEEPSPEED_BYTES,
     CPU_PROGRAM_BYTES,
     CUBLAS_WORKSPACE_BYTES,
     CUDA_CONTEXT_BYTES,
@@ -48,8 +49,15 @@ class Peak:
     host: int
 
 
-def find_peak(states: States, training: list[Step], evaluation: list[Step], accumulation: int, world_size: int,
-              on_gpu: bool) -> Peak:  # fmt: skip
+def find_peak(
+    states: States,
+    training: list[Step],
+    evaluation: list[Step],
+    accumulation: int,
+    world_size: int,
+    on_gpu: bool,
+    with_deepspeed: bool = False,
+) -> Peak:
     """The peak over all moments.
 
     Args:
@@ -59,7 +67,8 @@ def find_peak(states: States, training: list[Step], evaluation: list[Step], accu
     moments = [*_moments(states, training, evaluation, accumulation)]
     host = sum(states.host.values())
     if not on_gpu:  # offloaded states lie in the same memory
-        beside = {"offloaded": host, "program": CPU_PROGRAM_BYTES}
+        program = CPU_PROGRAM_BYTES + (CPU_DEEPSPEED_BYTES if with_deepspeed else 0)
+        beside = {"offloaded": host, "program": program}
         moments = [Moment(one.phase, one.components | beside) for one in moments]
     largest = max(moments, key=lambda moment: moment.total)
     components = {name: size for name, size in largest.components.items() if size}

@@ -130,7 +130,7 @@ class Planner:
             self.recipe.per_device_eval_batch_size
         )
         on_gpu = self.subject.on_gpu
-        peak = find_peak(states, training, evaluation, accumulation, self.budget.num_gpus, on_gpu)
+        peak = find_peak(states, training, evaluation, accumulation, self.budget.num_gpus, on_gpu, with_deepspeed)
         host = peak.host * self.budget.local_ranks
         lacking = max(0, peak.device - self.budget.device)
         if self.budget.host is not None and on_gpu:
