@@ -17,6 +17,7 @@ from train.tools.convert.options import FromMetaOptions, ToMetaOptions
 from train.tools.generate.options import GenerateOptions
 from train.tools.launch.launch import read_options
 from train.tools.merge import MergeOptions
+from train.tools.plan.options import PlanOptions
 from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 from train.tools.tool_recipe import TASKS, read_with_recipe
 from train.tools.verify.options import VerifyOptions
@@ -24,7 +25,8 @@ from train.tools.verify.options import VerifyOptions
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,
     ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
-    ("generate",): GenerateOptions, ("compare",): CompareOptions, ("verify",): VerifyOptions,
+    ("generate",): GenerateOptions, ("compare",): CompareOptions, ("plan",): PlanOptions,
+    ("verify",): VerifyOptions,
 }  # fmt: skip
 START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
 COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/loop-speed.md
@@ -101,7 +103,7 @@ def check_tool(words: list[str]) -> None:
         assert words[:2] == ["convert", "megatron-args"], words
         return
     arguments = words[len(name) :]
-    if TOOLS[name] in (CompareOptions, VerifyOptions) and arguments:
+    if TOOLS[name] in (CompareOptions, PlanOptions, VerifyOptions) and arguments:
         read_with_recipe(TOOLS[name], arguments, prog="zerofit")
     elif arguments:
         parse_recipe(TOOLS[name], arguments, tool=True)
