@@ -200,7 +200,7 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     install_chosen_loss(model, recipe)
     engine = trainer.prepare(model)
     check_loss(engine, recipe)
-    task = Task(recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    task = Task(trainer.recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
     trainer.train(task, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
     assert len(trainer.folder.metrics.read()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"

@@ -12,7 +12,7 @@ from helpers import ROOT, refusal
 
 from train.recipe.parse import parse_recipe
 from train.record.run_folder import RunFolder
-from train.strategy.processes import SHARES_DEVICES
+from train.strategy.launch import SHARES_DEVICES
 from train.tools.compare import finish
 from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates, with_one_batch_evaluations
 from train.tools.compare.finish import Finish, batch_to_train, values_to_finish

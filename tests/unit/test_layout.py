@@ -54,7 +54,7 @@ def test_the_loss_is_divided_by_what_is_trained_on_and_not_by_what_was_reported_
         engine = SimpleNamespace(layout=layout, _gathered=lambda values: torch.tensor(reports))
         count, loss = Engine.sum_over_replicas(engine, reports[layout.rank])
         assert (count, loss / count) == (tokens.sum(), 2.0)
-        assert len(Engine.per_replica(engine, reports[layout.rank])) == layout.data_size
+        assert len(layout.reporters) == layout.data_size
 
 
 @pytest.mark.parametrize("name", DEGREES)

@@ -281,8 +281,6 @@ def test_known_gpus_are_sound():
     for name, gpu in GPUS.items():
         stated = int(name.rpartition("-")[2].removesuffix("gb"))
         assert 0.85 * stated < gpu.usable_bytes / 2**30 <= stated
-        assert gpu.half_flops > gpu.fp32_flops / 2
-        assert gpu.memory_bytes_per_s > gpu.link_bytes_per_s / 2
 
 
 def test_classifiers_and_pairs_are_traced(capsys):

@@ -18,7 +18,6 @@ VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it he
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
 HALF = ("bf16", "fp16")
 AMPERE = (8, 0)  # compute capability: flash kernels need it
-WIDEST_HEAD = 256
 
 
 def choose_attention(model, requested: str | None, precision: str, device: torch.device) -> str:

@@ -89,7 +89,7 @@ def resolve_scheduler(
     ]
 
 
-def check_deepspeed_schedule(config: dict, source: str, schedule: "Schedule") -> None:
+def check_deepspeed_schedule(config: dict, source: str, schedule: Schedule) -> None:
     """Run DeepSpeed's scheduler over the whole run without a model, and hold it against the recipe's curve.
 
     Raises:
@@ -99,8 +99,6 @@ def check_deepspeed_schedule(config: dict, source: str, schedule: "Schedule") ->
         return
     import deepspeed.runtime.lr_schedules as lr_schedules
     import torch
-
-    from train.recipe.errors import UserError
 
     block = config["scheduler"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=schedule.peak)

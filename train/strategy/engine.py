@@ -109,10 +109,6 @@ class Engine:
         """Each value summed over all replicas: what the ranks of one replica have in common counts once."""
         return [float(total) for total in self._gathered(values)[self.layout.reporters].sum(dim=0)]
 
-    def per_replica(self, values: Iterable[float]) -> list[list[float]]:
-        """The values of each replica, one list a replica."""
-        return self._gathered(values)[self.layout.reporters].tolist()
-
     def per_rank(self, values: Iterable[float]) -> list[list[float]]:
         """The values of each rank, one list a rank."""
         return self._gathered(values).tolist()

@@ -20,6 +20,7 @@ DEEPSPEED_YAML_KEYS = {
     "gradient_clipping", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
     "offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "zero_stage",
 }  # fmt: skip
+SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 

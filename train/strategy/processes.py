@@ -12,7 +12,7 @@ from train.strategy.build_locks import drop_abandoned_locks
 from train.strategy.builds import announce_builds
 from train.strategy.devices import faster_precisions, use_threads_of_share
 from train.strategy.gpus import idle_devices
-from train.strategy.launch import tell_deepspeed_of_a_cpu
+from train.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from train.strategy.strategy import Strategy
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
@@ -20,18 +20,16 @@ from train.strategy.strategy import Strategy
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 
 
-SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`, where one device stands for several
 FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
 
 
 def start_processes(
-    strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, shares_devices: bool = False, **kwargs
+    strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs
 ) -> tuple[Accelerator, list[str]]:
     """Start the process group and build the Accelerator.
 
     Args:
         timeout: of what the processes do together.
-        shares_devices: more processes than devices are welcome.
         kwargs: further arguments of the Accelerator.
 
     Returns: it, and notes for the log.
@@ -50,7 +48,7 @@ def start_processes(
     if (on_cpu or strategy.offloads_optimizer) and not launch.threads_are_the_users:
         use_threads_of_share()
     grouped = launch.world_size > 1 or strategy.deepspeed is not None
-    shared = not on_cpu and _share_devices(torch.accelerator.device_count(), shares_devices)
+    shared = not on_cpu and _share_devices(torch.accelerator.device_count())
     backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}
     if strategy.deepspeed is not None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -80,7 +78,7 @@ def start_processes(
     return accelerator, notes
 
 
-def _share_devices(num_devices: int, welcome: bool) -> bool:
+def _share_devices(num_devices: int) -> bool:
     """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
 
     Raises:
@@ -89,7 +87,7 @@ def _share_devices(num_devices: int, welcome: bool) -> bool:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if processes <= num_devices:
         return False
-    if not (welcome or os.environ.get(SHARES_DEVICES)):
+    if not os.environ.get(SHARES_DEVICES):
         raise UserError(
             f"num_processes: {processes} on this machine, which has {num_devices} "
             f"device{'s' if num_devices > 1 else ''}. Use --num_processes {num_devices}"

@@ -16,6 +16,7 @@ import psutil
 
 from train.strategy.build_locks import abandoned_locks
 
+LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")  # `accelerate` imports transformers, may be off PATH
 TRAIN = Path(__file__).resolve().parents[1]
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
@@ -44,11 +45,10 @@ class Trial:
 
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
-        launcher = [sys.executable, "-m", "accelerate.commands.launch"]  # `accelerate` itself imports transformers
         layout = ["--config_file", str(self.config_file), "--num_processes", str(num_processes)]
         program = self.program or (str(TRAIN / f"{self.task}.py"),)
         options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
-        return [*launcher, *layout, "--main_process_port", "0", *program, *options]
+        return [*LAUNCHER, *layout, "--main_process_port", "0", *program, *options]
 
 
 class Launch:

@@ -29,7 +29,7 @@ TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "s
 
 @dataclass
 class StrategiesOptions(Recipe):
-    """Which strategies are launched"""
+    """Which strategies, and the task"""
 
     task: str | None = option(
         None,
@@ -42,7 +42,6 @@ class StrategiesOptions(Recipe):
         "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3.",
         common=True,
     )
-    num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
 
     @property
     def names(self) -> list[str]:
@@ -54,6 +53,13 @@ class StrategiesOptions(Recipe):
         if not self.names:
             problems.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
         return problems
+
+
+@dataclass
+class LaunchedStrategiesOptions(StrategiesOptions):
+    """Which strategies are launched"""
+
+    num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
 
 
 def parse_bytes(text: str) -> int:

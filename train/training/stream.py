@@ -70,7 +70,5 @@ def micro_batches(task: Task, engine, length: RunLength, consumed: int) -> Itera
         order, length.total_samples, consumed, sizes.micro_batch, sizes.accumulation, engine.layout.data_size,
         engine.layout.data_rank, sort_key,
     )  # fmt: skip
-    workers = recipe.dataloader_num_workers
-    if workers is None:
-        workers = 0 if engine.device.type == "cpu" else 2
-    return iter(loader(samples, sampler, task.collate, workers, pins_memory(engine.device)))
+    pin = pins_memory(engine.device)
+    return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers, pin))

@@ -48,8 +48,6 @@ PATIENCE = {"save": 4.0}  # the same, of the loop's phases
 class Trainer:
     """One run of one task. Its methods are called in the order in which they stand here."""
 
-    shares_devices = False  # more processes than devices are welcome
-
     def __init__(self, task: str, recipe: TrainingRecipe, timeline: Timeline, watchdog: Watchdog):
         """Resolve the configuration, and see that the output folder is free.
 
@@ -120,7 +118,6 @@ class Trainer:
         self.accelerator, notes = start_processes(
             self.strategy,
             max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the watchdog is to speak first
-            self.shares_devices,
             log_with=list(self.config.trackers) or None,
             project_dir=str(self.folder.path),
         )

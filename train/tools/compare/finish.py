@@ -12,10 +12,10 @@ from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 from train.record.run_folder import RunFolder
 from train.record.terminal import duration, rounded, say
-from train.strategy.processes import SHARES_DEVICES
 from train.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from train.tools.compare.finished import Finished, read_finished
 from train.tools.compare.journal import key_of
+from train.tools.compare.machine import launch_environment
 from train.tools.compare.results import Row
 from train.tools.launches import UPDATE, Launch, Trial, failure, launched, mistake
 from train.tools.tool_recipe import recipe_values
@@ -61,9 +61,7 @@ class Finish:
         self.comparison, self.options, self.recipe = comparison, comparison.options, recipe
         self.journal, self.machine = comparison.journal, comparison.machine
         self.folder = comparison.output / RUNS
-        self.environment = dict(self.machine.settings)
-        if 0 < len(self.machine.devices) < self.options.num_processes:
-            self.environment[SHARES_DEVICES] = "1"
+        self.environment = launch_environment(self.machine, self.options.num_processes)
 
     def run(self) -> list[Finished]:
         """Train under every strategy that holds a batch."""

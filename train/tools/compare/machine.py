@@ -13,6 +13,7 @@ from typing import Any
 
 from train.recipe.errors import UserError
 from train.record.terminal import size
+from train.strategy.launch import SHARES_DEVICES
 
 USABLE = 0.9  # part of the free memory
 PROGRAM_BYTES = 400 * 2**20  # of host memory, for one rank before it has a model
@@ -66,6 +67,13 @@ class Machine:
         devices = [f"{sum(device['name'] == name for device in self.devices)} x {name}" for name in sorted(names)]
         cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
         return ", ".join([*devices, cpu])
+
+
+def launch_environment(machine: Machine, num_processes: int) -> dict[str, str]:
+    """Environment variables of a launch: the machine's settings, and that processes may share its devices where it has
+    fewer."""
+    shares = 0 < len(machine.devices) < num_processes
+    return machine.settings | ({SHARES_DEVICES: "1"} if shares else {})
 
 
 def inspect_machine() -> Machine:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from train.recipe.fields import option
-from train.tools.tool_recipe import StrategiesOptions, parse_bytes
+from train.tools.tool_recipe import LaunchedStrategiesOptions, parse_bytes
 
 
 @dataclass
-class CompareOptions(StrategiesOptions):
+class CompareOptions(LaunchedStrategiesOptions):
     """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
     memory_limit: str | None = option(

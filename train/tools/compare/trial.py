@@ -37,8 +37,6 @@ WARM_UP, WARM_UP_FIRST = 1, 2  # updates before the timed ones; the first size a
 class TrialTrainer(Trainer):
     """A Trainer that measures the requested batch sizes, saves no model, and ends with the requesting process."""
 
-    shares_devices = True
-
     def __init__(self, request: Path, *args):
         """`args`: those of a Trainer."""
         self.request, self.trial_folder = TrialRequest.read(request), request.parent

@@ -14,7 +14,7 @@ from train.health.out_of_memory import memory_in
 from train.record.terminal import size
 from train.tools.compare.candidates import Candidate
 from train.tools.compare.journal import Journal
-from train.tools.compare.machine import Machine
+from train.tools.compare.machine import Machine, launch_environment
 from train.tools.compare.trial_request import ANSWERS, FAILURES, Answers, TrialRequest
 from train.tools.launches import Launch, Trial, failure, launched, mistake
 
@@ -76,7 +76,8 @@ class TrialLaunch:
         self.journal.add("launch", **about, candidate=self.candidate.name, mark=mark, folder=self.folder.name,
                          first=self.request.first)  # fmt: skip
         run, log = self.folder / "run", self.folder / "log.txt"
-        with launched(self.command, run, log, mark=mark, environment=self.machine.settings) as launch:
+        environment = launch_environment(self.machine, self.num_processes)
+        with launched(self.command, run, log, mark=mark, environment=environment) as launch:
             ending = self._follow(launch, about)
             seconds = launch.seconds
         if ending.how == "killed" and self.again and not self.has_result:

@@ -20,11 +20,10 @@ from train.strategy.gpus import check_devices, num_devices
 from train.strategy.pairs import find_strategies
 from train.tools.launch.options import LaunchOptions
 from train.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
+from train.tools.launches import LAUNCHER, TRAIN
+from train.tools.tool_recipe import TASKS
 
-TRAIN = Path(__file__).resolve().parents[2]
-TASKS = ("clm", "cls", "seq2seq")
 WHAT = "zerofit launch recipes/clm/NAME.yaml, or zerofit launch train/clm.py --config FILE"
-LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")  # `accelerate` need not be on PATH
 
 
 def main(argv: list[str] | None = None) -> int:

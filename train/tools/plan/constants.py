@@ -34,5 +34,5 @@ NORM_BYTES = 8
 # Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.
 MOMENTS_BYTES, MASTER_BYTES = 8, 4
 
-# A checkpoint holds fp32 weights and both moments of what is trained (docs/checkpoints.md).
+# A checkpoint holds fp32 weights and both moments of what is trained (docs/resume.md).
 CHECKPOINT_BYTES = MASTER_BYTES + MOMENTS_BYTES

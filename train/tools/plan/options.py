@@ -2,23 +2,16 @@
 
 from dataclasses import dataclass
 
-from train.recipe.base import Recipe
 from train.recipe.fields import option
-from train.tools.tool_recipe import parse_bytes
+from train.tools.tool_recipe import StrategiesOptions, parse_bytes
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
 
 
 @dataclass
-class PlanOptions(Recipe):
+class PlanOptions(StrategiesOptions):
     """What fits, predicted without a GPU; options of the training recipe change that"""
 
-    task: str | None = option(
-        None,
-        "What is trained; by default what the recipe's folder is called.",
-        choices=("clm", "cls", "seq2seq"),
-        common=True,
-    )
     strategies: list[str] = option(  # noqa: RUF009
         ["all"],
         "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3; all: every pair there is.",
@@ -54,11 +47,6 @@ class PlanOptions(Recipe):
         texts = [text for given in self.batch_sizes for text in given.split(",") if text]
         return None if texts == ["auto"] else sorted({int(text) for text in texts})
 
-    @property
-    def names(self) -> list[str]:
-        """The strategies, each once."""
-        return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
-
     def problems(self) -> list[str]:
         found = [problem for problem in super().problems() if not problem.startswith(NOT_NEEDED)]
         for name in ("gpu_memory", "host_memory"):
@@ -73,8 +61,6 @@ class PlanOptions(Recipe):
             is_wrong = True
         if is_wrong:
             found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
-        if not self.names:
-            found.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
         if not self.gpu and not self.gpu_memory:
             found.append("no device: set --gpu, e.g. --gpu h100-80gb, or --gpu_memory, e.g. --gpu_memory 80GiB")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:

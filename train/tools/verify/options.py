@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from train.recipe.fields import option
-from train.tools.tool_recipe import StrategiesOptions
+from train.tools.tool_recipe import LaunchedStrategiesOptions
 
 
 @dataclass
-class VerifyOptions(StrategiesOptions):
+class VerifyOptions(LaunchedStrategiesOptions):
     """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
 
     reference: str = option("single", "Strategy of the one process that all others are compared with.")
