@@ -242,7 +242,7 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     done = launched(stopped, *poisoned, strategy=stops[0], processes=stops[1])
     assert "exitcode  : 86" in done.stderr
     at = check_fault(stopped, "stop")
-    assert f"stopped     by a fault after update {at - 1} of 12: update {at}: loss is nan" in done.stdout
+    assert f"stopped     by an anomaly after update {at - 1} of 12: update {at}: loss is nan" in done.stdout
     assert "--on_fault skip" in done.stdout
     assert (stopped / "checkpoints" / "latest").resolve().name == f"update_{at - 1:08}"
 

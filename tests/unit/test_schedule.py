@@ -80,7 +80,7 @@ def test_the_published_345m_recipe_decays_until_320000_of_500000():
 
 def test_deepspeeds_schedule_ends_where_the_recipes_does():
     config = deepspeed("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto")
-    _, config = settle(config, recipe(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
+    _, config = resolve(config, recipe(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
     assert config["scheduler"]["params"]["total_num_steps"] == 60
 
 
@@ -99,7 +99,7 @@ def recipe(**options) -> ClmRecipe:
     return made
 
 
-def settle(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Schedule, dict]:
+def resolve(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Schedule, dict]:
     adopt_scheduler(config, "ds.json", options)
     config, _ = resolve_scheduler(config, "ds.json", options, updates, options.num_warmup_steps)
     schedule, _ = make_schedule(options, updates)
@@ -110,7 +110,7 @@ def settle(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Schedu
 def test_deepspeeds_linear_schedule_is_the_recipes():
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     config = deepspeed("WarmupDecayLR", **auto)
-    _, config = settle(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
+    _, config = resolve(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
     params = config["scheduler"]["params"]
     assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (100, 10, 1e-3)
 
@@ -139,6 +139,6 @@ def test_what_the_recipe_leaves_open_the_block_decides():
 )
 def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):
     with pytest.raises(UserError) as caught:
-        settle(config, recipe(**options))
+        resolve(config, recipe(**options))
     for word in words:
         assert word in caught.value.report(), caught.value.report()

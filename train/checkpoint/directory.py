@@ -166,8 +166,10 @@ def _manifest(why: str, files: dict[str, dict[str, Any]]) -> str:
     """The text of a manifest, which bears a checksum of its own."""
     import xxhash
 
-    said = {"why": why, "files": files}
-    return json.dumps({**said, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(said).encode())}, indent=1) + "\n"
+    content = {"why": why, "files": files}
+    return (
+        json.dumps({**content, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1) + "\n"
+    )
 
 
 def checksum(path: Path) -> str:

@@ -154,15 +154,15 @@ def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
     return {"samples": len(samples), "checksum": digest.hexdigest(), "grouping": grouping}
 
 
-def check_data(now: dict[str, Any], found: dict[str, Any], folder: Path) -> None:
+def check_data(now: dict[str, Any], recorded: dict[str, Any], folder: Path) -> None:
     """Raises UserError where the training data is not what the checkpoint was made with."""
-    if now == found:
+    if now == recorded:
         return
-    changed = next(name for name in now if now[name] != found.get(name))
+    changed = next(name for name in now if now[name] != recorded.get(name))
     what = {
-        "samples": f"has {now['samples']:,} samples, and had {found['samples']:,}",
+        "samples": f"has {now['samples']:,} samples, and had {recorded['samples']:,}",
         "checksum": "has other samples than it had",
-        "grouping": f"is grouped by {now['grouping']!r}, and was by {found['grouping']!r}",
+        "grouping": f"is grouped by {now['grouping']!r}, and was by {recorded['grouping']!r}",
     }
     raise UserError(
         f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "

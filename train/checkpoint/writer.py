@@ -173,12 +173,12 @@ class AsyncCheckpointWriter:
             self.records.append(save.record())
         else:
             earlier = "earlier ones are as they were" if any(self.checkpoints.resumable()) else "there is no other"
-            said = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
-            self.messages.append(said)
+            message = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
+            self.messages.append(message)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
-    def choose(self, wanted: str) -> tuple[Path | None, list[str]]:
+    def choose(self, requested: str) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from (the newest whole one, or the one that is named), and warnings about others.
 
         Raises:
@@ -186,15 +186,15 @@ class AsyncCheckpointWriter:
         """
         candidates = []
         if self.engine.is_main:
-            is_named = wanted != "auto"
-            candidates = [Path(wanted).expanduser().resolve()] if is_named else list(self.checkpoints.resumable())
+            is_named = requested != "auto"
+            candidates = [Path(requested).expanduser().resolve()] if is_named else list(self.checkpoints.resumable())
         warnings = []
         for folder in self.engine.from_main(candidates):
             problem = self._flaw(folder)
             if problem is None:
                 return folder, warnings
-            if wanted != "auto":
-                raise UserError(f"resume = {wanted!r}: {problem}. Name another")
+            if requested != "auto":
+                raise UserError(f"resume = {requested!r}: {problem}. Name another")
             warnings.append(f"warning   {folder} is not used: {problem}")
         return None, warnings
 
@@ -345,6 +345,6 @@ def is_of_the_disk(error: Exception) -> bool:
     """Whether a save failed for want of room or permission, and not through a mistake in the program."""
     from safetensors import SafetensorError
 
-    said = str(error).lower()
+    text = str(error).lower()
     words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
-    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and any(word in said for word in words))
+    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and any(word in text for word in words))

@@ -67,22 +67,22 @@ def _with_its_line(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    found = []
-    while error is not None and error not in found:
-        found.append(error)
+    chain = []
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__cause__ or error.__context__
-    return found
+    return chain
 
 
 def figures_of(error: BaseException) -> dict[str, int]:
     """What the message of the error says, in bytes: asked, total, free, in_use, unused; only what is there."""
     text = "\n".join(str(one) for one in _chain(error))
-    found = {}
+    figures = {}
     for name, patterns in PATTERNS.items():
         match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
         if match:
-            found[name] = round(float(match[1]) * UNITS[match[2]])
-    return found
+            figures[name] = round(float(match[1]) * UNITS[match[2]])
+    return figures
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -122,7 +122,7 @@ def take_stock(
         parameters: of the whole model, where it is known by now.
         copied: bytes of the copies that checkpoints are written from, where there are any.
     """
-    said, where = figures_of(error), is_out_of_memory(error) or "host"
+    figures, where = figures_of(error), is_out_of_memory(error) or "host"
     on_cpu = engine.device.type == "cpu" if engine is not None else not _has_device()
     lengths = {name: getattr(recipe, name) for name in LENGTHS if hasattr(recipe, name)}
     lengths = {name: value or row_tokens for name, value in lengths.items() if value or row_tokens}
@@ -136,12 +136,12 @@ def take_stock(
         held, due = _held(engine, here, program_bytes)
     else:
         held, due = _on_the_way(sizes_of(strategy, recipe, parameters), here, where, strategy, program_bytes)
-    free, total = _room(where, said)
+    free, total = _room(where, figures)
     return Situation(
         where=where, phase=phase, on_cpu=on_cpu, rank=launch.rank, update=update, world_size=launch.world_size,
-        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=said.get("asked"), free=free, total=total,
-        host_free=host_memory()[0],
-        others=_others(said), unused=said.get("unused"), process_limit=_process_limit() if where == "host" else None,
+        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=figures.get("asked"), free=free,
+        total=total, host_free=host_memory()[0], others=_others(figures), unused=figures.get("unused"),
+        process_limit=_process_limit() if where == "host" else None,
         held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
         offload_parameters=offloads["param"], strategy=strategy.name, precision=strategy.precision,
         micro_batch=batches.micro_batch, accumulation=batches.accumulation,
@@ -244,10 +244,10 @@ def resident_bytes() -> int:
     return (field(read("/proc/self/status"), "VmRSS:", 1024)) or 0
 
 
-def _room(where: str, said: dict[str, int]) -> tuple[int | None, int | None]:
+def _room(where: str, figures: dict[str, int]) -> tuple[int | None, int | None]:
     """(free, total) of the memory that ran out: the error's own words, else what the machine says now."""
-    if "free" in said:
-        return said["free"], said.get("total")
+    if "free" in figures:
+        return figures["free"], figures.get("total")
     if where == "device":
         with contextlib.suppress(Exception):  # after some errors the device answers no more
             import torch
@@ -257,10 +257,10 @@ def _room(where: str, said: dict[str, int]) -> tuple[int | None, int | None]:
     return host_memory()
 
 
-def _others(said: dict[str, int]) -> int | None:
-    if not {"total", "free", "in_use"} <= said.keys():
+def _others(figures: dict[str, int]) -> int | None:
+    if not {"total", "free", "in_use"} <= figures.keys():
         return None
-    return max(0, said["total"] - said["free"] - said["in_use"])
+    return max(0, figures["total"] - figures["free"] - figures["in_use"])
 
 
 def _process_limit() -> int | None:
@@ -275,11 +275,11 @@ def _process_limit() -> int | None:
 def _copies(recipe, copied: int) -> dict[str, int]:
     import psutil
 
-    found = {"save_async": copied}
+    copies = {"save_async": copied}
     if recipe.dataloader_num_workers:
         with contextlib.suppress(psutil.Error):
-            found["dataloader_num_workers"] = sum(child.memory_info().rss for child in psutil.Process().children())
-    return {name: size for name, size in found.items() if size}
+            copies["dataloader_num_workers"] = sum(child.memory_info().rss for child in psutil.Process().children())
+    return {name: size for name, size in copies.items() if size}
 
 
 def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool]:

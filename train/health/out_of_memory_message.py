@@ -17,12 +17,12 @@ def report(s: Situation) -> str:
     lines += [f"  {line}" for line in (*_amounts(s), *about_the_model(s))]
     if s.held.total:
         lines += [f"  held by this rank{_of_batch(s)}:", *("  " + line for line in table(_rows(s)).splitlines())]
-    found = remedies(s)[:MOST_REMEDIES]
-    if found:
+    helpful = remedies(s)[:MOST_REMEDIES]
+    if helpful:
         lines.append("  what would help, by what it saves:")
-        shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in found]
+        shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in helpful]
         width = max(map(len, shown))
-        lines += [f"    {saved:>{width}}  {remedy.option}  ({remedy.what})" for saved, remedy in zip(shown, found)]
+        lines += [f"    {saved:>{width}}  {remedy.option}  ({remedy.what})" for saved, remedy in zip(shown, helpful)]
         lines.append(f"  with a remedy added, {RESUME}")
     else:
         lines.append("  no option saves memory here: take a smaller model, more memory, or more machines under zero3")
@@ -44,14 +44,14 @@ def about_the_model(s: Situation) -> list[str]:
     """The model's size against the limit."""
     if not s.parameters:
         return []
-    said = (
+    text = (
         f"the model has {s.parameters:,} parameters: of each rank {size(s.weights)} of weights, {size(s.whole)} with "
         "gradients and optimizer state"
     )
     if s.limit:
         fits = f"{size(s.whole - s.limit)} too much" if s.whole > s.limit else "activations come on top"
-        said += f", of the {size(s.limit)} that it may have ({fits})"
-    return [said]
+        text += f", of the {size(s.limit)} that it may have ({fits})"
+    return [text]
 
 
 def _of_batch(s: Situation) -> str:

@@ -137,19 +137,19 @@ class Remedy:
 
 def remedies(s: Situation) -> list[Remedy]:
     """All that apply, the largest saving first, those of unknown size last."""
-    found = []
+    applicable = []
     if s.holds_model:
         if s.phase in WORKING:
-            found += _of_batch(s) + _of_activations(s)
+            applicable += _of_batch(s) + _of_activations(s)
         elif s.phase == "evaluate":
-            found += _of_evaluation(s)
+            applicable += _of_evaluation(s)
         elif s.phase == "load":
-            found += _of_loading(s)
-        found += _of_state(s)
-    found += _of_allocator(s) if s.where == "device" else _of_host(s)
+            applicable += _of_loading(s)
+        applicable += _of_state(s)
+    applicable += _of_allocator(s) if s.where == "device" else _of_host(s)
     least = NEGLIGIBLE * max(s.held.total, s.asked or 0, s.weights)
-    found = [remedy for remedy in found if remedy.saves is None or remedy.saves > least]
-    return sorted(found, key=lambda remedy: -1 if remedy.saves is None else remedy.saves, reverse=True)
+    applicable = [remedy for remedy in applicable if remedy.saves is None or remedy.saves > least]
+    return sorted(applicable, key=lambda remedy: -1 if remedy.saves is None else remedy.saves, reverse=True)
 
 
 def smaller_batch(micro: int, accumulation: int) -> tuple[int, int] | None:
@@ -171,15 +171,15 @@ def _of_batch(s: Situation) -> list[Remedy]:
 
 
 def _of_activations(s: Situation) -> list[Remedy]:
-    found, bodies = [], max(0, s.activations - s.logits)
+    applicable, bodies = [], max(0, s.activations - s.logits)
     if not s.gradient_checkpointing and s.layers > 1:
         kept = s.layer_inputs + bodies // s.layers  # the inputs of all layers, and one layer whole
-        found.append(Remedy("--gradient_checkpointing", "activations are computed anew: slower", bodies - kept))
+        applicable.append(Remedy("--gradient_checkpointing", "activations are computed anew: slower", bodies - kept))
     if s.can_chunk and s.logits:
-        found.append(Remedy("--loss chunked", "logits are never held whole", min(s.logits, s.activations)))
+        applicable.append(Remedy("--loss chunked", "logits are never held whole", min(s.logits, s.activations)))
     if s.precision == "fp32":
-        found.append(Remedy("--precision bf16", "activations in half precision", s.activations // 2))
-    return found + _of_length(s)
+        applicable.append(Remedy("--precision bf16", "activations in half precision", s.activations // 2))
+    return applicable + _of_length(s)
 
 
 def _of_length(s: Situation) -> list[Remedy]:
@@ -189,28 +189,28 @@ def _of_length(s: Situation) -> list[Remedy]:
 
 
 def _of_evaluation(s: Situation) -> list[Remedy]:
-    found = []
+    applicable = []
     if s.eval_batch > 1:
         half = s.eval_batch // 2
         saved = round(s.activations * (1 - half / s.eval_batch))
-        found.append(Remedy(f"--per_device_eval_batch_size {half}", "the figures stay as they are", saved))
+        applicable.append(Remedy(f"--per_device_eval_batch_size {half}", "the figures stay as they are", saved))
     if s.generates and s.beams > 1:
         saved = round(s.activations * (1 - 1 / s.beams))
-        found.append(Remedy("--num_beams 1", "this changes the generated texts", saved))
-    return found
+        applicable.append(Remedy("--num_beams 1", "this changes the generated texts", saved))
+    return applicable
 
 
 def _of_loading(s: Situation) -> list[Remedy]:
     """Fewer bytes a weight. Without DeepSpeed what is trained is held in fp32, and only frozen weights are not."""
-    found, half = [], "" if s.precision != "fp32" else " --precision bf16"
+    applicable, half = [], "" if s.precision != "fp32" else " --precision bf16"
     if s.element == 4 and s.stage:
-        found.append(Remedy("--precision bf16", "weights in half precision", s.weights // 2))
+        applicable.append(Remedy("--precision bf16", "weights in half precision", s.weights // 2))
     elif s.element == 4 and s.pretrained:
-        found.append(Remedy(f"--lora{half}", "frozen weights, in half precision", s.weights // 2))
+        applicable.append(Remedy(f"--lora{half}", "frozen weights, in half precision", s.weights // 2))
     if s.where == "device" and s.pretrained and not s.quantised and s.stage < 3:
         saved = s.weights - s.weights // (2 * s.element)
-        found.append(Remedy(f"--lora --load_in_4bit{half}", "frozen weights, in 4 bits", saved))
-    return found
+        applicable.append(Remedy(f"--lora --load_in_4bit{half}", "frozen weights, in 4 bits", saved))
+    return applicable
 
 
 def _of_state(s: Situation) -> list[Remedy]:
@@ -220,18 +220,18 @@ def _of_state(s: Situation) -> list[Remedy]:
     optimizer = 0 if s.offload_optimizer and s.where == "device" else s.optimizer
     gains = {1: optimizer * shared, 2: s.gradients * shared, 3: s.weights * shared}
     parts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
-    found = []
+    applicable = []
     for stage in range(s.stage + 1, 3 if s.quantised else 4) if s.world_size > 1 else ():
         saved = round(sum(gains[step] for step in range(s.stage + 1, stage + 1)))
         what = f"shared by {s.world_size} processes: {parts[stage]}"
         if stage == 3 or s.phase != "load":
-            found.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
+            applicable.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
     if s.where == "device" and not s.on_cpu:
-        found += _of_offload(s, optimizer, gains, known)
+        applicable += _of_offload(s, optimizer, gains, known)
     if s.pretrained and not s.lora and s.phase != "load":
         what = "no gradients and no optimizer state but the adapter's"
-        found.append(Remedy("--lora", what, s.gradients + optimizer if known else None))
-    return found
+        applicable.append(Remedy("--lora", what, s.gradients + optimizer if known else None))
+    return applicable
 
 
 def _with_offload(s: Situation, stage: int) -> str:
@@ -243,18 +243,18 @@ def _with_offload(s: Situation, stage: int) -> str:
 
 def _of_offload(s: Situation, optimizer: int, gains: dict[int, float], known: bool) -> list[Remedy]:
     """The pairs with offload, where the host has room for what they move."""
-    found, gradients = [], gains[2] if s.stage < 2 else 0
+    applicable, gradients = [], gains[2] if s.stage < 2 else 0
     moved = optimizer if s.stage else optimizer / s.world_size
     if not s.offload_optimizer and s.phase != "load" and _host_takes(s, moved):
         pair = "zero2_offload" if s.stage < 3 else "zero3_offload_optimizer"
         what = "the optimizer's state in host memory: slower"
-        found.append(Remedy(_pair(pair), what, round(optimizer + gradients) if known else None))
+        applicable.append(Remedy(_pair(pair), what, round(optimizer + gradients) if known else None))
     moved += s.weights if s.stage == 3 else s.weights / s.world_size
     if not s.offload_parameters and not s.quantised and _host_takes(s, moved):
         what = "optimizer state and weights in host memory: the slowest"
         saved = round(optimizer + gradients + s.weights)
-        found.append(Remedy(_pair("zero3_offload"), what, saved if known else None))
-    return found
+        applicable.append(Remedy(_pair("zero3_offload"), what, saved if known else None))
+    return applicable
 
 
 def _host_takes(s: Situation, moved: float) -> bool:
@@ -269,24 +269,24 @@ def _of_allocator(s: Situation) -> list[Remedy]:
 
 
 def _of_host(s: Situation) -> list[Remedy]:
-    found = []
+    applicable = []
     if s.offload_optimizer and not s.on_cpu:
         pair = f"zero{s.stage}"
         what = "optimizer state (and weights) on the devices, not in host memory"
-        found.append(Remedy(_pair(pair), what, s.held.optimizer + s.held.weights or None))
+        applicable.append(Remedy(_pair(pair), what, s.held.optimizer + s.held.weights or None))
     if s.copies.get("save_async"):
         what = "checkpoints are written without a copy of the state"
-        found.append(Remedy("--save_async false", what, s.copies["save_async"]))
+        applicable.append(Remedy("--save_async false", what, s.copies["save_async"]))
     if s.dataloader_workers:
         what = f"{s.dataloader_workers} fewer processes a rank"
-        found.append(Remedy("--dataloader_num_workers 0", what, s.copies.get("dataloader_num_workers")))
+        applicable.append(Remedy("--dataloader_num_workers 0", what, s.copies.get("dataloader_num_workers")))
     if s.local_processes > 1 and not (s.phase == "load" and s.stage == 3):  # of ZeRO-3 fewer would hold more each
         option, what = f"--num_processes {s.world_size // 2}", "half as many processes on each host"
         if not s.global_batch_is_set:
             option = f"{option} --gradient_accumulation_steps {2 * s.accumulation}"
         each = max(s.held.total, s.weights if s.holds_model else 0)
-        found.append(Remedy(option, what, each * (s.local_processes - s.local_processes // 2) or None))
-    return found
+        applicable.append(Remedy(option, what, each * (s.local_processes - s.local_processes // 2) or None))
+    return applicable
 
 
 def _pair(name: str) -> str:

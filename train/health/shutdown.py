@@ -32,7 +32,7 @@ class StopReason(enum.IntEnum):
     @property
     def text(self) -> str:
         """The reason in a message: `stopped by TEXT`."""
-        named = {"CTRL_C": "Ctrl-C", "OUT_OF_TIME": "max_hours", "ANOMALY": "a fault",
+        named = {"CTRL_C": "Ctrl-C", "OUT_OF_TIME": "max_hours", "ANOMALY": "an anomaly",
                  "CHECKPOINT_FAILED": "a checkpoint that failed"}  # fmt: skip
         return named.get(self.name, self.name)
 

@@ -78,8 +78,8 @@ class RankMessages(NamedTuple):
 
 def take_sample(pid: int, groups: list[str]) -> Sample:
     memory, pages = read("/proc/meminfo"), read(f"/proc/{pid}/statm").split()
-    rooms = [found for found in map(headroom, groups) if found]
-    limit, left = min(rooms, key=lambda found: found[1]) if rooms else (None, None)
+    rooms = [room for room in map(headroom, groups) if room]
+    limit, left = min(rooms, key=lambda room: room[1]) if rooms else (None, None)
     counts = [field(read(f"{groups[0]}/{name}"), "oom_kill") for name in ("memory.events", "memory.oom_control")
               ] if groups else []  # fmt: skip
     counts.append(field(read("/proc/vmstat"), "oom_kill"))

@@ -129,5 +129,5 @@ class LoraOptions(Recipe):
     @property
     def quantised(self) -> str | None:
         """The option that quantises the frozen weights, if one does."""
-        wanted = [name for name in ("load_in_4bit", "load_in_8bit") if self.lora and getattr(self, name)]
-        return wanted[0] if wanted else None
+        chosen = [name for name in ("load_in_4bit", "load_in_8bit") if self.lora and getattr(self, name)]
+        return chosen[0] if chosen else None

@@ -66,7 +66,7 @@ def missing_columns(recipe) -> list[str]:
         return []
     present = columns_of(find_files(part, getattr(recipe, part))[0])
     known = {name.strip().lower() for name in present}
-    found = []
+    problems = []
     for option in COLUMN_OPTIONS:
         value = getattr(recipe, option, None) or []
         for name in [value] if isinstance(value, str) else value:
@@ -75,8 +75,8 @@ def missing_columns(recipe) -> list[str]:
                 and name.strip().lower() not in known
                 and not (option == "label_column" and part == "predict_file")
             ):
-                found.append(f"{option} = {name!r}: there is no such column; the columns are {', '.join(present)}")
-    return found
+                problems.append(f"{option} = {name!r}: there is no such column; the columns are {', '.join(present)}")
+    return problems
 
 
 def columns_of(path: Path) -> list[str]:
@@ -108,7 +108,7 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
     Raises:
         UserError: something is missing, a folder, or empty.
     """
-    problems, found = [], []
+    problems, files_with_content = [], []
     for pattern in patterns:
         pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
         matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
@@ -122,12 +122,12 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
                 problems.append(f"{option} = {str(path)!r} is a folder; name its files, e.g. {path}/*.txt")
             elif path.stat().st_size == 0 and not glob.has_magic(pattern):
                 problems.append(f"{option} = {str(path)!r}: the file is empty")
-        found += [path for path in files if path.is_file() and path.stat().st_size > 0]
-    if patterns and not problems and not found:
+        files_with_content += [path for path in files if path.is_file() and path.stat().st_size > 0]
+    if patterns and not problems and not files_with_content:
         problems.append(f"{option} = {patterns}: all files that match are empty")
     if problems:
         raise UserError(problems)
-    return sorted(dict.fromkeys(path.resolve() for path in found))
+    return sorted(dict.fromkeys(path.resolve() for path in files_with_content))
 
 
 def is_missing_folder(name: str) -> bool:

@@ -19,7 +19,7 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
     from matplotlib.figure import Figure
 
     train = [line for line in metrics if "loss" in line and "fault" not in line]
-    faults = [line["update"] for line in metrics if "fault" in line]
+    skipped = [line["update"] for line in metrics if "fault" in line]
     held = [line for line in metrics if "eval_loss" in line]
     figure = Figure(figsize=(8, 5.6 + 1.4 * (figure_of_merit != "loss")), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -40,8 +40,10 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
                        "o-", color="#d94801", markersize=4, linewidth=1)  # fmt: skip
         middle[0].set(ylabel=f"{figure_of_merit}\n(held out)")
         middle[0].grid(alpha=0.3)
-    for number, update in enumerate(faults):
-        upper.axvline(update, color="#cb181d", linestyle=":", linewidth=1, label=None if number else "skipped (fault)")
+    for number, update in enumerate(skipped):
+        upper.axvline(
+            update, color="#cb181d", linestyle=":", linewidth=1, label=None if number else "skipped (anomaly)"
+        )
     upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}", title=title)
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)

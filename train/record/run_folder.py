@@ -259,7 +259,7 @@ def describe_environment(command: list[str], device) -> dict[str, Any]:
     if device.type != "cpu":
         versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
         hardware["gpus"] = device_names(device)
-        hardware |= {name: found for name, found in versions.items() if found}
+        hardware |= {name: version for name, version in versions.items() if version}
     return {
         "command": command or sys.argv,
         "arguments": sys.argv,

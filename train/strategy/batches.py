@@ -26,31 +26,31 @@ def resolve_batches(recipe: BatchOptions, replicas: int) -> BatchSizes:
         UserError: global_batch_size is no multiple of what one pass over all processes takes, or contradicts the
             accumulation; the message says which values would work.
     """
-    micro, accumulation, wanted = (
+    micro, accumulation, total = (
         recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
     )  # fmt: skip
     one_pass = micro * replicas
-    if wanted is None:
+    if total is None:
         return BatchSizes(micro, accumulation or 1, replicas)
-    if wanted % one_pass:
-        sizes = [size for size in range(1, wanted + 1) if wanted % (size * replicas) == 0]
-        counts = [count for count in range(1, wanted + 1) if wanted % (micro * count) == 0]
+    if total % one_pass:
+        sizes = [size for size in range(1, total + 1) if total % (size * replicas) == 0]
+        counts = [count for count in range(1, total + 1) if total % (micro * count) == 0]
         remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
         remedies += [f"the number of processes could be {_listed(counts)}"] if counts else []
         remedies = remedies or [f"make it a multiple of {one_pass}"]
         raise UserError(
-            f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) is no multiple of "
+            f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is no multiple of "
             f"per_device_train_batch_size * processes = {micro} * {replicas} = {one_pass}: "
             f"{', or '.join(remedies)}"
         )
-    if accumulation not in (None, wanted // one_pass):
+    if accumulation not in (None, total // one_pass):
         raise UserError(
             f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
-            f"global_batch_size = {wanted} ({recipe.source('global_batch_size')}) disagree: with "
+            f"global_batch_size = {total} ({recipe.source('global_batch_size')}) disagree: with "
             f"per_device_train_batch_size = {micro} and {replicas} processes the accumulation is "
-            f"{wanted // one_pass}. Set one of the two"
+            f"{total // one_pass}. Set one of the two"
         )
-    return BatchSizes(micro, wanted // one_pass, replicas)
+    return BatchSizes(micro, total // one_pass, replicas)
 
 
 def _listed(numbers: list[int]) -> str:

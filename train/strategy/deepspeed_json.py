@@ -135,16 +135,16 @@ def _zero_problems(section: Any) -> list[str]:
             "offload_param": deepspeed.DeepSpeedZeroOffloadParamConfig,
             "offload_optimizer": deepspeed.DeepSpeedZeroOffloadOptimizerConfig,
         }
-        return [_zero_problem(found, models, deepspeed.DeepSpeedZeroConfig) for found in error.errors()]
+        return [_zero_problem(detail, models, deepspeed.DeepSpeedZeroConfig) for detail in error.errors()]
     return []
 
 
-def _zero_problem(found: dict, parts: dict[str, type], whole: type) -> str:
+def _zero_problem(detail: dict, parts: dict[str, type], whole: type) -> str:
     """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
-    path = [str(step) for step in found["loc"]]
+    path = [str(step) for step in detail["loc"]]
     where = ".".join(("zero_optimization", *path))
-    if found["type"] != "extra_forbidden":
-        return f"{where} = {json.dumps(found['input'], default=str)}: {found['msg'].lower()}"
+    if detail["type"] != "extra_forbidden":
+        return f"{where} = {json.dumps(detail['input'], default=str)}: {detail['msg'].lower()}"
     known = parts.get(path[0], whole) if len(path) > 1 else whole
     fields = {*known.model_fields, *(field.alias for field in known.model_fields.values() if field.alias)}
     close = nearest(path[-1], fields)

@@ -31,12 +31,12 @@ def check_same(facts: dict[str, Any], remedy: str) -> None:
     """
     ranks = everyones((platform.node(), facts))
     (first, expected), *others = ranks
-    for rank, (machine, found) in enumerate(others, 1):
+    for rank, (machine, facts_there) in enumerate(others, 1):
         for name in expected:
-            if found.get(name) != expected[name]:
+            if facts_there.get(name) != expected[name]:
                 raise UserError(
                     f"rank {rank}, on machine {machine}, has another {name} than rank 0, on machine {first}: "
-                    f"{_shown(found.get(name))}, and there {_shown(expected[name])}. {remedy}"
+                    f"{_shown(facts_there.get(name))}, and there {_shown(expected[name])}. {remedy}"
                 )
 
 

@@ -15,13 +15,13 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
         UserError: there is no such file.
     """
     configs = CONFIGS if CONFIGS.is_dir() else ROOT / CONFIGS
-    found = {name: Path(name) if name.endswith((".yaml", ".yml")) else configs / f"{name}.yaml" for name in names}
-    missing = [name for name, path in found.items() if not path.is_file()]
+    files = {name: Path(name) if name.endswith((".yaml", ".yml")) else configs / f"{name}.yaml" for name in names}
+    missing = [name for name, path in files.items() if not path.is_file()]
     if missing:
         known = sorted(path.stem for path in configs.glob("*.yaml"))
-        raise UserError([f"strategy {name!r}: there is no file {found[name]}. {_remedy(name, known)}"
+        raise UserError([f"strategy {name!r}: there is no file {files[name]}. {_remedy(name, known)}"
                          for name in missing])  # fmt: skip
-    return found
+    return files
 
 
 def _remedy(name: str, known: list[str]) -> str:

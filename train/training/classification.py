@@ -71,13 +71,13 @@ def predict_examples(
 
 def _answered(engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list | None]:
     """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
-    loss, targets, found = torch.zeros((), device=engine.device), 0, {}
+    loss, targets, answers = torch.zeros((), device=engine.device), 0, {}
     for batch in batches:
         logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
         loss += loss_of_examples(logits, batch.labels)
         targets += batch.num_targets
-        found |= zip(batch.indices, _answers(logits, labels))
-    return loss, targets, one_row_each(engine, found)
+        answers |= zip(batch.indices, _answers(logits, labels))
+    return loss, targets, one_row_each(engine, answers)
 
 
 def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:

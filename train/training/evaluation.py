@@ -86,6 +86,6 @@ def one_row_each(engine, rows: dict[int, Any]) -> list[Any] | None:
     ranks = engine.gather_objects(rows)
     if ranks is None:
         return None
-    found = {index: row for rank in ranks for index, row in rank.items()}
-    assert sorted(found) == list(range(len(found))), "every example once"
-    return [found[index] for index in range(len(found))]
+    of_example = {index: row for rank in ranks for index, row in rank.items()}
+    assert sorted(of_example) == list(range(len(of_example))), "every example once"
+    return [of_example[index] for index in range(len(of_example))]

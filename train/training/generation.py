@@ -74,14 +74,14 @@ def predict_texts(
 
 def _written(engine, batches: Iterator[Batch], tokenizer, settings: dict[str, Any]) -> list[str] | None:
     """The text that is generated for each row, on the main process."""
-    found = {}
+    texts = {}
     for batch in batches:
         ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
         written = engine.generate(ids, mask, **settings)
         if not engine.module.config.is_encoder_decoder:
             written = written[:, ids.shape[1] :]
-        found |= zip(batch.indices, tokenizer.batch_decode(written, skip_special_tokens=True))
-    return one_row_each(engine, found)
+        texts |= zip(batch.indices, tokenizer.batch_decode(written, skip_special_tokens=True))
+    return one_row_each(engine, texts)
 
 
 def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:

@@ -78,7 +78,7 @@ def report_refused(run: Run, result: StepResult) -> bool:
     """Report an update that the step has refused. Returns whether training stops for it."""
     action = run.task.recipe.on_fault
     run.recorder.write_anomaly(result.anomaly, action)
-    run.recorder.note(f"fault     update {result.update}: {result.anomaly.reason}. {ACTIONS[action]}")
+    run.recorder.note(f"anomaly   update {result.update}: {result.anomaly.reason}. {ACTIONS[action]}")
     return action != "skip" or run.state.anomalies_in_a_row >= MAX_IN_A_ROW
 
 

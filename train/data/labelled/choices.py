@@ -117,11 +117,11 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
 
 
 def _known_choices(table: Dataset) -> tuple[str, ...]:
-    found: dict[str, list[str]] = {}
+    of_stem: dict[str, list[str]] = {}
     for name in table.column_names:
         if match := NUMBERED.fullmatch(name):
-            found.setdefault(match[1], []).append(name)
-    numbered = next((names for names in found.values() if len(names) > 1), [])
+            of_stem.setdefault(match[1], []).append(name)
+    numbered = next((names for names in of_stem.values() if len(names) > 1), [])
     lists = [(name,) for name in LISTS if name in table.column_names and _is_list(table, name)]
     return tuple(sorted(numbered, key=lambda name: int(NUMBERED.fullmatch(name)[2]))) or next(iter(lists), ())
 

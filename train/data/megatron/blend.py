@@ -140,14 +140,14 @@ class CorpusSamples:
         Raises:
             UserError: an id is beyond the vocabulary.
         """
-        found = self.dataset[int(index)]
-        tokens, targets, counts = (found[name].numpy() for name in ("tokens", "labels", "loss_mask"))
+        native = self.dataset[int(index)]
+        tokens, targets, counts = (native[name].numpy() for name in ("tokens", "labels", "loss_mask"))
         for number in (min(tokens.min(), targets.min()), max(tokens.max(), targets.max())):
             if not 0 <= number < self.rows:
                 raise UserError(beyond_the_vocabulary(int(number), self.rows, f"sample {index}"))
         sample = {"input_ids": tokens, "next_tokens": np.where(counts > 0, targets, IGNORE)}
         if self.reset_positions:
-            sample["position_ids"] = found["position_ids"].numpy()
+            sample["position_ids"] = native["position_ids"].numpy()
             if not self.reset_attention:  # without a mask transformers takes such positions for separate documents
                 sample["attention_mask"] = np.ones_like(tokens)
         elif self.reset_attention:
@@ -201,7 +201,7 @@ def build(
                     shutil.rmtree(partial, ignore_errors=True)
                     _datasets(blend, sizes, ends, flags, partial)
                     put_in_place(partial, folder)
-        found = _datasets(blend, sizes, ends, flags, folder)
+        datasets = _datasets(blend, sizes, ends, flags, folder)
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         why = "it is not a folder" if is_file else error.strerror or error
@@ -209,10 +209,10 @@ def build(
             f"the index of the samples cannot be written to {root}: {why}. Name another folder with --data_cache_path"
         ) from None
     resets = (recipe.reset_position_ids, recipe.reset_attention_mask)
-    counts = (len(found[TRAINING]) if num_samples else 0, num_held_out)
+    counts = (len(datasets[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (
         CorpusSamples(dataset, count, blend.block_size, rows, eod, resets) if dataset is not None else None
-        for dataset, count in zip(found, counts)
+        for dataset, count in zip(datasets, counts)
     )
     return train, held_out
 

@@ -185,10 +185,10 @@ def _problem(prefix: str) -> str | None:
     lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
     if lengths.min() < 0:
         return f"{index} has a sequence of {lengths.min()} tokens: it was damaged. Copy it once more"
-    tokens, found = int(lengths.sum(dtype=np.int64)), content.stat().st_size
-    if found != tokens * width:
+    tokens, size_of_content = int(lengths.sum(dtype=np.int64)), content.stat().st_size
+    if size_of_content != tokens * width:
         return (
-            f"{content} has {found:,} bytes, and {index} tells of {tokens:,} tokens of {width} bytes, "
+            f"{content} has {size_of_content:,} bytes, and {index} tells of {tokens:,} tokens of {width} bytes, "
             f"{tokens * width:,} bytes: it was cut off, or is of another corpus"
         )
     return None
@@ -204,8 +204,8 @@ def read_card(prefix: str) -> Card | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Card(**{field.name: found[field.name] for field in dataclasses.fields(Card)})
+        card = json.loads(path.read_text(encoding="utf-8"))
+        return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: it stands where `zerofit prepare` says what a corpus was made with, and cannot be read as such "

@@ -61,11 +61,13 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
                 return None
             file.seek(0)
             try:
-                found = json.load(file)
+                content = json.load(file)
             except ValueError:
                 return None  # JSON lines, or invalid JSON, which the datasets library reports
-        held = found.values()
-        if not found or not all(isinstance(value, dict) and isinstance(value.get("content"), list) for value in held):
+        held = content.values()
+        if not content or not all(
+            isinstance(value, dict) and isinstance(value.get("content"), list) for value in held
+        ):
             return None
         try:
             conversations += [[text for _, text in turns_of(value["content"])] for value in held]

@@ -122,11 +122,11 @@ class Whole:
         self.native, self.code = native, code
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        found = []
+        rows = []
         for start in range(0, len(texts), 64):  # an Encoding takes many times the memory of its ids
             encoded = self.native.encode_batch_fast(texts[start : start + 64])
-            found += [array(self.code, row.ids).tobytes() for row in encoded]
-        return found
+            rows += [array(self.code, row.ids).tobytes() for row in encoded]
+        return rows
 
 
 class Memo:
@@ -148,22 +148,22 @@ class Memo:
         self.seen = 0
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        found: list[bytes] = []
+        rows: list[bytes] = []
         group: list[str] = []
         size = 0
         for text in texts:
             if group and size + len(text) > GROUP:
-                found += self._encode_group(group)
+                rows += self._encode_group(group)
                 group, size = [], 0
             group.append(text)
             size += len(text)
-        found += self._encode_group(group)
-        for text, row in zip(texts, found):
+        rows += self._encode_group(group)
+        for text, row in zip(texts, rows):
             due = self.seen % CHECK_EVERY == 0 and len(text) <= LONGEST_CHECKED
             if due and self._bytes(self.native.encode(text).ids) != row:
                 raise Mismatch(text[:200])
             self.seen += 1
-        return found
+        return rows
 
     def _encode_group(self, texts: list[str]) -> list[bytes]:
         if len(texts) > 1 and any(map(_is_special, texts)):
@@ -279,14 +279,14 @@ def marks_of(native) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: what it adds depends on the text.
     """
-    found = set()
+    marks = set()
     for text in ("a", "word by word"):
         whole, bare = native.encode(text).ids, native.encode(text, add_special_tokens=False).ids
         places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
         if len(places) != 1 or not bare:
             raise ValueError("what it adds to a text is unclear")
-        found.add((tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :])))
-    if len(found) != 1:
+        marks.add((tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :])))
+    if len(marks) != 1:
         raise ValueError("what it adds to a text depends on it")
-    ((before, after),) = found
+    ((before, after),) = marks
     return list(before), list(after)

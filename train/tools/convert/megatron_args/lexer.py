@@ -54,10 +54,10 @@ class Lexer:
         self.waiting: list[tuple[Operator, bool]] = []  # here-documents whose body comes after this line
 
     def tokens(self) -> list:
-        found = []
+        tokens = []
         while (token := self._next()) is not None:
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def _next(self):
         self._skip_blanks()

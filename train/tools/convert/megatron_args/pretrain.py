@@ -171,7 +171,7 @@ def _batches(done: Converted) -> None:
         flags.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
     processes = max(count for count in range(1, layout.world + 1) if total % count == 0)
     if processes < layout.world:
-        done.notes.append(f"the global batch of {total} is shared out to {processes} processes and not to "
+        done.notes.append(f"the global batch of {total} is divided among {processes} processes and not to "
                           f"{layout.world}: all of them are data-parallel here")  # fmt: skip
         layout.use_fewer(processes)
     ours = max(size for size in range(1, micro + 1) if (total // processes) % size == 0)

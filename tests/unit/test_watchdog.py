@@ -1,4 +1,4 @@
-"""How a rank ended, told by its witness: of real processes that are killed, hang, or leave in order."""
+"""How a rank ended, told by its watchdog process: of real processes that are killed, hang, or leave in order."""
 
 import os
 import signal
@@ -27,17 +27,17 @@ PRELUDE = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from train.health.watchdog import Watchdog
-witness = Watchdog(3, {limit}, locks_after_seconds={locks})
-witness.start()
-print(os.getpid(), witness._child.pid, flush=True)
-witness.phase("backward", 17)
+watchdog = Watchdog(3, {limit}, locks_after_seconds={locks})
+watchdog.start()
+print(os.getpid(), watchdog._child.pid, flush=True)
+watchdog.phase("backward", 17)
 """
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="what is known of processes comes from /proc")
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no witness on Windows")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no watchdog on Windows")
 
 
 def run(program: str, limit: float | None = None, locks: float = 60.0, **changes: str) -> subprocess.CompletedProcess:
-    """Run a rank. This returns when nobody holds its stderr any more: its witness is gone too, or about to be."""
+    """Run a rank. This returns when nobody holds its stderr any more: its watchdog is gone too, or almost."""
     program = PRELUDE.format(root=str(ROOT), limit=limit, locks=locks) + program
     return subprocess.run(
         [sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=30, env=environment(**changes)
@@ -52,8 +52,8 @@ def is_alive(pid: int) -> bool:
     return not watch.read(f"/proc/{pid}/stat").rpartition(")")[2].lstrip().startswith("Z")
 
 
-def witness_is_gone(done: subprocess.CompletedProcess) -> bool:
-    """Whether the witness has ended. Its stderr is closed by now, so it can be no more than a moment behind."""
+def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
+    """Whether the watchdog has ended. Its stderr is closed by now, so it can be no more than a moment behind."""
     pid, until = int(done.stdout.split()[1]), time.monotonic() + 5
     while is_alive(pid) and time.monotonic() < until:
         time.sleep(0.01)
@@ -65,7 +65,7 @@ def witness_is_gone(done: subprocess.CompletedProcess) -> bool:
 
 @LINUX
 def test_a_killed_rank_is_reported():
-    done = run("witness.advise(['use less']); os.kill(os.getpid(), signal.SIGKILL)")
+    done = run("watchdog.advise(['use less']); os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
     lines = [line.strip() for line in done.stderr.strip().splitlines()]
     assert lines[0] == f"rank 3 (pid {done.stdout.split()[0]}) ended without a message in phase backward of update 17"
@@ -74,27 +74,27 @@ def test_a_killed_rank_is_reported():
     assert "GiB" in lines[2]
     assert "newest checkpoint" in lines[-1]
     assert "use less" not in done.stderr, "memory was not the reason"
-    assert witness_is_gone(done)
+    assert watchdog_is_gone(done)
 
 
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("witness.leave(); os._exit(7)", 7), ("sys.exit(4)", 4),
+        ("watchdog.leave(); os._exit(7)", 7), ("sys.exit(4)", 4),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
     ],
 )  # fmt: skip
 def test_who_leaves_in_order_is_not_reported(end, code):
     done = run(end)
     assert (done.returncode, done.stderr) == (code, "")
-    assert witness_is_gone(done)
+    assert watchdog_is_gone(done)
 
 
 def test_an_exception_keeps_its_traceback_and_nothing_else():
     done = run("raise ValueError('of the program')")
     assert done.stderr.strip().splitlines()[-1] == "ValueError: of the program"
     assert "without a word" not in done.stderr
-    assert witness_is_gone(done)
+    assert watchdog_is_gone(done)
 
 
 def test_a_rank_that_hangs_shows_its_stacks_and_is_ended():
@@ -104,16 +104,16 @@ def test_a_rank_that_hangs_shows_its_stacks_and_is_ended():
     assert "phase backward of update 17" in done.stderr
     assert "in waits_for_good" in done.stderr
     assert "without a word" not in done.stderr
-    assert witness_is_gone(done)
+    assert watchdog_is_gone(done)
 
 
 def test_patience_and_signs_of_life_keep_a_rank_alive():
     program = """
-witness.phase("evaluate", 17)
+watchdog.phase("evaluate", 17)
 for _ in range(7):
     time.sleep(0.2)
-    witness.alive()
-witness.phase("save", 17, patience=100)
+    watchdog.alive()
+watchdog.phase("save", 17, patience=100)
 time.sleep(1.5)
 """
     done = run(program, limit=1.2)
@@ -124,7 +124,7 @@ time.sleep(1.5)
 def test_a_forked_worker_that_is_ended_writes_nowhere(tmp_path):
     """Its copy of the pipe is closed, and the number may be that of another file by then."""
     program = f"""
-pipe = witness._pipe
+pipe = watchdog._pipe
 child = os.fork()
 if child == 0:
     os.dup2(os.open({str(tmp_path / "file")!r}, os.O_CREAT | os.O_WRONLY), pipe)
@@ -138,54 +138,54 @@ assert os.waitpid(child, 0)[1] == signal.SIGTERM
 
 def test_a_backlog_blocks_nobody():
     program = """
-os.kill(witness._child.pid, signal.SIGSTOP)
+os.kill(watchdog._child.pid, signal.SIGSTOP)
 for update in range(200_000):
-    witness.phase("forward", update)
-os.kill(witness._child.pid, signal.SIGCONT)
+    watchdog.phase("forward", update)
+os.kill(watchdog._child.pid, signal.SIGCONT)
 print("through")
 """
     done = run(program)
     assert (done.returncode, done.stderr) == (0, "")
     assert "through" in done.stdout
-    assert witness_is_gone(done)
+    assert watchdog_is_gone(done)
 
 
 def test_a_suspended_job_is_not_taken_for_one_that_hangs():
     program = """
 time.sleep(0.8)  # so that the phase has been heard
-os.kill(witness._child.pid, signal.SIGSTOP)
+os.kill(watchdog._child.pid, signal.SIGSTOP)
 time.sleep(2.2)
-os.kill(witness._child.pid, signal.SIGCONT)
+os.kill(watchdog._child.pid, signal.SIGCONT)
 time.sleep(0.4)
 """
     done = run(program, limit=2.0)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_training_goes_on_without_a_witness():
+def test_training_goes_on_without_a_watchdog():
     done = run(
-        "witness._child.kill(); witness._child.wait()\nwitness.phase('update', 18); witness.leave(); print('on')"
+        "watchdog._child.kill(); watchdog._child.wait()\nwatchdog.phase('update', 18); watchdog.leave(); print('on')"
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("on\n")
 
 
-def test_a_witness_that_cannot_be_started_is_no_error(monkeypatch):
+def test_a_watchdog_that_cannot_be_started_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr("faulthandler.enable", lambda **_: None)
     monkeypatch.setattr("faulthandler.register", lambda *_, **__: None)
-    witness = Watchdog(0, None)
-    witness.start()
-    witness.phase("load")
-    witness.leave()
-    assert witness.at == ("load", None)
+    watchdog = Watchdog(0, None)
+    watchdog.start()
+    watchdog.phase("load")
+    watchdog.leave()
+    assert watchdog.at == ("load", None)
 
 
 @LINUX
 def test_a_forked_worker_does_not_hide_the_end_of_its_rank():
     program = """
 if os.fork() == 0:
-    witness.phase("worker", 99)
+    watchdog.phase("worker", 99)
     os.close(1), os.close(2)
     time.sleep(8)
     os._exit(0)
@@ -195,7 +195,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     done = run(program)
     assert "phase backward of update 17" in done.stderr
-    assert time.monotonic() - began < 6, "the worker is still there, and the witness waited for it"
+    assert time.monotonic() - began < 6, "the worker is still there, and the watchdog waited for it"
 
 
 def test_a_lock_that_a_killed_build_has_left_is_named_once(tmp_path):
@@ -203,7 +203,7 @@ def test_a_lock_that_a_killed_build_has_left_is_named_once(tmp_path):
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)
-    done = run("witness.phase('model'); time.sleep(1.4)", locks=0.3, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    done = run("watchdog.phase('model'); time.sleep(1.4)", locks=0.3, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 0
     assert done.stderr.count(str(lock)) == 1
     assert done.stderr.count("Delete it") == 1
@@ -222,7 +222,7 @@ def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, m
     assert stale_locks(locks, made + 5, made + 30, compiling=True) == [str(lock)]
 
 
-def test_the_witness_is_small():
+def test_the_watchdog_is_small():
     program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); "
     program += "import train.health.watchdog_process; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program.format(str(ROOT))],

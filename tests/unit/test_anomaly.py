@@ -1,4 +1,4 @@
-"""What is a fault, and above all what is none."""
+"""What is an anomaly, and above all what is none."""
 
 import math
 
@@ -9,9 +9,9 @@ from train.health.anomaly import MAX_OVERFLOWS, AnomalyDetector
 
 
 def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[AnomalyDetector, list]:
-    sentinel = AnomalyDetector(threshold, clipped, scaled=False)
+    detector = AnomalyDetector(threshold, clipped, scaled=False)
     norms = np.ones(len(losses)) if norms is None else norms
-    return sentinel, [sentinel.anomaly({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
+    return detector, [detector.anomaly({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
 
 
 def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
@@ -32,73 +32,73 @@ def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, valu
 def test_an_ordinary_run_has_no_fault(noise, seed):
     rng = np.random.default_rng(seed + 100)
     norms = 3 * np.exp(0.5 * rng.standard_normal(2000)) / (1 + np.arange(2000) / 200)
-    _, faults = trained(curve(2000, noise, seed), norms)
-    assert set(faults) == {None}
+    _, anomalies = trained(curve(2000, noise, seed), norms)
+    assert set(anomalies) == {None}
 
 
 def test_warm_up_may_let_the_gradient_grow():
-    _, faults = trained(curve(300, 0.05), np.linspace(0.1, 8, 300))
-    assert set(faults) == {None}
+    _, anomalies = trained(curve(300, 0.05), np.linspace(0.1, 8, 300))
+    assert set(anomalies) == {None}
 
 
 def test_a_run_that_knows_its_data_by_heart_may_meet_a_hard_example():
     rng = np.random.default_rng(0)
     losses = 1e-3 * np.exp(0.3 * rng.standard_normal(1500))
     losses[::40] = rng.uniform(0.1, 0.5, len(losses[::40]))
-    _, faults = trained(losses, losses * 10)
-    assert set(faults) == {None}
+    _, anomalies = trained(losses, losses * 10)
+    assert set(anomalies) == {None}
 
 
 @pytest.mark.parametrize("factor", [3.0, 100.0])
 def test_a_spike_of_the_loss_is_a_fault_and_is_not_learned_from(factor):
-    sentinel, faults = trained(curve(400, 0.03))
-    assert set(faults) == {None}
-    before = {name: list(past) for name, past in sentinel.history.items()}
+    detector, anomalies = trained(curve(400, 0.03))
+    assert set(anomalies) == {None}
+    before = {name: list(past) for name, past in detector.history.items()}
     for _ in range(3):
-        assert "robust z-score" in sentinel.anomaly({"loss": 2.5 * factor, "grad_norm": 1.0})
-    assert sentinel.history == before
-    assert sentinel.anomaly({"loss": 2.5, "grad_norm": 1.0}) is None
+        assert "robust z-score" in detector.anomaly({"loss": 2.5 * factor, "grad_norm": 1.0})
+    assert detector.history == before
+    assert detector.anomaly({"loss": 2.5, "grad_norm": 1.0}) is None
 
 
 def test_a_spike_of_the_gradient_alone_is_one_and_the_message_has_its_figures():
-    sentinel, _ = trained(curve(400, 0.03))
-    assert sentinel.anomaly({"loss": 2.5, "grad_norm": 50.0}).startswith(
+    detector, _ = trained(curve(400, 0.03))
+    assert detector.anomaly({"loss": 2.5, "grad_norm": 50.0}).startswith(
         "grad_norm is 50, and its median over the last 256 updates is 1 ("
     )
 
 
 def test_where_gradients_are_clipped_a_large_norm_alone_is_no_spike():
     """A BlenderBot from scratch, at a high learning rate, had a norm of 400 times its median, and learned on."""
-    sentinel, _ = trained(curve(400, 0.03), clipped=True)
-    assert sentinel.anomaly({"loss": 2.5, "grad_norm": 1000.0}) is None
-    assert "grad_norm is inf" in sentinel.anomaly({"loss": 2.5, "grad_norm": math.inf})
-    assert "robust z-score" in sentinel.anomaly({"loss": 25.0, "grad_norm": 1000.0})
+    detector, _ = trained(curve(400, 0.03), clipped=True)
+    assert detector.anomaly({"loss": 2.5, "grad_norm": 1000.0}) is None
+    assert "grad_norm is inf" in detector.anomaly({"loss": 2.5, "grad_norm": math.inf})
+    assert "robust z-score" in detector.anomaly({"loss": 25.0, "grad_norm": 1000.0})
 
 
 def test_a_falling_loss_is_never_a_spike():
-    sentinel, _ = trained(curve(400, 0.03))
-    assert sentinel.anomaly({"loss": 1e-6, "grad_norm": 1e-6}) is None
+    detector, _ = trained(curve(400, 0.03))
+    assert detector.anomaly({"loss": 1e-6, "grad_norm": 1e-6}) is None
 
 
 def test_the_threshold_turns_spikes_off_and_not_the_rest():
-    sentinel, _ = trained(curve(400, 0.03), threshold=0.0)
-    assert sentinel.anomaly({"loss": 1e9, "grad_norm": 1e9}) is None
-    assert sentinel.anomaly({"loss": math.nan, "grad_norm": 1.0})
+    detector, _ = trained(curve(400, 0.03), threshold=0.0)
+    assert detector.anomaly({"loss": 1e9, "grad_norm": 1e9}) is None
+    assert detector.anomaly({"loss": math.nan, "grad_norm": 1.0})
 
 
 def test_an_overflow_of_the_loss_scaler_is_no_fault_until_it_never_ends():
-    sentinel = AnomalyDetector(10.0, clipped=False, scaled=True)
+    detector = AnomalyDetector(10.0, clipped=False, scaled=True)
     for _ in range(MAX_OVERFLOWS - 1):
-        assert sentinel.anomaly({"loss": 2.0, "grad_norm": math.inf}) is None
-    assert "whatever the loss scale" in sentinel.anomaly({"loss": 2.0, "grad_norm": math.inf})
-    sentinel = AnomalyDetector(10.0, clipped=False, scaled=True)
+        assert detector.anomaly({"loss": 2.0, "grad_norm": math.inf}) is None
+    assert "whatever the loss scale" in detector.anomaly({"loss": 2.0, "grad_norm": math.inf})
+    detector = AnomalyDetector(10.0, clipped=False, scaled=True)
     for _ in range(3 * MAX_OVERFLOWS):
-        assert sentinel.anomaly({"loss": 2.0, "grad_norm": math.nan}) is None
-        assert sentinel.anomaly({"loss": 2.0, "grad_norm": 1.0}) is None
-    assert "loss" in sentinel.anomaly({"loss": math.nan, "grad_norm": math.nan})
+        assert detector.anomaly({"loss": 2.0, "grad_norm": math.nan}) is None
+        assert detector.anomaly({"loss": 2.0, "grad_norm": 1.0}) is None
+    assert "loss" in detector.anomaly({"loss": math.nan, "grad_norm": math.nan})
 
 
-def test_a_resumed_sentinel_judges_as_one_that_was_not():
+def test_a_resumed_detector_judges_as_one_that_was_not():
     losses = curve(300, 0.03)
     whole, _ = trained(losses)
     first, _ = trained(losses[:200])
