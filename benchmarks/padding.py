@@ -319,27 +319,29 @@ def window_table(found: list[dict[str, Any]]) -> str:
     return table(rows)
 
 
-class InOrder:
-    """Stands for a random generator that leaves everything in order: what LengthGroups must not be like."""
+class InOrder(LengthGroups):
+    """Groups whose batches stay in order: what LengthGroups must not be like."""
 
-    permutation = staticmethod(np.arange)
-    permuted = staticmethod(lambda batches, axis: batches)
+    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return drawn[np.argsort(self.lengths[drawn], kind="stable")]
 
 
 def epochs_of(lengths: np.ndarray, size: int, way: str, count: int) -> Iterator[np.ndarray]:
-    """The first epoch of as many seeds: at random, in windows, or in windows whose batches stay in order."""
+    """The first epoch of as many seeds: at random, in windows (drawn, or computed as of very many samples), or in
+    windows whose batches stay in order."""
     for seed in range(count):
-        order = order_with(lengths, size, LengthGroups.window if way == "window" else 0, seed)
+        order = order_with(lengths, size, LengthGroups.window if way in ("window", "computed") else 0, seed)
+        if way == "computed":
+            order._drawn = order._computed
         if way == "in order":
-            groups = LengthGroups(lengths, size)
-            order._permutation, order._epoch = groups.arrange(order.epoch(0), 0, InOrder), 0
+            order.groups = InOrder(lengths, size)
         yield updates_of(order, 0, size)
 
 
 def place_figures(lengths: np.ndarray, size: int, count: int) -> list[dict[str, Any]]:
     """Where short and long samples come in an epoch, as a share of it (0.5 is the middle), with standard errors."""
     found, ranked, tenth = [], np.argsort(lengths, kind="stable"), len(lengths) // 10
-    for way in ("none", "window", "in order"):
+    for way in ("none", "window", "computed", "in order"):
         mean, tenths, correlations = np.zeros(len(lengths)), [], []
         for updates in epochs_of(lengths, size, way, count):
             places = (updates + 0.5) * size / len(lengths)

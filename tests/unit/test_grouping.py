@@ -11,6 +11,13 @@ SAMPLES = 333  # divided by nothing
 LENGTHS = np.random.default_rng(0).integers(1, 500, SAMPLES)
 
 
+@pytest.fixture(autouse=True, params=["drawn", "computed"])
+def way(request, monkeypatch):
+    """How an epoch's permutation is made: as a whole, or place by place as that of very many samples."""
+    if request.param == "computed":
+        monkeypatch.setattr("train.data.order.LARGEST_DRAWN", 0)
+
+
 def order(seed: int = 3, samples: int = SAMPLES, batch: int = G, window: int = 16) -> SampleOrder:
     return SampleOrder(samples, seed, LengthGroups(LENGTHS[:samples], batch, window))
 

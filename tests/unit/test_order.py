@@ -17,6 +17,13 @@ LAYOUTS = [
 ]  # micro, accum, world
 
 
+@pytest.fixture(autouse=True, params=["drawn", "computed"])
+def way(request, monkeypatch):
+    """How an epoch's permutation is made: as a whole, or place by place as that of very many samples."""
+    if request.param == "computed":
+        monkeypatch.setattr("train.data.order.LARGEST_DRAWN", 0)
+
+
 def global_batches(samples: int, total: int, layout: tuple, consumed: int = 0, seed: int = 3) -> list[list[int]]:
     """What all ranks together see in each update, in the order of the global batch."""
     micro, accumulation, world = layout

@@ -5,6 +5,9 @@ takes positions k * G to (k + 1) * G of it, where G is the global batch size; a 
 sample is dropped or repeated between them. The position in the data is therefore one number, the consumed samples, and
 seeking to it costs nothing. The last update of a run is filled up with places that do not count.
 
+The permutation of an epoch is drawn as a whole, or, of more than LARGEST_DRAWN samples, computed place by place: then
+neither its memory nor the time to seek depends on how many there are.
+
 If samples differ in length, LengthGroups rearranges the permutation so that the samples of one update are of similar
 length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
 """
@@ -17,9 +20,11 @@ import numpy as np
 import torch
 
 from train.data.pack import Sample, SampleSet
+from train.data.permutation import KeyedPermutation
 from train.recipe.errors import UserError
 
 FILLER = -1  # a place in a batch without a sample
+LARGEST_DRAWN = 2**26  # samples: 4 s to draw, and 0.5 GiB on each rank
 
 
 def samples_of_run(recipe, num_samples: int, global_batch: int) -> int:
@@ -48,17 +53,22 @@ class LengthGroups:
     global_batch: int
     window: int = 16
 
-    def arrange(self, permutation: np.ndarray, head: int, rng: np.random.Generator) -> np.ndarray:
-        """`head` samples complete the last update of the previous epoch; they and the remainder stay as drawn."""
+    @property
+    def samples(self) -> int:
+        """Of a window."""
+        return self.window * self.global_batch
+
+    def head(self, epoch: int, num_samples: int) -> int:
+        """Samples at the start of an epoch that complete the last update of the one before; they stay as drawn."""
+        return min(-epoch * num_samples % self.global_batch, num_samples)
+
+    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """A window, or what is left of the epoch. Samples that fill no batch stay as drawn."""
         size = self.global_batch
-        pieces = [permutation[:head]]
-        for start in range(head, len(permutation), self.window * size):
-            drawn = permutation[start : start + self.window * size]
-            full = len(drawn) // size * size
-            ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
-            batches = rng.permuted(ordered.reshape(-1, size), axis=1)
-            pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]]
-        return np.concatenate(pieces)
+        full = len(drawn) // size * size
+        ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
+        batches = rng.permuted(ordered.reshape(-1, size), axis=1)
+        return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
 
 
 class Order(Protocol):
@@ -73,27 +83,48 @@ class SampleOrder:
     def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None):
         self.num_samples, self.seed, self.groups = num_samples, seed, groups
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
-
-    def epoch(self, number: int) -> np.ndarray:
-        """The permutation of epoch `number`, from (seed, number) alone (and G, if samples are grouped by length)."""
-        if number != self._epoch:
-            rng = np.random.default_rng([self.seed, number])
-            self._permutation = rng.permutation(self.num_samples)
-            if self.groups is not None:
-                head = min(-number * self.num_samples % self.groups.global_batch, self.num_samples)
-                self._permutation = self.groups.arrange(self._permutation, head, rng)
-            self._epoch = number
-        return self._permutation
+        self._window_at, self._window = (-1, -1), np.zeros(0, dtype=np.int64)
 
     def places(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run."""
+        part = self._drawn if self.num_samples <= LARGEST_DRAWN else self._computed
         pieces = []
         while start < stop:
             epoch, offset = divmod(start, self.num_samples)
-            piece = self.epoch(epoch)[offset : offset + stop - start]
+            piece = part(epoch, offset, min(offset + stop - start, self.num_samples))
             pieces.append(piece)
             start += len(piece)
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+    def epoch(self, number: int) -> np.ndarray:
+        """All of an epoch."""
+        return self.places(number * self.num_samples, (number + 1) * self.num_samples)
+
+    def _drawn(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Places of an epoch, from (seed, epoch) alone (and G, if samples are grouped by length)."""
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            permutation = rng.permutation(self.num_samples)
+            if self.groups is not None:
+                head, window = self.groups.head(epoch, self.num_samples), self.groups.samples
+                windows = [permutation[at : at + window] for at in range(head, self.num_samples, window)]
+                permutation = np.concatenate([permutation[:head], *(self.groups.arrange(w, rng) for w in windows)])
+            self._epoch, self._permutation = epoch, permutation
+        return self._permutation[start:stop]
+
+    def _computed(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The same of very many samples: the first of the places, up to the end of a window."""
+        permutation = KeyedPermutation(self.num_samples, [self.seed, epoch])
+        head = self.groups.head(epoch, self.num_samples) if self.groups else self.num_samples
+        if start < head:
+            return permutation(np.arange(start, min(stop, head)))
+        number, offset = divmod(start - head, self.groups.samples)
+        if (epoch, number) != self._window_at:
+            first = head + number * self.groups.samples
+            drawn = permutation(np.arange(first, min(first + self.groups.samples, self.num_samples)))
+            self._window_at = epoch, number
+            self._window = self.groups.arrange(drawn, np.random.default_rng([self.seed, epoch, number]))
+        return self._window[offset : offset + stop - start]
 
 
 class FixedOrder:
