@@ -20,10 +20,10 @@ from train.recipe.help import default_text, heading, option_groups, value_text
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TASKS = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 TOOLS = (
-    "launch", "plan", "compare", "verify", "prepare", "prepare merge", "prepare info", "convert meta-to-hf",
+    "launch", "doctor", "plan", "compare", "verify", "prepare", "prepare merge", "prepare info", "convert meta-to-hf",
     "convert hf-to-meta", "convert megatron-args", "merge", "generate",
 )  # fmt: skip
-WITH_RECIPE = ("launch", "plan", "compare", "verify")
+WITH_RECIPE = ("launch", "doctor", "plan", "compare", "verify")
 INTRO = """# Options
 
 This page is generated: `python scripts/options_reference.py` writes it, a test keeps it current.

@@ -14,6 +14,7 @@ from train.recipe import parse_recipe
 from train.strategy.pairs import find_strategies
 from train.tools.compare.options import CompareOptions
 from train.tools.convert.options import FromMetaOptions, ToMetaOptions
+from train.tools.doctor.doctor import read_options as read_doctor
 from train.tools.generate.options import GenerateOptions
 from train.tools.launch.launch import read_options
 from train.tools.merge import MergeOptions
@@ -97,6 +98,10 @@ def check_tool(words: list[str]) -> None:
         options, program = read_options(words[1:])
         find_strategies([options.strategy or "ddp"])
         check_program(program)
+        return
+    if words[0] == "doctor":
+        _, _, problems = read_doctor(words[1:])
+        assert not problems
         return
     name = next((name for name in TOOLS if tuple(words[: len(name)]) == name), None)
     if name is None:  # it takes a script, not options

@@ -1,12 +1,13 @@
 """Errors of the user: one message without a traceback, and exit code 2."""
 
+import contextlib
 import functools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from train.recipe.last_message import repeat_after_launcher
 
@@ -28,6 +29,26 @@ class UserError(Exception):
             return f"error: {self.problems[0]}"
         lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
         return "\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines])
+
+
+class Problems:
+    """The problems of several checks that do not need each other, to be reported in one go."""
+
+    def __init__(self):
+        self.found: list[str] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep the problems of a UserError that ends this block, and continue behind it."""
+        try:
+            yield
+        except UserError as error:
+            self.found += error.problems
+
+    def raise_found(self) -> None:
+        """Raises UserError if there is a problem."""
+        if self.found:
+            raise UserError(self.found)
 
 
 class NothingToDo(Exception):

@@ -39,6 +39,25 @@ def parse_recipe(
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
         SystemExit: code 0 after `--help` and `--help_all`.
     """
+    recipe, problems = read_recipe(cls, argv, prog, tool, hints)
+    if problems:
+        raise UserError(problems)
+    return recipe
+
+
+def read_recipe(
+    cls: type[R],
+    argv: list[str] | None = None,
+    prog: str | None = None,
+    tool: bool = False,
+    hints: dict[str, str] | None = None,
+) -> tuple[R, list[str]]:
+    """The same with the problems: (the recipe, in which an option that is wrong has its default; the problems).
+
+    Raises:
+        UserError: the recipe's file cannot be read.
+        SystemExit: code 0 after `--help` and `--help_all`.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
     aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
@@ -66,20 +85,19 @@ def parse_recipe(
         sources[name] = f"--{name}"
 
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    broken = []
     for name, value in values.items():
         rule = broken_rule(value, fields[name].metadata)
         if rule:
             problems.append(f"{name} = {_show(value)} ({sources[name]}): {rule}")
+            broken.append(name)
+    values = {name: value for name, value in values.items() if name not in broken}
     recipe = cls(**values)
-    if config is not None:
-        sources["config"] = config
-    recipe.remember_sources(sources)
+    recipe.remember_sources({name: sources[name] for name in values} | ({"config": config} if config else {}))
     if not problems:
         recipe.reset_unused_options()
         problems.extend(recipe.problems())
-    if problems:
-        raise UserError(problems)
-    return recipe
+    return recipe, problems
 
 
 def _annotations(cls: type) -> dict[str, Any]:

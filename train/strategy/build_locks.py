@@ -20,7 +20,7 @@ def lock_files() -> dict[str, float]:
     """{lock file: the time.time() at which it was made} of all extensions of this user."""
     made_at = {}
     for pattern in (("*", "lock"), ("*", "*", "lock")):
-        for path in sorted(glob.glob(os.path.join(_root(), *pattern))):
+        for path in sorted(glob.glob(os.path.join(extensions_folder(), *pattern))):
             with contextlib.suppress(OSError):
                 made_at[path] = os.stat(path).st_mtime
     return made_at
@@ -50,7 +50,7 @@ def abandoned_locks(since: float = 0.0) -> list[str]:
     from train.recipe.files import is_shared
 
     recent = [os.path.realpath(path) for path, made in lock_files().items() if made >= since]
-    if not recent or is_shared(Path(_root())):
+    if not recent or is_shared(Path(extensions_folder())):
         return []
     open_files = _open_files()
     return [path for path in recent if path not in open_files]
@@ -65,7 +65,7 @@ def drop_abandoned_locks() -> list[str]:
     return locks
 
 
-def _root() -> str:
+def extensions_folder() -> str:
     """As torch.utils.cpp_extension.get_default_build_root has it, without importing torch."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")

@@ -56,7 +56,7 @@ class Launch:
 
 
 def read_launch(named: Named | None = None) -> Launch:
-    """Read the environment that `accelerate launch` made, and the YAML file behind it.
+    """Read the environment that `accelerate launch` made, and the YAML file behind it, and check them.
 
     Args:
         named: what the program's own command line names: the environment is made of it here.
@@ -65,16 +65,30 @@ def read_launch(named: Named | None = None) -> Launch:
         UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not supported; the
             launcher and the program name different ones.
     """
+    launch = find_launch(named)
+    check_launch(launch)
+    return launch
+
+
+def find_launch(named: Named | None = None, config_file: str | None = None) -> Launch:
+    """The same without the checks.
+
+    Args:
+        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
+
+    Raises:
+        UserError: the launcher and the program name different strategies.
+    """
     environment = os.environ
     # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
     # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    command, config_file, threads_are_the_users = _launcher()
+    command, config_file, threads_are_the_users = ([], config_file, False) if config_file else _launcher()
     if named is not None:
         hand_down(named, config_file)
         config_file = named.config_file or config_file
     content = yaml.safe_load(Path(config_file).read_text()) if config_file else {}
-    launch = Launch(
+    return Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
         deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "true",
@@ -85,14 +99,17 @@ def read_launch(named: Named | None = None) -> Launch:
         command=command,
         threads_are_the_users=threads_are_the_users,
     )
+
+
+def check_launch(launch: Launch) -> None:
+    """Raises UserError as read_launch does."""
     problems = _yaml_problems(launch)
-    if environment.get("ACCELERATE_USE_FSDP") == "true":
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         problems.append(f"{launch.source}: FSDP is not supported. Use one of accelerate_configs/, e.g. zero3.yaml")
     if launch.precision == "fp8":
         problems.append(f"{launch.source}: mixed_precision = fp8 is not supported. Use bf16, fp16 or no")
     if problems:
         raise UserError(problems)
-    return launch
 
 
 def tell_deepspeed_of_a_cpu() -> None:
@@ -118,7 +135,7 @@ def _launcher() -> tuple[list[str], str | None, bool]:
                 threads = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
         return [], None, threads
     words = launcher.cmdline()
-    named = _option(words, "--config_file") or _default_config()
+    named = _option(words, "--config_file") or default_config()
     threads = bool(_option(words, "--num_cpu_threads_per_process"))
     with contextlib.suppress(psutil.Error):
         threads = threads or "OMP_NUM_THREADS" in launcher.environ()
@@ -137,7 +154,7 @@ def launcher_process():
     return None
 
 
-def _default_config() -> str | None:
+def default_config() -> str | None:
     """The file that accelerate reads where no --config_file is given, if there is one."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()

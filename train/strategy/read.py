@@ -3,43 +3,69 @@
 from typing import Any
 
 from train.recipe.base import Recipe
-from train.recipe.errors import UserError
+from train.recipe.errors import Problems, UserError
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import refuse_another_optimizer, resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
 from train.strategy.gpus import check_devices
-from train.strategy.launch import Launch, read_launch
+from train.strategy.launch import Launch, check_launch, find_launch
 from train.strategy.named import take_named
 from train.strategy.strategy import Stated, Strategy
 
 
-def read_strategy(recipe: Recipe) -> Strategy:
+def read_strategy(recipe: Recipe, config_file: str | None = None) -> Strategy:
     """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
 
     Values that the recipe leaves open and the pair states are adopted into the recipe.
 
+    Args:
+        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
+
     Raises:
-        UserError: any contradiction, with both values and both sources; a GPU that torch does not see.
+        UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
     """
-    launch = read_launch(take_named(recipe))
-    check_devices()
-    stated = [_of_launcher(launch)]
-    if not launch.deepspeed:
-        recipe.precision, stated = _agreed_precision(recipe, stated)
-        return Strategy(
-            launch,
-            resolve_batches(recipe, launch.world_size),
-            recipe.precision,
-            None,
-            launch.source,
-            stated=tuple(stated),
-        )
-    config, source, notes = read_config(launch)
-    recipe.precision, stated = _agreed_precision(recipe, [*stated, _of_json(config, source)])
-    resolved, batches = resolve_config(config, source, recipe, launch)
-    refuse_another_optimizer(resolved, source, recipe.precision)
-    strategy = Strategy(launch, batches, recipe.precision, resolved, source, tuple(notes), tuple(stated))
-    strategy = strategy.with_precision(recipe.precision)
+    launch, problems = find_launch(take_named(recipe), config_file), Problems()
+    with problems.collected():
+        check_launch(launch)
+    with problems.collected():
+        check_devices()
+    read = _read_deepspeed if launch.deepspeed else _read_torch
+    strategy = read(launch, recipe, problems)
+    problems.raise_found()
+    return strategy
+
+
+def _read_torch(launch: Launch, recipe: Recipe, problems: Problems) -> Strategy | None:
+    """One process, or DDP. None: there are problems."""
+    precision, stated = None, [_of_launcher(launch)]
+    with problems.collected():
+        precision, stated = _agreed_precision(recipe, stated)
+    with problems.collected():
+        batches = resolve_batches(recipe, launch.world_size)
+    if problems.found:
+        return None
+    recipe.precision = precision
+    return Strategy(launch, batches, precision, None, launch.source, stated=tuple(stated))
+
+
+def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems) -> Strategy | None:
+    """ZeRO of any stage. None: there are problems."""
+    config = precision = None
+    with problems.collected():
+        config, source, notes = read_config(launch)
+    if config is None:
+        return None
+    with problems.collected():
+        precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
+    with problems.collected():
+        resolved, batches = resolve_config(config, source, recipe, launch)
+        if precision is not None:
+            refuse_another_optimizer(resolved, source, precision)
+    if problems.found:
+        return None
+    recipe.precision = precision
+    strategy = Strategy(launch, batches, precision, resolved, source, tuple(notes), tuple(stated))
+    strategy = strategy.with_precision(precision)
     return strategy if recipe.trains else strategy.without_optimizer()
 
 

@@ -86,23 +86,32 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
         UserError: the task is unknown; anything that parse_recipe raises.
     """
     argv = list(argv or [])
-    task = _given(argv, "task") or _task_of(_given(argv, "config"))
-    if task not in TASKS:
-        if wants_help(argv):
-            parse_recipe(tool, argv, prog=prog, tool=True)  # with a task, its options are shown as well
-        raise UserError(
-            "the task is unknown: recipes in folders called clm, cls or seq2seq have one; for others, and without "
-            f"--config, set --task to one of {', '.join(TASKS)}"
-        )
-    cls = TASKS[task]
-    joined = dataclasses.make_dataclass(tool.__name__, [], bases=(tool, cls))
-    options = parse_recipe(joined, argv, prog=prog, tool=True)
+    task, joined = join_with_recipe(tool, argv, prog)
+    options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]
     if options.strategy or options.deepspeed_config:
         raise UserError(f"{prog} takes --strategies: --strategies {options.strategy or 'NAME,NAME'}")
     if not options.trains:
         raise UserError(f"{prog} trains: remove evaluate_only and predict_file")
     options.task = task
     return options, cls
+
+
+def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, type[T]]:
+    """(the task, the options of the tool and of the task's recipe in one type).
+
+    Raises:
+        UserError: the task is unknown.
+        SystemExit: code 0 after `--help`, which shows the options of a task where one is named.
+    """
+    task = _given(argv, "task") or _task_of(_given(argv, "config"))
+    if task not in TASKS:
+        if wants_help(argv):
+            parse_recipe(tool, argv, prog=prog, tool=True)
+        raise UserError(
+            "the task is unknown: recipes in folders called clm, cls or seq2seq have one; for others, and without "
+            f"--config, set --task to one of {', '.join(TASKS)}"
+        )
+    return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 
 def recipe_values(options, cls: type[TrainingRecipe], omit: set[str], replace: dict[str, object]) -> dict[str, object]:

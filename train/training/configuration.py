@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from train.checkpoint.resume import EarlierRuns, ResumePlan
+from train.recipe.errors import Problems
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import output_folder
 from train.record.run_folder import RunFolder
@@ -31,30 +32,40 @@ class RunConfiguration:
     notes: tuple[str, ...]
 
 
-def resolve(task: str, recipe: TrainingRecipe) -> RunConfiguration:
+def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -> RunConfiguration:
     """See that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
+
+    Args:
+        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
 
     Raises:
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
         NothingToDo: the output folder holds this very run, and it is finished.
     """
-    recipe = recipe.draft()
+    recipe, problems = recipe.draft(), Problems()
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
     note = earlier.keep_global_batch(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    strategy = read_strategy(recipe)
-    if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
-        strategy.check_precision()
-    plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
-    if recipe.quantised:
-        from train.model.lora import check_quantisation
+    with problems.collected():
+        trackers = tuple(wanted_trackers(recipe))
+    with problems.collected():
+        strategy = read_strategy(recipe, config_file)
+    problems.raise_found()
+    with problems.collected():
+        if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
+            strategy.check_precision()
+    with problems.collected():
+        if recipe.quantised:
+            from train.model.lora import check_quantisation
 
-        check_quantisation(recipe, strategy)
+            check_quantisation(recipe, strategy)
+    with problems.collected():
+        plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
+    problems.raise_found()
     if recipe.dataloader_num_workers is None:
         import torch
 
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
-    trackers = tuple(wanted_trackers(recipe))
     recipe.freeze()
     notes = (*([note] if note else []), *plan.notes)
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, notes)

@@ -1,19 +1,17 @@
 """A strategy pair as a run of so many processes would resolve it, without a launcher and without processes."""
 
-import contextlib
 import copy
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.read import read_strategy
+from train.strategy.strategy import Strategy
 from train.tools.plan.states import States, deepspeed_states, torch_states
 from train.tools.plan.subject import Subject
+from train.tools.rank_environment import environment_of_a_rank, without_launcher
 
-LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")  # variables that a launcher above this process has set
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
@@ -53,11 +51,19 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch.
     """
     recipe = recipe.draft()
-    with _environment_of_a_rank(world_size, gpus_per_node):
+    # A GPU that is here and that torch does not see is no matter.
+    base = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true"}
+    with environment_of_a_rank(world_size, min(world_size, gpus_per_node), base):
         recipe.adopt("strategy", name, "--strategies")
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
+    return resolved(name, strategy, subject)
+
+
+def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:
+    """With what follows from the model: sizes of buckets and thresholds."""
+    world_size = strategy.launch.world_size
     if strategy.deepspeed is None:
         return Resolved(name, world_size, strategy.precision, None)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
@@ -75,19 +81,3 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
 def _hidden_size(config) -> int:
     sizes = getattr(config, "hidden_sizes", None)
     return getattr(config, "hidden_size", None) or (max(sizes) if sizes else config.get_text_config().hidden_size)
-
-
-@contextlib.contextmanager
-def _environment_of_a_rank(world_size: int, gpus_per_node: int) -> Iterator[None]:
-    """The environment that torchrun gives to rank 0; put back afterwards."""
-    before = dict(os.environ)
-    try:
-        for variable in [name for name in os.environ if name.startswith(LAUNCHER)]:
-            del os.environ[variable]
-        local = min(world_size, gpus_per_node)
-        os.environ.update(dict(zip(RANKS, ("0", "0", str(world_size), str(local)))))
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # a GPU that is here and that torch does not see is no matter
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

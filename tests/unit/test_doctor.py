@@ -1,0 +1,428 @@
+"""`zerofit doctor`: made-up machines, pairs that contradict a recipe, and the command."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import ROOT, environment
+
+from train.cli import main
+from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from train.tools.doctor.judge import Needs, judge
+from train.tools.doctor.machine import COMPILED, IMPOSSIBLE, TO_COMPILE, Device, Folder, Machine
+from train.tools.doctor.packages import judge_packages, pinned_versions, required_packages
+from train.tools.doctor.report import Finding, Report
+from train.tools.doctor.values import OWNERS, flat
+from train.tools.doctor.without_effect import IDLE
+
+GIB = 2**30
+A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
+T4 = Device("T4", 16 * GIB, 15 * GIB, has_bf16=False)
+OUTPUT = Folder("output", "--output_dir", "outputs/x", free=100 * GIB, total=200 * GIB)
+HEALTHY = Machine(
+    cores=8, memory_free=60 * GIB, memory_total=64 * GIB, shm=32 * GIB, torch="2.13.0+cu128", built_for="CUDA 12.8",
+    kind="cuda", devices=(A100, A100), present={"NVIDIA": 2}, compiler="/usr/bin/c++", ninja="/usr/bin/ninja",
+    cuda_toolkit="12.8", operations={"cpu_adam": TO_COMPILE, "fused_adam": TO_COMPILE}, folders=(OUTPUT,),
+)  # fmt: skip
+NEEDS = Needs(processes=2, precision="bf16", deepspeed=True)
+RECIPE = """
+config_name: gpt2
+config_overrides: n_layer=2,n_head=2,n_embd=32,n_positions=64
+train_tokenizer_vocab_size: 300
+train_file: text.txt
+block_size: 32
+per_device_train_batch_size: 4
+output_dir: out
+"""
+
+
+def judged(machine: Machine = HEALTHY, needs: Needs = NEEDS, **variables: str) -> list[tuple[str, str]]:
+    return [(one.level, f"{one.what}. {one.remedy}") for one in judge(machine, needs, variables)]
+
+
+def change(machine=HEALTHY, **changes) -> Machine:
+    return dataclasses.replace(machine, **changes)
+
+
+# -------------------------------------------------------------------------------------------------- made-up machines
+
+
+def test_a_healthy_machine():
+    assert judged() == []
+    assert judged(change(devices=(), kind="cpu", present={}), Needs(processes=8, precision="fp32")) == []
+
+
+def test_more_processes_than_devices():
+    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, processes=4))
+    assert level == "error"
+    assert "4 processes on this machine, which has 2 devices. Use --num_processes 2" in said
+    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, processes=1))
+    assert (level, "--num_processes 2" in said) == ("note", True)
+    ((_, said),) = judged(change(folders=()), dataclasses.replace(NEEDS, visible=1, num_machines=2))
+    assert "Use --num_processes 2" in said, "gpu_ids leaves one on each of two machines"
+
+
+def test_processes_without_cores():
+    ((level, said),) = judged(change(devices=(), kind="cpu", present={}, cores=2), Needs(processes=4))
+    assert level == "warning"
+    assert "4 processes on 2 cores" in said
+
+
+def test_a_gpu_that_is_hidden():
+    ((level, said),) = judged(change(devices=()), CUDA_VISIBLE_DEVICES="")
+    assert level == "warning"
+    assert "hides the machine's 2 NVIDIA GPUs" in said
+    assert "unset CUDA_VISIBLE_DEVICES" in said
+
+
+def test_bf16_on_a_gpu_without():
+    ((level, said),) = judged(change(devices=(T4, T4)))
+    assert level == "warning"
+    assert "a T4 does not compute in it" in said
+    assert "--precision fp16" in said
+    assert judged(change(devices=(T4, T4)), dataclasses.replace(NEEDS, precision="fp16")) == []
+
+
+def test_a_device_that_others_use():
+    busy = dataclasses.replace(A100, free=10 * GIB)
+    ((level, said),) = judged(change(devices=(A100, busy)))
+    assert level == "warning"
+    assert "device 1 (A100): 30.00 GiB of 40.00 GiB are in use" in said
+
+
+def test_state_that_no_device_holds():
+    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, state_bytes=100 * GIB))
+    assert level == "error"
+    assert "100.00 GiB of each device, which has 40.00 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "operation", "words"),
+    [
+        ({"ninja": None}, "cpu_adam", "ninja is not on PATH"),
+        ({"compiler": None}, "cpu_adam", "there is no C++ compiler"),
+        ({"cuda_toolkit": "not found"}, "fused_adam", '"torch_adam": true'),
+        ({"operations": {"cpu_adam": IMPOSSIBLE}}, "cpu_adam", "DeepSpeed has no cpu_adam for this machine"),
+        ({"deepspeed_problem": "CUDAMismatchException: 11.8"}, "cpu_adam", "DeepSpeed cannot be imported"),
+    ],
+)
+def test_what_deepspeed_compiles(changes, operation, words):
+    ((level, said),) = judged(change(**changes), dataclasses.replace(NEEDS, operations=(operation,)))
+    assert level == "error"
+    assert words in said
+    assert judged(change(**{"deepspeed_problem": None, **changes} if "deepspeed_problem" not in changes else {})) == []
+
+
+def test_compiled_already():
+    needs = dataclasses.replace(NEEDS, operations=("cpu_adam",))
+    assert [level for level, _ in judged(needs=needs)] == ["note"]
+    assert judged(change(operations={"cpu_adam": COMPILED}, ninja=None, compiler=None), needs) == []
+
+
+def test_a_lock_of_a_killed_build():
+    ((level, said),) = judged(change(locks=("/x/cpu_adam/lock",)))
+    assert level == "warning"
+    assert "rm /x/cpu_adam/lock" in said
+
+
+def test_host_memory():
+    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, host_bytes=100 * GIB))
+    assert level == "error"
+    assert "100.00 GiB for the state" in said
+    assert "this machine has 64.00 GiB" in said
+    ((level, _),) = judged(needs=dataclasses.replace(NEEDS, host_bytes=61 * GIB))
+    assert level == "warning", "it fits if other programs end"
+
+
+def test_shared_memory():
+    ((level, said),) = judged(change(shm=64 * 2**20))
+    assert level == "warning"
+    assert "/dev/shm has 64.0 MiB" in said
+
+
+def test_folders():
+    for changes, needs, level, words in (
+        ({"problem": "cannot be written: Permission denied (outputs)"}, {}, "error", "--output_dir"),
+        ({"free": 2**20}, {}, "warning", "full but for 1.0 MiB"),
+        ({}, {"checkpoint_bytes": 99 * GIB}, "error", "no room for a checkpoint of 99.00 GiB"),
+        ({}, {"num_machines": 2}, "warning", "file system that all machines share"),
+    ):
+        folder = dataclasses.replace(OUTPUT, **changes)
+        ((found, said),) = judged(change(folders=(folder,)), dataclasses.replace(NEEDS, **needs))
+        assert found == level
+        assert words in said
+
+
+def test_variables_of_debugging():
+    ((level, said),) = judged(CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="OFF")
+    assert (level, "unset CUDA_LAUNCH_BLOCKING" in said) == ("warning", True)
+
+
+# ---------------------------------------------------------------------------------------------------------- packages
+
+
+def test_packages():
+    required = ["torch>=2.10", "peft>=0.21", "numpy"]
+    installed = {"torch": {"2.13.0+cpu": "/a"}, "numpy": {"2.4.6": "/a", "1.26.4": "/b"}, "peft": {"0.20.0": "/a"}}
+    found = {one.what.split()[0]: one for one in judge_packages(installed, {"torch": "2.13.0"}, required)}
+    assert found.keys() == {"numpy", "peft"}, "torch's build is no other version"
+    assert found["numpy"].level == "warning"
+    assert "2.4.6 in /a, 1.26.4 in /b" in found["numpy"].what
+    assert found["peft"].level == "error"
+    assert "zerofit needs >=0.21" in found["peft"].what
+    (missing,) = judge_packages({}, {}, ["peft>=0.21"])
+    assert missing.what == "peft is not installed"
+    (other,) = judge_packages({"torch": {"2.12.0": "/a"}}, {"torch": "2.13.0"}, ["torch>=2.10"])
+    assert (other.level, "torch 2.12.0 (2.13.0)" in other.what) == ("note", True)
+
+
+def test_the_tree_has_what_packages_are_compared_with():
+    assert len(pinned_versions()) > 50
+    assert len(required_packages()) > 10
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with a recipe, data and the strategy pairs, without variables of a launcher."""
+    (tmp_path / "clm").mkdir()
+    (tmp_path / "clm/mine.yaml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("a text\n" * 50)
+    for name in ("accelerate_configs", "ds_configs"):
+        (tmp_path / name).mkdir()
+        for file in (ROOT / name).iterdir():
+            (tmp_path / name / file.name).write_text(file.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", environment(HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1"))
+    return tmp_path
+
+
+def examined(capsys, *words: str) -> dict:
+    """The report, as JSON."""
+    code = main(["doctor", *words, "--json", "-"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == code
+    return report
+
+
+def texts(report: dict, *levels: str) -> list[str]:
+    return [f"{one['what']}. {one['remedy']}" for one in report["findings"] if one["level"] in (levels or ("error",))]
+
+
+def values(report: dict) -> dict[str, tuple]:
+    return {one["name"]: (one["value"], one["source"]) for one in report["values"]}
+
+
+def edit(file: Path, **changes) -> Path:
+    """Change top-level keys of a YAML or JSON."""
+    reads_json = file.suffix == ".json"
+    content = json.loads(file.read_text()) if reads_json else yaml.safe_load(file.read_text())
+    content |= changes
+    file.write_text(json.dumps(content) if reads_json else yaml.safe_dump(content))
+    return file
+
+
+MINE = ("--config", "clm/mine.yaml", "--num_processes", "2")
+
+
+def test_a_sound_run(folder, capsys):
+    report = examined(capsys, *MINE, "--strategy", "zero2", "--global_batch_size", "32")
+    assert report["exit_code"] == 0, texts(report)
+    assert report["command"].startswith("accelerate launch --config_file accelerate_configs/zero2.yaml")
+    assert report["command"].endswith("train/clm.py --config clm/mine.yaml --global_batch_size 32")
+    found = values(report)
+    assert found["global_batch_size"] == (32, "--global_batch_size")
+    assert found["gradient_accumulation_steps"] == (4, "from global_batch_size")
+    assert found["per_device_train_batch_size"] == (4, "clm/mine.yaml, line 7")
+    assert found["precision"] == ("fp32", "default")
+    assert found["deepspeed: zero_optimization.stage"] == (2, "ds_configs/zero2.json")
+    assert found["deepspeed: gradient_clipping"] == (1.0, "max_grad_norm (default)")
+    assert found["deepspeed: train_batch_size"] == (32, "global_batch_size (--global_batch_size)")
+    assert found["num_machines"] == (1, "accelerate_configs/zero2.yaml")
+    assert report["machine"]["accelerate"]["Python version"]
+
+
+def test_contradictions_of_three_files_at_once(folder, capsys):
+    edit(folder / "accelerate_configs/zero2.yaml", mixed_precision="bf16")
+    edit(folder / "ds_configs/zero2.json", train_micro_batch_size_per_gpu=8, gradient_clipping=0.5,
+         gradient_accumulation_steps=2, bf16={"enabled": False}, fp16={"enabled": False})  # fmt: skip
+    report = examined(capsys, *MINE, "--strategy", "zero2", "--max_grad_norm", "1", "--precision", "fp16",
+                      "--gradient_accumulation_steps", "4")  # fmt: skip
+    assert report["exit_code"] == 1
+    said = "\n".join(texts(report))
+    for words in (
+        "bf16 (accelerate_configs/zero2.yaml)", "fp32 (ds_configs/zero2.json)", "fp16 (--precision)",
+        "train_micro_batch_size_per_gpu = 8, and per_device_train_batch_size = 4 (clm/mine.yaml, line 7)",
+        "gradient_accumulation_steps = 2, and gradient_accumulation_steps = 4 (--gradient_accumulation_steps)",
+        "gradient_clipping = 0.5, and max_grad_norm = 1.0 (--max_grad_norm)",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
+    (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\n")
+    edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})
+    edit(folder / "ds_configs/zero2.json", zero_optimisation={"stage": 3})
+    report = examined(capsys, *MINE, "--strategy", "zero2")
+    assert report["exit_code"] == 2
+    said = "\n".join(texts(report))
+    for words in (
+        "learning_rat is not an option. Did you mean learning_rate?", "seed = -1", "no effect without --lora",
+        "deepspeed_confg", "DeepSpeed knows no zero_optimisation",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_what_has_no_effect(folder, capsys):
+    edit(folder / "accelerate_configs/zero2.yaml", fsdp_config={"fsdp_version": 2}, num_processes=4, machine_rank=1)
+    edit(folder / "ds_configs/zero2.json", zero_optimization={"stage": 2, "stage3_max_live_parameters": 10},
+         fp16={"enabled": "auto", "initial_scale_power": 8},
+         activation_checkpointing={"cpu_checkpointing": True})  # fmt: skip
+    report = examined(capsys, *MINE, "--strategy", "zero2", "--report_name", "x", "--lr_scheduler_type", "constant",
+                      "--num_warmup_steps", "5", "--min_lr_ratio", "0.1")  # fmt: skip
+    assert report["exit_code"] == 0, texts(report)
+    said = "\n".join(texts(report, "warning", "note"))
+    for words in (
+        "report_name = x (--report_name) has no effect", "min_lr_ratio = 0.1", "num_warmup_steps = 5 has no effect",
+        "fsdp_config has no effect", "machine_rank has no effect",
+        "num_processes = 4 has no effect: --num_processes 2 goes before the file",
+        "stage3_max_live_parameters has no effect", "fp16.initial_scale_power has no effect",
+        "activation_checkpointing has no effect",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_variables_that_an_earlier_launch_has_left(folder, capsys):
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    report = examined(capsys, "--strategy", "ddp", "--num_processes", "2")
+    assert "unset ACCELERATE_USE_FSDP" in "\n".join(texts(report, "warning"))
+    assert "FSDP is not supported" in "\n".join(texts(report))
+    del os.environ["ACCELERATE_USE_FSDP"]
+    os.environ["WORLD_SIZE"] = "4"
+    assert "unset WORLD_SIZE" in "\n".join(texts(examined(capsys, "--strategy", "single", "--num_processes", "1")))
+    assert not texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2")), "the launcher sets it anew"
+
+
+def test_a_launcher_that_starts_one_process(folder, capsys):
+    report = examined(capsys, "--strategy", "single", "--num_processes", "4")
+    assert "accelerate launch starts one process, and num_processes = 4" in texts(report)[0]
+
+
+def test_accelerates_own_refusals(folder, capsys):
+    edit(folder / "accelerate_configs/ddp.yaml", mixed_precision="bf17")
+    (said,) = texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2"))
+    assert said.startswith("accelerate launch refuses accelerate_configs/ddp.yaml: Unknown mixed_precision mode: bf17")
+
+
+def test_several_machines(folder, capsys):
+    report = examined(capsys, "--strategy", "zero2", "--num_processes", "3", "--num_machines", "2")
+    assert "num_processes = 3 on 2 machines" in "\n".join(texts(report))
+    section = {"deepspeed_config_file": "ds_configs/zero2.json"}
+    edit(folder / "accelerate_configs/zero2.yaml", deepspeed_config=section)
+    report = examined(capsys, "--strategy", "zero2", "--num_processes", "4", "--num_machines", "2")
+    assert "Write deepspeed_multinode_launcher: standard" in "\n".join(texts(report, "warning"))
+
+
+def test_the_default_configuration(folder, capsys):
+    """Without --strategy it is what accelerate launch would read."""
+    path = folder / "hf/accelerate/default_config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text((folder / "accelerate_configs/ddp.yaml").read_text())
+    report = examined(capsys, *MINE)
+    assert str(path) in report["command"]
+    assert any("accelerate launch reads it" in text for text in texts(report, "note"))
+
+
+def test_a_run_that_is_another(folder, capsys):
+    out = folder / "out"
+    out.mkdir()
+    (out / "recipe.yaml").write_text("learning_rate: 1.0\n")
+    (out / "metrics.jsonl").write_text('{"update": 1}\n')
+    assert "holds a different run" in "\n".join(texts(examined(capsys, *MINE, "--strategy", "ddp")))
+
+
+def test_a_json_alone(folder, capsys):
+    report = examined(capsys, "--deepspeed_config", "ds_configs/zero3_offload.json", "--num_processes", "2")
+    assert report["command"].startswith("torchrun --nproc_per_node 2 ")
+    assert values(report)["deepspeed: zero_optimization.offload_param.device"] == (
+        "cpu",
+        "ds_configs/zero3_offload.json",
+    )
+
+
+def test_the_machine_alone(folder, capsys):
+    assert main(["doctor", "--json", "found.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "machine\n  devices " in shown
+    assert "values" not in shown
+    found = json.loads((folder / "found.json").read_text())
+    assert found["command"] is None
+    assert found["machine"]["packages"]["torch"]
+
+
+def test_a_screen(folder, capsys, monkeypatch):
+    monkeypatch.setattr("train.tools.doctor.doctor.screen_width", lambda: 80)
+    assert main(["doctor", *MINE, "--strategy", "zero3_offload", "--report_name", "x"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.index("report_name = x") < shown.index("\nvalues\n") < shown.index("\nmachine\n")
+    assert "M parameters" in shown
+
+
+def test_bad_input(folder, capsys):
+    for words, said in (
+        (["--stratgy", "zero2"], "--stratgy is not an option. Did you mean strategy?"),
+        (["--learning_rate", "1"], "add --config FILE, or --task"),
+        (["--config", "none/clm/x.yaml"], "cannot be read"),
+        (["--config", "ds_configs/zero2.json"], "the task is unknown"),
+        (["--json", "no/such/folder.json"], "cannot be written"),
+    ):
+        assert main(["doctor", *words]) == 2
+        assert said in capsys.readouterr().err
+    report = examined(capsys, *MINE, "--strategy", "zero9")
+    assert report["exit_code"] == 2
+    assert "there is no file accelerate_configs/zero9.yaml" in texts(report)[0]
+
+
+def test_the_environment_is_left_as_it_was(folder, capsys):
+    before = dict(os.environ)
+    examined(capsys, *MINE, "--strategy", "zero2")
+    assert dict(os.environ) == before
+
+
+# --------------------------------------------------------------------------------------------------------- the parts
+
+
+def test_messages_are_cut_into_what_and_remedy():
+    finding = Finding.of_message("train_file = 'x.txt': there is no such file")
+    assert (finding.what, finding.remedy) == ("train_file = 'x.txt': there is no such file", "")
+    finding = Finding.of_message("a.yaml says x = 0.5, and y = 1. Make them agree. Or not")
+    assert (finding.what, finding.remedy) == ("a.yaml says x = 0.5, and y = 1", "Make them agree. Or not")
+
+
+def test_the_worst_comes_first():
+    report = Report(findings=[Finding("note", "a"), Finding("error", "b"), Finding("note", "a")])
+    assert [one.what for one in report.sorted_findings] == ["b", "a"]
+    assert report.exit_code == 1
+
+
+def test_every_open_value_of_the_pairs_has_an_owner():
+    """What is "auto" in a JSON is the recipe's, or follows from the model's size."""
+    sized = {"zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
+             "zero_optimization.stage3_param_persistence_threshold"}  # fmt: skip
+    files = sorted((ROOT / "ds_configs").glob("*.json"))
+    assert len(files) >= 6
+    for file in files:
+        open_keys = {key for key, value in flat(json.loads(file.read_text())) if value == "auto"}
+        assert open_keys <= OWNERS.keys() | sized
+
+
+def test_options_that_may_be_idle_exist():
+    names = {field.name for recipe in (ClmRecipe, ClsRecipe, Seq2SeqRecipe) for field in dataclasses.fields(recipe)}
+    assert {name for group in IDLE for name in group} <= names
+    assert {name for owner in OWNERS.values() for name in owner.split(", ")} <= names

@@ -1,0 +1,1 @@
+"""`zerofit doctor`: what holds, who set it, and whether it can run here."""

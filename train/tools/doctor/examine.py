@@ -1,0 +1,201 @@
+"""One examination: the launch as accelerate would make it, the run as it would be resolved, the machine beneath."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from train.recipe.base import Recipe
+from train.recipe.errors import NothingToDo, UserError
+from train.recipe.options import TrainingRecipe
+from train.recipe.paths import check_paths, output_folder
+from train.strategy.build_locks import extensions_folder
+from train.strategy.gpus import check_devices, num_devices
+from train.strategy.launch import default_config
+from train.strategy.pairs import find_strategies
+from train.strategy.strategy import Strategy
+from train.tools.doctor.judge import Needs, judge
+from train.tools.doctor.launcher import Launch, look_at_launch, look_at_torchrun, shown_command
+from train.tools.doctor.machine import inspect_machine
+from train.tools.doctor.options import DoctorOptions
+from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report
+from train.tools.doctor.values import launch_values, recipe_values, strategy_values
+from train.tools.doctor.without_effect import idle_keys, idle_options, idle_settings
+from train.tools.rank_environment import environment_of_a_rank
+from train.tools.tool_recipe import TASKS
+
+ADAMS = ("adam", "adamw")
+
+
+class Examination:
+    """Fills in a report.
+
+    Args:
+        task: None: there is no recipe.
+        is_sound: the recipe has no problem by itself.
+    """
+
+    def __init__(self, options: DoctorOptions, task: str | None, report: Report, is_sound: bool):
+        self.options, self.task, self.report, self.is_sound = options, task, report, is_sound
+        self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
+        self.launch: Launch | None = None
+        self.strategy: Strategy | None = None
+        self.needs = Needs(processes=max(1, num_devices()), examined=False)
+
+    def of_launch(self, program: list[str]) -> None:
+        """Look at the launch, and resolve recipe and strategy in the environment that it would make."""
+        report = self.report
+        try:
+            self.launch = launch = self._look()
+        except UserError as error:
+            report.add(ERROR, error.problems)
+            report.bad_input = True
+            return
+        report.findings += launch.findings + idle_keys(launch)
+        report.command = shown_command(launch, program)
+        report.values += launch_values(launch)
+        with environment_of_a_rank(launch.world_size, launch.local_world_size, launch.environment):
+            self._resolve(launch)
+        if self.strategy is not None:
+            report.values += strategy_values(self.strategy, self.recipe)
+            report.findings += idle_settings(self.strategy, launch)
+            report.add(NOTE, self.strategy.notes)
+        if self.task:
+            folder = output_folder(self.task, self.recipe)
+            report.values += recipe_values(self.recipe, self.strategy, folder)
+        self.needs = self._needs(launch)
+
+    def _look(self) -> Launch:
+        """Raises UserError: there is no such strategy, or its YAML cannot be read."""
+        options, devices, shell = self.options, num_devices(), dict(os.environ)
+        chosen = {name: (value, f"--{name}") for name in ("num_processes", "num_machines")
+                  if (value := getattr(options, name))}  # fmt: skip
+        default = max(1, devices) * (options.num_machines or 1), "one for each accelerator"
+        if self.recipe.deepspeed_config and not options.strategy:
+            return look_at_torchrun({"num_processes": default, "num_machines": (1, "default"), **chosen}, shell)
+        name = options.strategy if (options.source("strategy") or "").startswith("--") else None
+        if name is None and (file := default_config()):
+            self.report.findings.append(Finding(
+                NOTE, f"{file}: accelerate launch reads it where no --config_file is given, and so does this report",
+                "--strategy NAME names another pair"))  # fmt: skip
+            return look_at_launch(Path(file), chosen, devices, shell)
+        if name is None:
+            chosen = {"num_processes": default, **chosen}
+            name = "ddp" if chosen["num_processes"][0] > 1 else "single"
+        return look_at_launch(find_strategies([name])[name], chosen, devices, shell)
+
+    def _resolve(self, launch: Launch) -> None:
+        """The strategy, and with a sound recipe the whole run."""
+        from train.strategy.read import read_strategy
+        from train.training.configuration import resolve
+
+        report = self.report
+        if self.task:
+            try:
+                check_paths(self.recipe, output_folder(self.task, self.recipe))
+            except UserError as error:
+                report.add(ERROR, error.problems)
+        try:
+            if self.task and self.is_sound and self.recipe.trains:
+                config = resolve(self.task, self.recipe, launch.config_file)
+                self.recipe, self.strategy = config.recipe, config.strategy
+                report.add(NOTE, config.notes)
+            else:
+                recipe = self.recipe.draft()
+                self.strategy, self.recipe = read_strategy(recipe, launch.config_file), recipe
+                self.strategy.check_precision()
+        except NothingToDo as message:
+            report.add(NOTE, [str(message)])
+            self.recipe = self.recipe.draft()
+            self.strategy = read_strategy(self.recipe, launch.config_file)
+        except UserError as error:
+            report.add(ERROR, error.problems)
+        except ImportError as error:
+            report.findings.append(Finding(ERROR, f"a package cannot be imported: {error}", "make setup"))
+        if self.task and self.is_sound:
+            report.findings += idle_options(self.recipe)
+            flags = getattr(self.options, "without_effect", [])
+            report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
+
+    def _needs(self, launch: Launch) -> Needs:
+        """What the launch asks of this machine."""
+        strategy, variables = self.strategy, launch.environment
+        needs = Needs(
+            processes=launch.local_world_size,
+            num_machines=launch.num_machines,
+            visible=launch.devices,
+            deepspeed=variables.get("ACCELERATE_USE_DEEPSPEED") == "true" or bool(self.options.deepspeed_config),
+        )
+        if strategy is None:
+            return needs
+        on_gpu = num_devices() > 0
+        needs = dataclasses.replace(
+            needs, precision=strategy.precision, operations=operations_of(strategy.deepspeed, on_gpu)
+        )
+        if not (self.task and self.is_sound and self.recipe.trains):
+            return needs
+        from train.tools.doctor.size_up import size_up
+
+        try:
+            sizes = size_up(self.recipe, self.task, strategy, on_gpu)
+        except UserError as error:
+            self.report.findings.append(Finding(
+                NOTE, f"the model's size is not known here, so memory and disk are not checked: "
+                f"{error.problems[0]}"))  # fmt: skip
+            return needs
+        trained = "" if sizes.trained == sizes.parameters else f", {sizes.trained / 1e6:,.1f} M of them are trained"
+        self.report.lines.append(("model", f"{sizes.parameters / 1e6:,.1f} M parameters{trained}"))
+        saves = self.recipe.save_strategy != "no" or self.recipe.save_minutes
+        return dataclasses.replace(
+            needs, state_bytes=sizes.state if on_gpu else None, host_bytes=sizes.host * launch.local_world_size,
+            checkpoint_bytes=sizes.checkpoint if saves and not self.recipe.save_only_model else None,
+        )  # fmt: skip
+
+    def of_machine(self) -> None:
+        """The machine, and whether it has what the launch asks for."""
+        report, needs = self.report, self.needs
+        if self.launch is None:
+            try:
+                check_devices()
+            except UserError as error:
+                report.add(ERROR, error.problems)
+        machine = inspect_machine(self._folders(), looks_at_deepspeed=needs.deepspeed or not needs.examined)
+        variables = self.launch.environment if self.launch else os.environ
+        report.findings += judge(machine, needs, variables)
+        report.lines += machine.lines()
+        report.machine |= dataclasses.asdict(machine)
+
+    def _folders(self) -> dict[tuple[str, str], Path]:
+        """{(what it is for, what sets it): folder into which a run writes}."""
+        from huggingface_hub.constants import HF_HOME
+
+        folders = {("HF cache", "HF_HOME"): Path(HF_HOME)}
+        if self.needs.operations or not self.needs.examined:
+            folders["extensions", "TORCH_EXTENSIONS_DIR"] = Path(extensions_folder())
+        if self.task:
+            folders = {("output", "--output_dir"): output_folder(self.task, self.recipe)} | folders
+        return folders
+
+
+def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
+    """The recipe alone: what the doctor's options set is no part of a run."""
+    fields = [field.name for field in dataclasses.fields(cls)]
+    recipe = cls(**{name: getattr(options, name) for name in fields if hasattr(options, name)})
+    sources = {name: options.source(name) for name in (*fields, "config")}
+    if (sources.get("strategy") or "").startswith("--"):
+        recipe.strategy = sources["strategy"] = None
+    recipe.remember_sources({name: source for name, source in sources.items() if source})
+    return recipe
+
+
+def operations_of(config: dict[str, Any] | None, on_gpu: bool) -> tuple[str, ...]:
+    """The operations of DeepSpeed that a configuration compiles (runtime/engine.py, _configure_basic_optimizer;
+    comm/torch.py, build_shm_op)."""
+    if config is None:
+        return ()
+    operations = () if on_gpu else ("deepspeed_shm_comm",)
+    optimizer = config.get("optimizer") or {}
+    if str(optimizer.get("type", "")).lower() not in ADAMS or optimizer.get("params", {}).get("torch_adam"):
+        return operations
+    offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+    return (*operations, "cpu_adam" if offload != "none" else "fused_adam")

@@ -1,0 +1,46 @@
+"""What a run needs, from the sizes that `zerofit plan` computes: no weights, no data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from train.strategy.strategy import Strategy
+from train.tools.plan.constants import CHECKPOINT_BYTES
+from train.tools.plan.resolve import resolved
+from train.tools.plan.subject import read_subject
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """In bytes, but for `parameters`.
+
+    Attributes:
+        state: weights, gradients and optimizer state of one process where it computes.
+        host: of one process, beside the program: what is offloaded; on a CPU, the state too.
+    """
+
+    parameters: int
+    trained: int
+    state: int
+    host: int
+    checkpoint: int
+
+
+def size_up(recipe: Any, task: str, strategy: Strategy, on_gpu: bool) -> Sizes:
+    """The model of a recipe under a strategy, on one process.
+
+    Raises:
+        UserError: the model's configuration is not at hand.
+    """
+    recipe = recipe.draft()
+    recipe.architecture = None  # an option of plan
+    subject = read_subject(recipe, task, on_gpu)
+    states = resolved(strategy.name, strategy, subject).states(subject, strategy.batches.accumulation > 1)
+    state = states.weights + states.optimizer + max(states.gradients, states.gradients_later)
+    weights = subject.weights
+    return Sizes(
+        parameters=weights.trained + weights.frozen,
+        trained=weights.trained,
+        state=state,
+        host=sum(states.host.values()) + (0 if on_gpu else state),
+        checkpoint=CHECKPOINT_BYTES * weights.trained,
+    )
