@@ -1,0 +1,363 @@
+"""What `zerofit plan` predicts against what trials of `zerofit compare` measure, at 32 configurations.
+
+    python benchmarks/plan_accuracy.py measure            # on the simulated accelerator: 32 launches, 20 to 40 minutes
+    python benchmarks/plan_accuracy.py measure --on cpu   # ten of them on the bare CPU
+    python benchmarks/plan_accuracy.py table              # the half that the memory model may be corrected with
+    python benchmarks/plan_accuracy.py table --half set-aside
+    python benchmarks/plan_accuracy.py table --on cpu --half all
+
+`measure` keeps each result in outputs/plan-accuracy/measured.json and repeats none. A launch is the trial that `zerofit
+compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it tries three
+micro-batches, and the allocator's peak starts anew at each. The simulated accelerator (tests/device/simulated) is host
+memory whose allocator is exact, in blocks of 512 bytes; it has no context, no fragmentation and no cuBLAS workspace, so
+max_memory_allocated is compared with the prediction without that workspace. On a CPU the peak is what the memory limit
+counts, beyond what the process took before the model.
+
+The largest micro-batch: with a limit halfway between the measured peaks of two neighbouring micro-batches the smaller
+one is the largest that fits (tests/device shows that a run needs what its peak says); `table` looks for the largest one
+whose prediction is within the same limit.
+
+SET_ASIDE is drawn by a seed, before anything was measured.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import yaml
+from provenance import provenance
+
+from train.record.terminal import table
+from train.tools.compare.candidates import make_recipe
+from train.tools.compare.machine import Machine, launch_environment
+from train.tools.compare.options import CompareOptions
+from train.tools.compare.trial_request import ANSWERS, Answers, TrialRequest
+from train.tools.launches import Trial, launched
+from train.tools.tool_recipe import read_with_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB, GIB = 2**20, 2**30
+PATIENCE_S = 1200
+NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+TEXT = ["--train_file", "{stdlib}/*.py", "--train_tokenizer_vocab_size", "4096"]
+LABELLED = ["--dataset_name", "stdlib-docstrings", "--train_tokenizer_vocab_size", "4096"]
+PAIRS = ["--dataset_name", "stdlib-functions", "--train_tokenizer_vocab_size", "2048", "--max_target_length", "16",
+         "--max_train_samples", "400", "--predict_with_generate", "false"]  # fmt: skip
+LORA, AGAIN, WHOLE, ROWS = (
+    ["--lora"],
+    ["--gradient_checkpointing"],
+    ["--packing", "concatenate"],
+    ["--packing", "none"],
+)
+MODELS = {  # task, and what makes the model; M: million parameters
+    "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
+    "GPT-2, 3 of 512": ("clm", ["gpt2", f"n_layer=3,n_head=8,n_embd=512,n_positions=256,{NO_DROPOUT}"]),
+    "GPT-2 with dropout, 4 of 256": ("clm", ["gpt2", "n_layer=4,n_head=4,n_embd=256,n_positions=256"]),
+    "Llama, 4 of 256": ("clm", ["llama-2-7b", "num_hidden_layers=4,hidden_size=256,intermediate_size=688,"
+                                "num_attention_heads=4,num_key_value_heads=4"]),
+    "Llama, 3 of 384, grouped": ("clm", ["llama-2-7b", "num_hidden_layers=3,hidden_size=384,intermediate_size=1024,"
+                                         "num_attention_heads=6,num_key_value_heads=2"]),
+    "GPT-NeoX, 3 of 320": ("clm", ["open-calm-1b", "num_hidden_layers=3,hidden_size=320,intermediate_size=1280,"
+                                   "num_attention_heads=5"]),
+    "Llama classifier, 4 of 256": ("cls", ["llama-2-7b", "num_hidden_layers=4,hidden_size=256,intermediate_size=688,"
+                                           "num_attention_heads=4,num_key_value_heads=4"]),
+    "BERT, 4 of 256": ("cls", ["bert", "num_hidden_layers=4,hidden_size=256,num_attention_heads=4,"
+                               "intermediate_size=1024"]),
+    "RoBERTa, 3 of 384": ("cls", ["roberta", "num_hidden_layers=3,hidden_size=384,num_attention_heads=6,"
+                                  "intermediate_size=1536,hidden_dropout_prob=0,attention_probs_dropout_prob=0"]),
+    "DeBERTa, 3 of 192": ("cls", ["deberta-v2-xlarge", "num_hidden_layers=3,hidden_size=192,num_attention_heads=4,"
+                                  "intermediate_size=768"]),
+    "BlenderBot, 2 + 3 of 256": ("seq2seq", ["blenderbot-400M-distill", "d_model=256,encoder_layers=2,"
+                                             "decoder_layers=3,encoder_attention_heads=4,decoder_attention_heads=4,"
+                                             "encoder_ffn_dim=1024,decoder_ffn_dim=1024"]),
+    "T5, 3 + 3 of 256": ("seq2seq", ["t5-large", "d_model=256,d_kv=64,d_ff=1024,num_layers=3,num_decoder_layers=3,"
+                                     "num_heads=4"]),
+    "BART, 2 + 2 of 256": ("seq2seq", ["bart", "d_model=256,encoder_layers=2,decoder_layers=2,"
+                                       "encoder_attention_heads=4,decoder_attention_heads=4,encoder_ffn_dim=1024,"
+                                       "decoder_ffn_dim=1024"]),
+}  # fmt: skip
+TYPES = ("bert", "roberta", "bart")  # of transformers, without a name in this tree
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A line of the table.
+
+    Args:
+        length: tokens of a row; of pairs, of a source.
+        sizes: micro-batches: a small one, and the one that a limit is put above.
+    """
+
+    model: str
+    strategy: str
+    precision: str
+    length: int
+    accumulation: int
+    sizes: tuple[int, int]
+    more: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        more = [word.removeprefix("--") for word in self.more]
+        return " ".join([self.model, self.strategy, self.precision, str(self.length), str(self.accumulation), *more])
+
+    @property
+    def task(self) -> str:
+        return MODELS[self.model][0]
+
+    @property
+    def tried(self) -> list[int]:
+        return [*self.sizes, self.sizes[-1] + 1]
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.strategy == "single" else 2
+
+    @property
+    def recipe(self) -> list[str]:
+        task, (shape, overrides) = MODELS[self.model]
+        lengths = {"clm": "--block_size", "cls": "--max_length", "seq2seq": "--max_source_length"}
+        return [
+            "--task", task, *{"clm": TEXT, "cls": LABELLED, "seq2seq": PAIRS}[task],
+            "--model_type" if shape in TYPES else "--config_name", shape, "--config_overrides", overrides,
+            lengths[task], str(self.length), "--precision", self.precision, "--gradient_accumulation_steps",
+            str(self.accumulation), "--per_device_eval_batch_size", "4", "--max_train_steps", "100", *self.more,
+        ]  # fmt: skip
+
+
+def _make(model: str, strategy: str, precision: str, length: int, accumulation: int, sizes: tuple[int, int], *more):
+    return Configuration(model, strategy, precision, length, accumulation, sizes, sum(more, ()))
+
+
+CONFIGURATIONS = [
+    _make("GPT-2, 4 of 256", "single", "fp32", 128, 1, (2, 8), WHOLE),
+    _make("GPT-2, 4 of 256", "ddp", "fp32", 64, 2, (2, 12)),
+    _make("GPT-2, 3 of 512", "ddp", "bf16", 64, 2, (2, 9)),
+    _make("GPT-2, 3 of 512", "zero1", "bf16", 64, 2, (2, 10)),
+    _make("GPT-2, 3 of 512", "zero2", "fp32", 64, 1, (2, 8), WHOLE),
+    _make("GPT-2, 4 of 256", "zero3", "fp32", 128, 1, (2, 7), WHOLE),
+    _make("GPT-2, 3 of 512", "zero2_offload", "bf16", 96, 2, (2, 7)),
+    _make("GPT-2, 4 of 256", "zero3_offload", "bf16", 64, 1, (2, 11)),
+    _make("GPT-2 with dropout, 4 of 256", "ddp", "fp32", 64, 1, (2, 9), WHOLE),
+    _make("Llama, 4 of 256", "single", "bf16", 128, 2, (2, 10), AGAIN),
+    _make("Llama, 4 of 256", "ddp", "bf16", 128, 1, (2, 8), LORA),
+    _make("Llama, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), LORA),
+    _make("Llama, 3 of 384, grouped", "zero2", "bf16", 64, 2, (2, 14), AGAIN),
+    _make("Llama, 3 of 384, grouped", "zero3", "bf16", 96, 2, (2, 8), WHOLE),
+    _make("GPT-NeoX, 3 of 320", "zero1", "fp32", 96, 1, (2, 8), LORA, ROWS),
+    _make("GPT-NeoX, 3 of 320", "zero3_offload_optimizer", "fp32", 64, 2, (2, 16), AGAIN),
+    _make("Llama classifier, 4 of 256", "zero3_offload", "bf16", 64, 1, (2, 10)),
+    _make("BERT, 4 of 256", "single", "fp32", 64, 2, (2, 10)),
+    _make("BERT, 4 of 256", "ddp", "bf16", 64, 2, (2, 12)),
+    _make("BERT, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA),
+    _make("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 9)),
+    _make("DeBERTa, 3 of 192", "zero2", "bf16", 64, 1, (2, 12)),
+    _make("RoBERTa, 3 of 384", "zero1", "bf16", 128, 1, (2, 12), AGAIN),
+    _make("RoBERTa, 3 of 384", "zero3", "fp32", 64, 1, (2, 8)),
+    _make("BlenderBot, 2 + 3 of 256", "single", "bf16", 64, 1, (2, 12)),
+    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN),
+    _make("BlenderBot, 2 + 3 of 256", "ddp", "bf16", 64, 2, (2, 11), LORA),
+    _make("BlenderBot, 2 + 3 of 256", "zero2", "bf16", 64, 2, (2, 13)),
+    _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 2, (2, 9)),
+    _make("T5, 3 + 3 of 256", "zero3", "fp32", 96, 1, (2, 7), LORA),
+    _make("BART, 2 + 2 of 256", "zero2_offload", "bf16", 64, 1, (2, 12)),
+    _make("BART, 2 + 2 of 256", "zero3_offload", "fp32", 64, 2, (2, 10)),
+]
+_draw = random.Random(19)
+SET_ASIDE = set(_draw.sample(range(len(CONFIGURATIONS)), len(CONFIGURATIONS) // 2))
+ON_CPU = set(_draw.sample(range(len(CONFIGURATIONS)), 10))
+
+
+def chosen(half: str, on: str) -> list[Configuration]:
+    """The configurations of that half that are measured there."""
+    return [one for place, one in enumerate(CONFIGURATIONS)
+            if (half == "all" or (place in SET_ASIDE) == (half == "set-aside")) and (on != "cpu" or place in ON_CPU)]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+class Measurements:
+    """A JSON file: {place: {configuration: {micro-batch: peak bytes}}}."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.values = json.loads(file.read_text()) if file.is_file() else {"device": {}, "cpu": {}}
+
+    def add(self, on: str, configuration: Configuration, peaks: dict[str, int]) -> None:
+        self.values[on][configuration.name] = peaks
+        self.file.write_text(json.dumps(self.values, indent=2) + "\n")
+
+    def of(self, on: str, configuration: Configuration) -> dict[int, int]:
+        return {int(size): peak for size, peak in self.values[on].get(configuration.name, {}).items()}
+
+
+def measure(configuration: Configuration, on: str, output: Path) -> dict[str, int]:
+    """{micro-batch: peak bytes} of the process that needs most, by one launch.
+
+    Raises:
+        RuntimeError: the launch failed.
+    """
+    folder = output / "trials" / f"{on} {configuration.name}".replace(" ", "-").replace(",", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    process = psutil.Process()
+    request = TrialRequest(
+        sizes=configuration.tried, first=configuration.tried[0], only_first=False, steps=1, pid=process.pid,
+        started=process.create_time(), must_try=configuration.tried,
+    )  # fmt: skip
+    file, recipe = request.write(folder), folder / "recipe.yaml"
+    flags = [*configuration.recipe, "--cache_dir", str(output / "cache"), "--strategies", configuration.strategy]
+    options, cls = read_with_recipe(
+        CompareOptions, [*flags, "--num_processes", str(configuration.processes)], "measure"
+    )
+    recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
+    trial = Trial(
+        configuration.task, ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml", recipe, folder / "run",
+        ("--per_device_train_batch_size", str(request.first)),
+        ("-m", "train.tools.compare.trial", configuration.task, str(file)),
+    )  # fmt: skip
+    command, log = trial.command(configuration.processes), folder / "log.txt"
+    with launched(command, trial.output, log, environment=_environment(on, configuration.processes)) as launch:
+        launch.wait(PATIENCE_S)
+    lines = Answers(folder / ANSWERS).poll()
+    fits = [line for line in lines if line["event"] == "fits"]
+    if [line["size"] for line in fits] != configuration.tried:
+        raise RuntimeError(f"{configuration.name}: see {log}")
+    (taken,) = (line["taken"] for line in lines if line["event"] == "started")
+    counter, before = ("reserved", taken) if on == "cpu" else ("allocated", 0)
+    evaluated = max(rank[counter] for rank in fits[0]["with_evaluation"])
+    return {str(line["size"]): max(evaluated, *(rank[counter] for rank in line["ranks"])) - before for line in fits}
+
+
+def _environment(on: str, processes: int) -> dict[str, str]:
+    if on == "cpu":
+        return launch_environment(Machine("cpu", [], 0, 0, {}), processes) | {"OMP_NUM_THREADS": "1"}
+    sys.path.insert(0, str(ROOT / "tests" / "device" / "simulated"))
+    import simgpu_build
+
+    sizes = ",".join([str(16 * GIB)] * processes)
+    return {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}
+
+
+# ----------------------------------------------------------------------------------------------------------- predicting
+
+
+class Predictor:
+    """What `zerofit plan` predicts for a configuration."""
+
+    def __init__(self, configuration: Configuration, on: str):
+        from train.tools.plan.options import PlanOptions
+        from train.tools.plan.planner import Budget, Planner
+        from train.tools.plan.resolve import resolve
+        from train.tools.plan.subject import read_subject
+
+        flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
+        options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
+        subject = read_subject(options, configuration.task, on != "cpu")
+        if on != "cpu":
+            subject = replace(subject, cpu_kernels=True)
+        budget = Budget(16 * GIB, None, configuration.processes, configuration.processes)
+        self.on, self.planner = on, Planner(options, subject, budget)
+        self.resolved = resolve(configuration.strategy, options, subject, budget.num_gpus, budget.gpus_per_node)
+
+    def peak(self, micro_batch: int):
+        """The Peak, without the workspace that the simulated accelerator does not have."""
+        from train.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
+        from train.tools.plan.memory import WORKSPACE
+
+        peak = self.planner.predict(self.resolved, micro_batch).peak
+        if self.on == "cpu":
+            return peak
+        components = peak.components | {WORKSPACE: peak.components[WORKSPACE] - CUBLAS_WORKSPACE_BYTES}
+        return replace(peak, components=components, allocated=peak.allocated - CUBLAS_WORKSPACE_BYTES)
+
+    def largest(self, limit: float, start: int) -> int:
+        """The largest micro-batch that is predicted to be within the limit."""
+        size = start
+        while self.peak(size + 1).allocated <= limit:
+            size += 1
+        while size and self.peak(size).allocated > limit:
+            size -= 1
+        return size
+
+
+def compare(configuration: Configuration, on: str, peaks: dict[int, int]) -> dict:
+    """Predictions beside measurements of one configuration."""
+    predictor, (small, size, larger) = Predictor(configuration, on), configuration.tried
+    predicted = {one: predictor.peak(one) for one in (small, size)}
+    limit = (peaks[size] + peaks[larger]) / 2
+    return {
+        "configuration": configuration.name,
+        "measured": {one: peaks[one] for one in predicted},
+        "predicted": {one: peak.allocated for one, peak in predicted.items()},
+        "phase": {one: peak.phase for one, peak in predicted.items()},
+        "components": {one: peak.components for one, peak in predicted.items()},
+        "error": {one: peak.allocated / peaks[one] - 1 for one, peak in predicted.items()},
+        "largest": size,
+        "predicted_largest": predictor.largest(limit, size),
+    }
+
+
+def tabulate(results: list[dict], configurations: list[Configuration]) -> list[list[str]]:
+    rows = [["model", "strategy", "precision", "tokens", "micro-batches", "", "micro-batch", "predicted, MiB",
+             "measured, MiB", "error", "phase", "largest"]]  # fmt: skip
+    for result, one in zip(results, configurations, strict=True):
+        more = ", ".join(word.removeprefix("--").replace("_", " ") for word in one.more if word != "--packing")
+        about = [one.model, one.strategy, one.precision, str(one.length), str(one.accumulation), more]
+        for size, measured in result["measured"].items():
+            last = size == one.sizes[-1]
+            found = f"{result['predicted_largest']} of {result['largest']}" if last else ""
+            rows.append([*about, str(size), f"{result['predicted'][size] / MIB:.2f}", f"{measured / MIB:.2f}",
+                         f"{100 * result['error'][size]:+.1f} %", result["phase"][size], found])  # fmt: skip
+            about = [""] * len(about)
+    return rows
+
+
+def summarise(results: list[dict]) -> str:
+    errors = [abs(error) for result in results for error in result["error"].values()]
+    steps = [abs(result["predicted_largest"] - result["largest"]) for result in results]
+    return (
+        f"{len(results)} configurations, {len(errors)} peaks: median error {100 * statistics.median(errors):.2f} %, "
+        f"worst {100 * max(errors):.1f} %; the largest micro-batch exact in {steps.count(0)}, within one step in "
+        f"{sum(step <= 1 for step in steps)} of {len(steps)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "table"))
+    parser.add_argument("--on", choices=("device", "cpu"), default="device")
+    parser.add_argument("--half", choices=("first", "set-aside", "all"))
+    parser.add_argument("--only", default="", help="words that a configuration's name must have")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "plan-accuracy")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    measurements = Measurements(options.output / "measured.json")
+    half = options.half or ("all" if options.what == "measure" else "first")
+    configurations = [
+        one for one in chosen(half, options.on) if all(word in one.name for word in options.only.split())
+    ]
+    if options.what == "measure":
+        missing = [one for one in configurations if not measurements.of(options.on, one)]
+        for number, one in enumerate(missing, 1):
+            print(f"{number} of {len(missing)}: {one.name}", flush=True)
+            try:
+                measurements.add(options.on, one, measure(one, options.on, options.output))
+            except RuntimeError as error:
+                print(f"  failed: {error}", flush=True)
+        return
+    configurations = [one for one in configurations if measurements.of(options.on, one)]
+    results = [compare(one, options.on, measurements.of(options.on, one)) for one in configurations]
+    (options.output / f"{options.on}-{half}.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(table(tabulate(results, configurations)), "", summarise(results), "",
+          provenance("measured by `measure`", "torch", "accelerate", "deepspeed", "transformers"), sep="\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
