@@ -6,16 +6,16 @@
     python benchmarks/plan_accuracy.py table --half set-aside
     python benchmarks/plan_accuracy.py table --on cpu --half all
 
-`measure` keeps each result in outputs/plan-accuracy/measured.json and repeats none. A launch is the trial that `zerofit
-compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it tries three
-micro-batches, and the allocator's peak starts anew at each. The simulated accelerator (tests/device/simulated) is host
-memory whose allocator is exact, in blocks of 512 bytes; it has no context, no fragmentation and no cuBLAS workspace, so
-max_memory_allocated is compared with the prediction without that workspace. On a CPU the peak is what the memory limit
-counts, beyond what the process took before the model.
+`measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
+`zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
+tries three micro-batches, and the allocator's peak starts anew at each. The simulated accelerator
+(tests/device/simulated) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
+fragmentation and no cuBLAS workspace, so max_memory_allocated is compared with the prediction without that workspace.
+On a CPU the peak is what the memory limit counts, beyond what the process took before the model.
 
 The largest micro-batch: with a limit halfway between the measured peaks of two neighbouring micro-batches the smaller
-one is the largest that fits (tests/device shows that a run needs what its peak says); `table` looks for the largest one
-whose prediction is within the same limit.
+one is the largest that fits (tests/device shows that a run needs what its peak says); `table` looks for the largest
+one whose prediction is within the same limit.
 
 SET_ASIDE is drawn by a seed, before anything was measured.
 """
@@ -49,13 +49,9 @@ TEXT = ["--train_file", "{stdlib}/*.py", "--train_tokenizer_vocab_size", "4096"]
 LABELLED = ["--dataset_name", "stdlib-docstrings", "--train_tokenizer_vocab_size", "4096"]
 PAIRS = ["--dataset_name", "stdlib-functions", "--train_tokenizer_vocab_size", "2048", "--max_target_length", "16",
          "--max_train_samples", "400", "--predict_with_generate", "false"]  # fmt: skip
-LORA, AGAIN, WHOLE, ROWS = (
-    ["--lora"],
-    ["--gradient_checkpointing"],
-    ["--packing", "concatenate"],
-    ["--packing", "none"],
-)
-MODELS = {  # task, and what makes the model; M: million parameters
+LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
+WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
+MODELS = {  # layers and their width: task, shape, and what is changed of it
     "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2, 3 of 512": ("clm", ["gpt2", f"n_layer=3,n_head=8,n_embd=512,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2 with dropout, 4 of 256": ("clm", ["gpt2", "n_layer=4,n_head=4,n_embd=256,n_positions=256"]),
@@ -106,6 +102,10 @@ class Configuration:
     def name(self) -> str:
         more = [word.removeprefix("--") for word in self.more]
         return " ".join([self.model, self.strategy, self.precision, str(self.length), str(self.accumulation), *more])
+
+    @property
+    def file_name(self) -> str:
+        return self.name.replace(" ", "-").replace(",", "")
 
     @property
     def task(self) -> str:
@@ -176,26 +176,32 @@ ON_CPU = set(_draw.sample(range(len(CONFIGURATIONS)), 10))
 
 def chosen(half: str, on: str) -> list[Configuration]:
     """The configurations of that half that are measured there."""
-    return [one for place, one in enumerate(CONFIGURATIONS)
-            if (half == "all" or (place in SET_ASIDE) == (half == "set-aside")) and (on != "cpu" or place in ON_CPU)]  # fmt: skip
+    return [
+        one for place, one in enumerate(CONFIGURATIONS)
+        if half in ("all", "set-aside" if place in SET_ASIDE else "first") and (on != "cpu" or place in ON_CPU)
+    ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------ measuring
+# ----------------------------------------------------------------------------------------------------------- measuring
 
 
 class Measurements:
-    """A JSON file: {place: {configuration: {micro-batch: peak bytes}}}."""
+    """A file for each measured configuration: {micro-batch: peak bytes}. Several processes may measure at once."""
 
-    def __init__(self, file: Path):
-        self.file = file
-        self.values = json.loads(file.read_text()) if file.is_file() else {"device": {}, "cpu": {}}
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def add(self, on: str, configuration: Configuration, peaks: dict[str, int]) -> None:
-        self.values[on][configuration.name] = peaks
-        self.file.write_text(json.dumps(self.values, indent=2) + "\n")
+        file = self._file(on, configuration)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(peaks) + "\n")
 
     def of(self, on: str, configuration: Configuration) -> dict[int, int]:
-        return {int(size): peak for size, peak in self.values[on].get(configuration.name, {}).items()}
+        file = self._file(on, configuration)
+        return {int(size): peak for size, peak in json.loads(file.read_text()).items()} if file.is_file() else {}
+
+    def _file(self, on: str, configuration: Configuration) -> Path:
+        return self.folder / on / f"{configuration.file_name}.json"
 
 
 def measure(configuration: Configuration, on: str, output: Path) -> dict[str, int]:
@@ -204,7 +210,7 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
     Raises:
         RuntimeError: the launch failed.
     """
-    folder = output / "trials" / f"{on} {configuration.name}".replace(" ", "-").replace(",", "")
+    folder = output / "trials" / on / configuration.file_name
     shutil.rmtree(folder, ignore_errors=True)
     process = psutil.Process()
     request = TrialRequest(
@@ -245,7 +251,7 @@ def _environment(on: str, processes: int) -> dict[str, str]:
     return {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}
 
 
-# ----------------------------------------------------------------------------------------------------------- predicting
+# ---------------------------------------------------------------------------------------------------------- predicting
 
 
 class Predictor:
@@ -338,15 +344,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "plan-accuracy")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    measurements = Measurements(options.output / "measured.json")
+    measurements = Measurements(options.output / "measured")
     half = options.half or ("all" if options.what == "measure" else "first")
     configurations = [
         one for one in chosen(half, options.on) if all(word in one.name for word in options.only.split())
     ]
     if options.what == "measure":
-        missing = [one for one in configurations if not measurements.of(options.on, one)]
-        for number, one in enumerate(missing, 1):
-            print(f"{number} of {len(missing)}: {one.name}", flush=True)
+        for number, one in enumerate(configurations, 1):
+            if measurements.of(options.on, one):
+                continue
+            print(f"{number} of {len(configurations)}: {one.name}", flush=True)
             try:
                 measurements.add(options.on, one, measure(one, options.on, options.output))
             except RuntimeError as error:
@@ -355,8 +362,8 @@ def main() -> None:
     configurations = [one for one in configurations if measurements.of(options.on, one)]
     results = [compare(one, options.on, measurements.of(options.on, one)) for one in configurations]
     (options.output / f"{options.on}-{half}.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(table(tabulate(results, configurations)), "", summarise(results), "",
-          provenance("measured by `measure`", "torch", "accelerate", "deepspeed", "transformers"), sep="\n")  # fmt: skip
+    source = provenance("measured by `measure`", "torch", "accelerate", "deepspeed", "transformers")
+    print(table(tabulate(results, configurations)), "", summarise(results), "", source, sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from train.cli import main
 from train.tools.plan import trace
+from train.tools.plan.gathered import Gathered
 from train.tools.plan.gpus import GPUS
 from train.tools.plan.memory import find_peak
 from train.tools.plan.rows import Rows
-from train.tools.plan.states import Weights, deepspeed_states, torch_states
-from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
+from train.tools.plan.states import deepspeed_states, torch_states
+from train.tools.plan.trace import ATTENTION, Step, Tracer, TraceSettings
+from train.tools.plan.weights import Weight, Weights
 
 MILLION = 10**6
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -22,7 +24,7 @@ RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--pre
 
 
 def weights(*sizes: int) -> Weights:
-    return Weights(tuple((size, True) for size in sizes), layer=max(sizes))
+    return Weights(tuple(Weight(f"w{place}", size) for place, size in enumerate(sizes)), layer=max(sizes))
 
 
 def zero(stage: int, **settings):
@@ -31,39 +33,92 @@ def zero(stage: int, **settings):
     return DeepSpeedZeroConfig(stage=stage, **settings)
 
 
+def backward(engine, names: str, first: bool = True, last: bool = True) -> list[int]:
+    """The most that the engine holds as each gradient is completed, and at the end."""
+    engine.begin(first, last)
+    return [*map(engine.complete, names.split()), engine.finish()]
+
+
 # ---------------------------------------------------------------------------------------------------------- the states
 
 
 def test_ddp_holds_16_bytes_a_parameter():
     states = torch_states(weights(8 * MILLION), 2, torch.float32, torch.bfloat16, on_gpu=True)
-    assert (states.weights, states.gradients, states.optimizer) == (32 * MILLION, 32 * MILLION, 64 * MILLION)
-    single = torch_states(weights(8 * MILLION), 1, torch.float32, torch.bfloat16, on_gpu=True)
-    assert single.gradients == 0
-    assert single.keeps_first
-    assert single.gradients_later == 32 * MILLION
+    assert (states.weights, states.optimizer) == (32 * MILLION, 64 * MILLION)
+    assert backward(states.engine(), "w0") == [32 * MILLION] * 2
+    engine = torch_states(weights(8 * MILLION, 1), 1, torch.float32, torch.bfloat16, on_gpu=True).engine()
+    assert engine.held == 0
+    assert backward(engine, "w0 w1", last=False) == [32 * MILLION, 32 * MILLION + 4, 32 * MILLION + 4]
+    assert backward(engine, "w0 w1", first=False) == [32 * MILLION + 4] * 3
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_zero_shards_the_optimizer_and_has_two_buckets(stage):
+def test_zero_shards_the_optimizer(stage):
     settings = zero(stage, reduce_bucket_size=MILLION, overlap_comm=True)
     states = deepspeed_states(weights(8 * MILLION), settings, 4, torch.bfloat16, accumulates=True, on_gpu=True)
     assert states.weights == 16 * MILLION
     assert states.optimizer == 12 * 2 * MILLION  # 12 P / N
-    assert states.backward == {"buffers": 2 * 2 * MILLION, "gradients": 2 * 2 * MILLION}
-    assert states.gradients_later == (16 * MILLION if stage == 1 else 4 * MILLION)
-    # Averaged gradients (2 P / N), the flat copy of them and the fp32 copy; or the norm in fp64.
-    assert states.step == {"gradients": 4 * MILLION, "workspace": max(4 + 8, 16) * MILLION}
+    # The gradient of a weight that lies in four partitions is kept whole; the rank's part in fp64 for the norm.
+    assert states.step == {"gradients": 16 * MILLION, "workspace": 8 * 2 * MILLION}
+
+
+def test_gradients_go_through_buckets_and_only_those_of_the_partition_stay():
+    """Four weights of 1 M, two ranks: w0 and w1 are rank 0's. A bucket holds two of them."""
+    four, two_buffers = weights(*4 * [MILLION]), 2 * 2 * 2 * MILLION
+    settings = zero(2, reduce_bucket_size=2 * MILLION, overlap_comm=True)
+    engine = deepspeed_states(four, settings, 2, torch.bfloat16, accumulates=True, on_gpu=True).engine()
+    kept = 2 * 2 * MILLION
+    expected = [two_buffers] * 3 + [two_buffers] + [two_buffers + kept]
+    assert backward(engine, "w3 w2 w1 w0") == expected  # the first bucket is the other rank's: not copied, not kept
+    assert engine.held == kept
+    assert max(backward(engine, "w3 w2 w1 w0", first=False)) == 2 * kept + two_buffers  # those of two micro-batches
+    mixed = backward(engine, "w3 w0 w2 w1")
+    assert mixed[2] == max(two_buffers + 2 * 2 * MILLION, two_buffers + kept)  # two slices are copied into one
+
+
+def test_a_gradient_larger_than_the_bucket_lies_where_backward_made_it():
+    large = weights(8 * MILLION, 1)
+    settings = zero(2, reduce_bucket_size=MILLION, overlap_comm=False)
+    engine = deepspeed_states(large, settings, 2, torch.float32, accumulates=False, on_gpu=True).engine()
+    buffer, gradient = 4 * MILLION, 32 * MILLION
+    first, last, _ = backward(engine, "w0 w1")
+    assert first == buffer + gradient
+    # Then it is reduced: the slices of the two ranks are each larger than a bucket; and copied as it is in both parts.
+    assert last == buffer + 2 * gradient + 4
+
+
+def test_zero_1_keeps_whole_gradients_until_the_last_micro_batch():
+    settings = zero(1, reduce_bucket_size=MILLION, overlap_comm=False)
+    engine = deepspeed_states(weights(*4 * [MILLION]), settings, 2, torch.bfloat16, True, on_gpu=True).engine()
+    assert backward(engine, "w3 w2 w1 w0", last=False)[-1] == 2 * MILLION + 4 * 2 * MILLION
+    backward(engine, "w3 w2 w1 w0", first=False)
+    assert engine.held == 2 * 2 * MILLION
 
 
 def test_zero_3_shards_all_but_small_parameters():
     settings = zero(3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION,
                     stage3_prefetch_bucket_size=MILLION)  # fmt: skip
     states = deepspeed_states(weights(8 * MILLION, 1000), settings, 4, torch.bfloat16, False, on_gpu=True)
-    assert states.weights == 2 * 1000 + 2 * 2 * MILLION
+    assert states.weights == 2 * 1000 + 2 * (2 * MILLION + 250)
     assert states.optimizer == 12 * (2 * MILLION + 250)
     assert states.gradients == 2 * (2 * MILLION + 250)
-    assert states.gathered == 16 * MILLION  # less than max_live_parameters: all of it
+    assert states.gathered.most == 8 * MILLION  # less than max_live_parameters: all of it
     assert states.buffers == 2 * MILLION
+    whole = deepspeed_states(weights(8 * MILLION), settings, 4, torch.float32, False, on_gpu=True)
+    assert whole.optimizer == 8 * 2 * MILLION  # in fp32 the weights are the optimizer's own
+
+
+def test_zero_3_gathers_layer_by_layer_and_releases_backwards():
+    layers = [Weight(f"h.{number}.weight", 1000) for number in range(3)]
+    settings = zero(3, stage3_param_persistence_threshold=1, stage3_prefetch_bucket_size=0)
+    model = Weights((*layers, Weight("embed", 500), Weight("head", 700)), ("h",), "head", 1000)
+    gathered = Gathered(model, settings, 2)
+    forward = [("forward", "before", None), *(("forward", "layer", ("h", number)) for number in range(3))]
+    backward = [("backward", "backward of after", None)]
+    backward += [("backward", "backward of layer", ("h", number)) for number in (2, 1, 0)]
+    steps = [Step(*about, 0, 0, 0, 0) for about in (*forward, ("loss", "after", None), *backward)]
+    gathered.begin()
+    assert [gathered.at(step) // 2 for step in steps] == [500, 1500, 2500, 3500, 4200, 4200, 3500, 2500, 1500]
 
 
 def test_offload_moves_the_optimizer_to_the_host():
@@ -72,17 +127,19 @@ def test_offload_moves_the_optimizer_to_the_host():
     assert states.optimizer == 0
     assert states.host["optimizer"] == 12 * 2 * MILLION
     assert states.host["optimizer"] + states.host["gradients"] == 16 * 2 * MILLION  # as DeepSpeed's documentation says
+    engine = states.engine()
+    assert backward(engine, "w0")[-1] > 0 == engine.held  # all gradients have left the device
     pinned = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": True})
     rounded = deepspeed_states(weights(8 * MILLION), pinned, 4, torch.bfloat16, False, on_gpu=True).host
     assert rounded["gradients"] == 2**23  # of 8,000,000 bytes
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments():
-    half = Weights(((8 * MILLION, False), (MILLION, True)))
+    half = Weights((Weight("frozen", 8 * MILLION, trained=False), Weight("adapter", MILLION)))
     states = torch_states(half, 2, torch.float32, torch.bfloat16, on_gpu=True)
     assert states.weights == 2 * 8 * MILLION + 4 * MILLION
     assert states.optimizer == 8 * MILLION
-    assert states.gradients == 4 * MILLION
+    assert backward(states.engine(), "adapter") == [4 * MILLION] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- the traces
@@ -154,9 +211,13 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
     traced = tracer(gpt2(5), rows, dtype=torch.bfloat16)
     assert len(traced.model.transformer.h) == 5
-    peaks = [[max(one.start + getattr(one, rise) for one in steps) for rise in ("rise", "rise_kept")]
-             for steps in (composed, traced.steps(2))]  # fmt: skip
-    assert peaks[0] == peaks[1]
+    every = traced.steps(2)
+    assert max(one.start + one.rise for one in composed) == max(one.start + one.rise for one in every)
+    completed = [
+        [(one.completed, one.place, one.start, one.rise, one.gradient) for one in steps if one.completed]
+        for steps in (composed, every)
+    ]
+    assert completed[0] == completed[1]
 
 
 def test_every_gradient_is_counted_once():
@@ -164,8 +225,10 @@ def test_every_gradient_is_counted_once():
     steps = tracer(config, Rows("clm", 48), dtype=torch.float32).steps(1)
     with torch.device("meta"):
         parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
-    assert sum(one.gradients for one in steps) == 4 * parameters
-    assert steps[-1].start + steps[-1].rise > 0
+    assert sum(one.gradient for one in steps) == 4 * parameters
+    completed = [one.completed for one in steps if one.completed]
+    assert len(completed) == len(set(completed)) > 4 * 12
+    assert abs(steps[-1].end) < 0.01 * max(one.start + one.rise for one in steps)  # all is released
 
 
 def test_recomputation_keeps_less_and_a_larger_batch_more():

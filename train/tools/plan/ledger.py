@@ -18,17 +18,17 @@ class Segment:
     """One part of a pass. All sizes are in bytes; `start` and `end` are what is alive then.
 
     Attributes:
-        peak: the most that is alive in it, if gradients are released as soon as they are complete.
-        peak_kept: the same if the gradients of this segment are kept.
-        gradients: bytes of the gradients that are completed in it.
+        peak: the most that is alive in it.
+        completed: the name of the parameter whose gradient is completed at its end, and released; empty: none is.
+        gradient: bytes of that gradient.
     """
 
     name: Hashable
     start: int
     peak: int = 0
-    peak_kept: int = 0
     end: int = 0
-    gradients: int = 0
+    completed: str = ""
+    gradient: int = 0
 
     @property
     def delta(self) -> int:
@@ -39,10 +39,6 @@ class Segment:
     def rise(self) -> int:
         """How far the peak is above the start."""
         return self.peak - self.start
-
-    @property
-    def rise_kept(self) -> int:
-        return self.peak_kept - self.start
 
 
 class Ledger(TorchDispatchMode):
@@ -59,21 +55,26 @@ class Ledger(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def exclude(self, tensors) -> None:
-        """Do not count these: weights and inputs, which are accounted for elsewhere."""
+        """Do not count these: weights, which are accounted for elsewhere."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), 0)
+
+    def include(self, tensors) -> None:
+        """Count these, which were there before: inputs."""
+        for tensor in tensors:
+            self._follow(tensor.untyped_storage(), self._rounded(tensor.untyped_storage().nbytes()))
 
     def mark(self, name: Hashable) -> None:
         """A segment begins."""
         self._close()
-        self.segments.append(Segment(name, self.live, self.live, self.live))
+        self.segments.append(Segment(name, self.live, self.live))
 
-    def gradient_completed(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete: it is released here, and counted."""
-        segment, size = self.segments[-1], self._rounded(parameter.grad.untyped_storage().nbytes())
+    def gradient_completed(self, name: str, parameter: torch.Tensor) -> None:
+        """A gradient is complete: it is released here, and what follows is another segment of the same name."""
+        segment, before = self.segments[-1], self.live
         parameter.grad = None
-        segment.gradients += size
-        self._note()
+        segment.completed, segment.gradient = name, before - self.live
+        self.mark(segment.name)
 
     def close(self) -> list[Segment]:
         self._close()
@@ -108,7 +109,6 @@ class Ledger(TorchDispatchMode):
         if self.segments:
             segment = self.segments[-1]
             segment.peak = max(segment.peak, self.live)
-            segment.peak_kept = max(segment.peak_kept, self.live + segment.gradients)
 
     def _close(self) -> None:
         if self.segments:

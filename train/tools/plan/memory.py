@@ -11,6 +11,7 @@ from train.tools.plan.constants import (
     FRAGMENTATION,
     NCCL_BYTES,
 )
+from train.tools.plan.engines import DistributedEngine, Engine
 from train.tools.plan.states import States
 from train.tools.plan.trace import Step
 
@@ -82,29 +83,54 @@ def find_peak(
 
 
 def _moments(states: States, training: list[Step], evaluation: list[Step], accumulation: int) -> Iterator[Moment]:
-    held = {"weights": states.weights, "optimizer": states.optimizer, "buffers": states.buffers}
+    held = {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer,
+            "buffers": states.buffers}  # fmt: skip
     yield Moment("start", {"weights": states.load})
     yield Moment("optimizer step", _sum(held, states.step))
-    held["gathered weights"] = states.gathered
-    for step in training:
-        yield _pass(held, states, step, states.gradients, states.keeps_first)
-        if accumulation > 1:
-            yield _pass(held, states, step, states.gradients_later, False)
+    engine = states.engine()
+    for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
+        engine.begin(first=number == 0, last=number == accumulation - 1 or number == 1)
+        moment = _largest_of_pass(states, engine, training)
+        yield Moment(moment.phase, _sum(held, moment.components))
+    gathered = states.gathered.width * states.gathered.most if states.gathered else 0
     for step in evaluation:
-        parts = {"gradients": states.gradients, ACTIVATIONS: step.start, WORKSPACE: step.rise}
+        parts = {"gathered weights": gathered, ACTIVATIONS: step.start, WORKSPACE: step.rise}
+        if isinstance(engine, DistributedEngine):
+            parts["gradients"] = engine.gradients
         yield Moment("evaluation", _sum(held, parts))
 
 
-def _pass(held: dict[str, int], states: States, step: Step, gradients: int, keeps: bool) -> Moment:
-    backward = states.backward if step.phase == "backward" else {}
-    parts = {
-        "gradients": gradients + (step.earlier_gradients if keeps else 0),
-        ACTIVATIONS: max(0, step.start - step.head),
-        HEAD: step.head,
-    }
-    rise = step.rise_kept if keeps else step.rise
-    parts[HEAD if step.phase == "loss" else WORKSPACE] = parts.get(HEAD, 0) + rise if step.phase == "loss" else rise
-    return Moment(step.phase, _sum(held, parts, backward))
+def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Moment:
+    """The moment of a forward and backward pass at which most is held beside the states."""
+    most, largest, gathered = -1, None, 0
+    if states.gathered:
+        states.gathered.begin()
+    for step in steps:
+        if states.gathered:
+            gathered = states.gathered.at(step)
+        total = gathered + engine.held + step.start + step.rise
+        if total > most:
+            most, largest = total, (step, gathered, engine.gradients, engine.buffers, step.start, step.rise)
+        if step.completed:
+            exchanged = engine.complete(step.completed)
+            total = gathered + exchanged + step.end + step.gradient
+            if total > most:
+                most = total
+                largest = (step, gathered, engine.gradients + step.gradient, engine.buffers, step.end,
+                           exchanged - engine.held)  # fmt: skip
+    exchanged = engine.finish()
+    if gathered + exchanged + steps[-1].end > most:
+        largest = (steps[-1], gathered, engine.gradients, engine.buffers, steps[-1].end, exchanged - engine.held)
+    return _moment(*largest)
+
+
+def _moment(step: Step, gathered: int, gradients: int, buffers: int, alive: int, rise: int) -> Moment:
+    in_loss = step.phase == "loss"
+    head = min(step.head, alive)
+    return Moment(step.phase, {
+        "gathered weights": gathered, "gradients": gradients, "buffers": buffers, ACTIVATIONS: alive - head,
+        HEAD: head + (rise if in_loss else 0), WORKSPACE: 0 if in_loss else rise,
+    })  # fmt: skip
 
 
 def _sum(*parts: dict[str, int]) -> dict[str, int]:

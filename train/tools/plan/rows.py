@@ -47,7 +47,7 @@ class Rows:
         return self.length + self.target_length
 
 
-def make_inputs(config, rows: Rows, batch_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def make_inputs(config, rows: Rows, batch_size: int) -> dict[str, torch.Tensor]:
     """Inputs of a pass; call it inside a fake tensor mode.
 
     Shapes: input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or (B, 1, T, T).
@@ -58,7 +58,7 @@ def make_inputs(config, rows: Rows, batch_size: int, dtype: torch.dtype) -> dict
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
         inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
         if rows.masked:
-            inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=dtype)
+            inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=torch.bool)
         return inputs
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     if rows.task == "cls":

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from train.recipe.errors import UserError
 from train.recipe.paths import is_missing_folder
 from train.tools.plan.constants import NF4_BYTES
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
-from train.tools.plan.states import Weights
 from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
+from train.tools.plan.weights import Weight, Weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_LIMIT = 2**20  # positions
@@ -32,6 +33,7 @@ class Subject:
     Args:
         recipe: the training recipe.
         full: the model with its adapter, on "meta".
+        cpu_kernels: see TraceSettings.
     """
 
     recipe: Any
@@ -40,17 +42,22 @@ class Subject:
     full: torch.nn.Module
     rows: Rows
     on_gpu: bool
+    cpu_kernels: bool = False
 
     def __post_init__(self):
         self._tracers: dict[tuple[TraceSettings, Rows], Tracer] = {}
 
-    @property
+    @cached_property
     def weights(self) -> Weights:
-        sizes = tuple((parameter.numel(), parameter.requires_grad) for parameter in self.full.parameters())
-        layers = [
-            sum(parameter.numel() for parameter in self.full.get_submodule(name)[0].parameters())
-            for name in _layer_stacks(self.full)
-        ]
+        every = tuple(
+            Weight(name, parameter.numel(), parameter.requires_grad, parameter.dim() > 1)
+            for name, parameter in self.full.named_parameters()
+        )
+        stacks = tuple(_layer_stacks(self.full))
+        layers = [sum(one.numel() for one in self.full.get_submodule(name)[0].parameters()) for name in stacks]
+        embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
+        untied = outputs is not None and outputs.weight is not embeddings.weight
+        heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
         quantised, width = 0, NF4_BYTES
         if self.recipe.quantised:
             width = NF4_BYTES if self.recipe.quantised == "load_in_4bit" else 1.0
@@ -59,7 +66,7 @@ class Subject:
                 module.weight.numel() for module in self.full.modules()
                 if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
             )  # fmt: skip
-        return Weights(sizes, max(layers, default=0), quantised, width)
+        return Weights(every, stacks, "".join(heads), max(layers, default=0), quantised, width)
 
     def dtypes(self, precision: str, with_deepspeed: bool) -> tuple[torch.dtype, torch.dtype]:
         """(of what is trained, of what is frozen): without DeepSpeed weights that are trained stay in fp32."""
@@ -74,6 +81,7 @@ class Subject:
             dtype=frozen if self.recipe.lora else trained,
             autocast=autocast,
             on_gpu=self.on_gpu,
+            cpu_kernels=self.cpu_kernels,
             recomputed=self.recipe.gradient_checkpointing,
             loss=self.rows.loss_kind,
             evaluated=evaluated,
@@ -87,7 +95,8 @@ class Subject:
     def _rows(self, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
         dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
-        flash = self.on_gpu and precision != "fp32" and not dropped and not self.recipe.attn_implementation
+        on_gpu = self.on_gpu and not self.cpu_kernels
+        flash = on_gpu and precision != "fp32" and not dropped and not self.recipe.attn_implementation
         return replace(self.rows, masked=self.rows.masked and not flash)
 
     def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows):
@@ -122,7 +131,7 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     if task == "cls":
         config.num_labels = max(1, getattr(config, "num_labels", 2))
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
-    elif not has_weights:
+    if not has_weights:
         _set_vocabulary(config, recipe)
     if task == "seq2seq" and config.decoder_start_token_id is None:
         config.decoder_start_token_id = 0

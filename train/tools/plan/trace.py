@@ -7,6 +7,8 @@ any depth are put together from the same segments.
 
 import contextlib
 import copy
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -32,7 +34,8 @@ class TraceSettings:
     Args:
         autocast: the dtype of autocast, where weights stay in fp32 (DDP, one process); None: computed in `dtype`.
         dtype: of the weights.
-        on_gpu: the kernels and casts of a GPU, where they differ from a CPU's.
+        on_gpu: blocks of a GPU's allocator, and the casts of its autocast.
+        cpu_kernels: the kernels of a CPU, although the device is another one: a simulated accelerator.
     """
 
     dtype: torch.dtype
@@ -41,20 +44,26 @@ class TraceSettings:
     recomputed: bool = False
     loss: str = "chunked"
     evaluated: bool = False
+    cpu_kernels: bool = False
+
+    @property
+    def gpu_kernels(self) -> bool:
+        return self.on_gpu and not self.cpu_kernels
 
 
 @dataclass(frozen=True)
 class Step:
-    """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are kept."""
+    """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are complete."""
 
     phase: str
     name: str
+    place: tuple[str, int] | None  # (stack, number of the layer)
     start: int
     rise: int  # of the peak above the start
-    rise_kept: int  # the same if the gradients that are completed in it are kept
+    end: int  # alive after it
     head: int  # of `start`, what head and loss hold
-    gradients: int  # completed in it
-    earlier_gradients: int  # completed before it
+    completed: str = ""  # the parameter of the full model whose gradient is completed at its end
+    gradient: int = 0  # of that gradient
 
 
 def reduced_configuration(config):
@@ -90,7 +99,7 @@ class Tracer:
         self.settings, self.rows = settings, rows
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
-            self.model = build(_with_traced_attention(reduced_configuration(config), settings.on_gpu))
+            self.model = build(_with_traced_attention(reduced_configuration(config), settings.gpu_kernels))
         with self.mode:
             _make_fake(self.model)
         self.model.train(not settings.evaluated)
@@ -123,23 +132,23 @@ class Tracer:
         """The segments of the model with two layers."""
         ledger = Ledger(rounding=512 if self.settings.on_gpu else 1)
         with self._as_it_will_run(), contextlib.ExitStack() as hooks:
-            inputs = make_inputs(
-                self.model.config, self.rows, batch_size, self.settings.autocast or self.settings.dtype
-            )
-            tensors = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
-            ledger.exclude([*self.model.parameters(), *self.model.buffers(), *tensors])
+            inputs = make_inputs(self.model.config, self.rows, batch_size)
+            ledger.exclude([*self.model.parameters(), *self.model.buffers()])
+            ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
             borders = Borders(ledger)
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
                     for handle in borders.watch(name, index, layer):
                         hooks.callback(handle.remove)
-            for parameter in self.model.parameters():
+            for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    hooks.callback(parameter.register_post_accumulate_grad_hook(ledger.gradient_completed).remove)
+                    completed = functools.partial(ledger.gradient_completed, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(completed).remove)
             with ledger, torch.set_grad_enabled(not self.settings.evaluated):
                 ledger.mark("before")
                 with self._autocast():
                     loss = self.rows.loss(self.model, inputs)
+                inputs.clear()
                 if not self.settings.evaluated:
                     borders.backward = True
                     ledger.mark("backward of after")
@@ -158,7 +167,7 @@ class Tracer:
         multiplies = losses._has_half_matmul
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         try:
-            losses._has_half_matmul = lambda device: self.settings.on_gpu
+            losses._has_half_matmul = lambda device: self.settings.gpu_kernels
             with self.mode, casts:
                 yield
         finally:
@@ -216,33 +225,53 @@ def _first_tensor(values) -> torch.Tensor | None:
 
 def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
     """The passes of the full model: the second layer of each stack is repeated."""
-    steps, live, head, completed, backward = [], 0, 0, 0, False
-    for position, segment in enumerate(segments):
-        name = segment.name if isinstance(segment.name, tuple) else (segment.name,)
-        backward = backward or name[0].startswith("backward")
-        repeats = 1
-        if name[0].endswith("layer") and name[2] == TRACED_LAYERS - 1:
-            repeats = stacks[name[1]] - TRACED_LAYERS + 1
-        is_last_of_forward = not backward and (
-            position + 1 == len(segments) or str(segments[position + 1].name).startswith("backward")
-        )
-        for _ in range(repeats):
-            phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
-            steps.append(
-                Step(phase, name[0], live, segment.rise, segment.rise_kept, head, segment.gradients, completed)
-            )
-            live, completed = live + segment.delta, completed + segment.gradients
-            if is_last_of_forward:
-                head = max(0, segment.delta)
-            elif name[0] == "backward of after":
-                head = max(0, head + segment.delta)
+    steps, live, head, backward = [], 0, 0, False
+    runs = [list(run) for _, run in itertools.groupby(segments, key=lambda segment: segment.name)]
+    for at, run in enumerate(runs):
+        name, *where = _title(run)
+        backward = backward or name.startswith("backward")
+        is_last_of_forward = not backward and (at + 1 == len(runs) or _title(runs[at + 1])[0].startswith("backward"))
+        phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
+        for place in _places(where, stacks, backward):
+            for segment in run:
+                completed = _renamed(segment.completed, where, place)
+                end = live + segment.delta
+                steps.append(Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient))
+                if is_last_of_forward:
+                    head = max(0, segment.delta)
+                elif name == "backward of after":
+                    head = max(0, head + segment.delta)
+                live = end
     return steps
+
+
+def _title(run: list[Segment]) -> tuple:
+    return run[0].name if isinstance(run[0].name, tuple) else (run[0].name,)
+
+
+def _places(where: list, stacks: dict[str, int], backward: bool) -> list[tuple[str, int] | None]:
+    """The layers of the full model that a traced one stands for, in the order of the pass."""
+    if len(where) < 2:
+        return [None]
+    stack, index = where
+    if index < TRACED_LAYERS - 1:
+        return [(stack, index)]
+    numbers = range(TRACED_LAYERS - 1, stacks[stack])
+    return [(stack, number) for number in (reversed(numbers) if backward else numbers)]
+
+
+def _renamed(parameter: str, where: list, place: tuple[str, int] | None) -> str:
+    """The parameter's name in the full model."""
+    if place is None or not parameter:
+        return parameter
+    traced, full = (f"{place[0]}.{number}." for number in (where[1], place[1]))
+    return full + parameter.removeprefix(traced) if parameter.startswith(traced) else parameter
 
 
 def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
     """The steps of a larger batch, on the line through those of two smaller ones."""
     part = (batch_size - at_second) / (at_second - at_first)
-    sizes = ("start", "rise", "rise_kept", "head")
+    sizes = ("start", "rise", "end", "head")
     return [
         replace(b, **{name: round(getattr(b, name) + part * (getattr(b, name) - getattr(a, name))) for name in sizes})
         for a, b in zip(first, second, strict=True)
@@ -267,14 +296,14 @@ def _widened(value):
     return value.float() if half else value
 
 
-def _with_traced_attention(config, on_gpu: bool):
+def _with_traced_attention(config, gpu_kernels: bool):
     """The configuration with sdpa under a name of its own. A GPU's fused kernels keep no mask of dropped weights."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
-    for name in ATTENTION_DROPOUTS if on_gpu else ():
+    for name in ATTENTION_DROPOUTS if gpu_kernels else ():
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
     return config

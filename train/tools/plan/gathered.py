@@ -1,0 +1,50 @@
+"""Weights of other processes that ZeRO-3 holds during the passes (partitioned_param_coordinator.py).
+
+A weight is fetched before its module runs, and more are fetched ahead: as many as stage3_prefetch_bucket_size holds.
+After the forward pass it is kept if its backward pass is nearer than stage3_max_reuse_distance elements. So up to half
+a billion weights all are gathered at the end of the forward pass, and the backward pass releases layer after layer.
+"""
+
+from typing import Any
+
+from train.tools.plan.trace import Step
+from train.tools.plan.weights import Weights
+
+AFTER = "backward of after"  # of head and loss
+
+
+class Gathered:
+    """Args: width: bytes of a weight."""
+
+    def __init__(self, weights: Weights, zero: Any, width: int):
+        threshold = int(zero.param_persistence_threshold)
+        sharded = [weight for weight in weights.all if weight.size > threshold]
+        self.width, self.total = width, sum(weight.size for weight in sharded)
+        self.layers: dict[tuple[str, int], int] = {}
+        for weight in sharded:
+            for stack in weights.stacks:
+                if weight.name.startswith(f"{stack}."):
+                    place = (stack, int(weight.name[len(stack) + 1 :].partition(".")[0]))
+                    self.layers[place] = self.layers.get(place, 0) + weight.size
+        self.others = self.total - sum(self.layers.values())  # embeddings and head
+        self.head = sum(weight.size for weight in sharded if weight.name == weights.head)
+        self.ahead = min(self.total, int(zero.prefetch_bucket_size))
+        kept = min(self.total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
+        self.most = min(self.total, kept + max(weights.layer, weights.largest) + self.ahead)
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.now, self.place = self.others - self.head, None
+
+    def at(self, step: Step) -> int:
+        """Bytes during a step; call it for each step of a pass, in order."""
+        place = step.place or step.name
+        if step.phase == "loss":
+            self.now, place = self.total, None
+        elif place != self.place and step.phase == "forward":
+            self.now += self.layers.get(place, 0)
+        elif place != self.place:
+            self.now -= self.layers.get(self.place, self.head if self.place == AFTER else 0)
+        self.place = place
+        ahead = self.ahead if step.phase == "forward" else 0
+        return self.width * min(self.most, self.now + ahead, self.total)
