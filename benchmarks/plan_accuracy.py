@@ -21,6 +21,7 @@ SET_ASIDE is drawn by a seed, before anything was measured.
 """
 
 import argparse
+import fcntl
 import json
 import random
 import shutil
@@ -193,12 +194,22 @@ class Measurements:
 
     def add(self, on: str, configuration: Configuration, peaks: dict[str, int]) -> None:
         file = self._file(on, configuration)
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(peaks) + "\n")
 
     def of(self, on: str, configuration: Configuration) -> dict[int, int]:
         file = self._file(on, configuration)
         return {int(size): peak for size, peak in json.loads(file.read_text()).items()} if file.is_file() else {}
+
+    def claim(self, on: str, configuration: Configuration) -> bool:
+        """Whether this process is to measure it: it is not measured yet, and no other process is about to."""
+        file = self._file(on, configuration)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = file.with_suffix(".lock").open("w")  # given back when the next one is claimed
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return not file.is_file()
 
     def _file(self, on: str, configuration: Configuration) -> Path:
         return self.folder / on / f"{configuration.file_name}.json"
@@ -351,7 +362,7 @@ def main() -> None:
     ]
     if options.what == "measure":
         for number, one in enumerate(configurations, 1):
-            if measurements.of(options.on, one):
+            if not measurements.claim(options.on, one):
                 continue
             print(f"{number} of {len(configurations)}: {one.name}", flush=True)
             try:
