@@ -46,11 +46,13 @@ class Ledger(TorchDispatchMode):
 
     Args:
         rounding: an allocation takes a multiple of this (512 for CUDA's caching allocator).
+        thin_masks: dropout keeps a byte an element, as torch's fused one does on devices other than a CPU. There it
+            keeps a mask in the dtype of its input (aten/src/ATen/native/Dropout.cpp).
     """
 
-    def __init__(self, rounding: int = 1):
+    def __init__(self, rounding: int = 1, thin_masks: bool = False):
         super().__init__()
-        self.rounding, self.live, self.peak = rounding, 0, 0
+        self.rounding, self.thin_masks, self.live, self.peak = rounding, thin_masks, 0, 0
         self.segments: list[Segment] = []
         self._known: dict[int, int] = {}
 
@@ -87,6 +89,8 @@ class Ledger(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
                     self._follow(storage, self._rounded(storage.nbytes()))
+        if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
+            self._resize(result.untyped_storage(), self._rounded(result.numel()))
         return result
 
     def _rounded(self, size: int) -> int:
@@ -100,6 +104,10 @@ class Ledger(TorchDispatchMode):
         self.live += size
         weakref.finalize(storage, self._release, key)
         self._note()
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.live += size - self._known[storage._cdata]
+        self._known[storage._cdata] = size
 
     def _release(self, key: int) -> None:
         self.live -= self._known.pop(key, 0)

@@ -130,7 +130,7 @@ class Tracer:
 
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
-        ledger = Ledger(rounding=512 if self.settings.on_gpu else 1)
+        ledger = Ledger(rounding=512 if self.settings.on_gpu else 1, thin_masks=self.settings.on_gpu)
         with self._as_it_will_run(), contextlib.ExitStack() as hooks:
             inputs = make_inputs(self.model.config, self.rows, batch_size)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
