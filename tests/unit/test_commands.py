@@ -18,7 +18,8 @@ from train.tools.doctor.doctor import read_options as read_doctor
 from train.tools.generate.options import GenerateOptions
 from train.tools.launch.launch import read_options
 from train.tools.merge import MergeOptions
-from train.tools.plan.options import PlanOptions
+from train.tools.plan.options import DevicesOptions, PlanOptions
+from train.tools.plan.plan import only_calibrates
 from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 from train.tools.tool_recipe import TASKS, read_with_recipe
 from train.tools.verify.options import VerifyOptions
@@ -108,7 +109,9 @@ def check_tool(words: list[str]) -> None:
         assert words[:2] == ["convert", "megatron-args"], words
         return
     arguments = words[len(name) :]
-    if TOOLS[name] in (CompareOptions, PlanOptions, VerifyOptions) and arguments:
+    if name == ("plan",) and only_calibrates(arguments):
+        parse_recipe(DevicesOptions, arguments, tool=True)
+    elif TOOLS[name] in (CompareOptions, PlanOptions, VerifyOptions) and arguments:
         read_with_recipe(TOOLS[name], arguments, prog="zerofit")
     elif arguments:
         parse_recipe(TOOLS[name], arguments, tool=True)

@@ -292,7 +292,7 @@ def test_lora_trains_little(capsys):
 
 
 def test_the_report_ranks_and_says_what_does_not_fit(capsys):
-    flags = ["--gpu", "cpu", "--gpu_memory", "1MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,single"]
+    flags = ["--gpu", "cpu", "--gpu_memory", "60.1MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,single"]
     assert main(["plan", *RECIPE, *flags]) == 0
     said = capsys.readouterr().out
     assert "does not fit:" in said

@@ -14,9 +14,14 @@ def cache_root(cache_dir: str | None) -> Path:
     """The folder of prepared data: the recipe's cache_dir, else a folder in the cache of the datasets library."""
     if cache_dir:
         return Path(cache_dir).expanduser()
-    import datasets
+    return Path(_datasets_cache()).expanduser() / "zerofit"
 
-    return Path(datasets.config.HF_DATASETS_CACHE) / "zerofit"
+
+def _datasets_cache() -> str:
+    """The cache of the datasets library, without importing it, which takes a second (datasets/config.py)."""
+    environment = os.environ
+    hub = environment.get("HF_HOME", f"{environment.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    return environment.get("HF_DATASETS_CACHE", f"{hub}/datasets")
 
 
 def prepare_anew(recipe: SourceOptions) -> bool:

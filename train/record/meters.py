@@ -28,10 +28,15 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return peak_of(name) if name and precision != "fp32" else None
 
 
-def peak_of(name: str) -> float | None:
-    """The half-precision peak of the device of this name; None if it is not in the table (an A10G is no A10)."""
+def model_of(name: str) -> str:
+    """The model in the table of the device of this name; empty if it is not there (an A10G is no A10)."""
     models = (model for model in PEAK_HALF if re.search(rf"(?<![A-Za-z0-9]){model}(?![A-Za-z0-9])", name))
-    return PEAK_HALF.get(next(models, ""))
+    return next(models, "")
+
+
+def peak_of(name: str) -> float | None:
+    """The half-precision peak of the device of this name; None if it is not in the table."""
+    return PEAK_HALF.get(model_of(name))
 
 
 class MemoryMeter:

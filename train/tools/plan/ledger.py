@@ -6,11 +6,13 @@ milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no 
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from train.tools.plan.operations import Operation, operation_of
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Segment:
         peak: the most that is alive in it.
         completed: the name of the parameter whose gradient is completed at its end, and released; empty: none is.
         gradient: bytes of that gradient.
+        operations: what is computed in it, in order.
     """
 
     name: Hashable
@@ -29,6 +32,7 @@ class Segment:
     end: int = 0
     completed: str = ""
     gradient: int = 0
+    operations: list[Operation] = field(default_factory=list)
 
     @property
     def delta(self) -> int:
@@ -91,6 +95,9 @@ class Ledger(TorchDispatchMode):
                     self._follow(storage, self._rounded(storage.nbytes()))
         if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
             self._resize(result.untyped_storage(), self._rounded(result.numel()))
+        operation = operation_of(function, args, kwargs or {}, result)
+        if operation and self.segments:
+            self.segments[-1].operations.append(operation)
         return result
 
     def _rounded(self, size: int) -> int:

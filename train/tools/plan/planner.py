@@ -1,97 +1,29 @@
-"""For each strategy: the predicted peak of a micro-batch, and the largest micro-batch that fits."""
+"""For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from train.recipe.errors import UserError
+from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import CHECKPOINT_BYTES
-from train.tools.plan.memory import Peak, find_peak
+from train.tools.plan.memory import find_peak
+from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
 from train.tools.plan.resolve import Resolved, resolve
 from train.tools.plan.subject import Subject
+from train.tools.plan.timing import Timing
 
-
-@dataclass(frozen=True)
-class Budget:
-    """What a device and a machine have.
-
-    Attributes:
-        device: bytes of one device; on a CPU, of one process.
-        host: bytes of one machine; None: it is not checked.
-    """
-
-    device: int
-    host: int | None
-    num_gpus: int
-    gpus_per_node: int
-
-    @property
-    def local_ranks(self) -> int:
-        return min(self.num_gpus, self.gpus_per_node)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A micro-batch under a strategy; sizes in bytes, of the process that needs most."""
-
-    strategy: str
-    precision: str
-    num_gpus: int
-    micro_batch: int
-    accumulation: int
-    recomputed: bool
-    peak: Peak
-    host_bytes: int  # of a machine
-    fits: bool
-    lacking: int  # bytes, of device or host; 0 where it fits
-
-    def to_dict(self) -> dict[str, Any]:
-        peak = asdict(self.peak)
-        return {
-            "strategy": self.strategy,
-            "precision": self.precision,
-            "layout": {"data": self.num_gpus, "tensor": 1, "pipeline": 1, "sequence": 1},
-            "per_device_train_batch_size": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_checkpointing": self.recomputed,
-            "peak_allocated_bytes": peak["allocated"],
-            "peak_reserved_bytes": peak["reserved"],
-            "device_bytes": peak["device"],
-            "host_bytes": self.host_bytes,
-            "phase": peak["phase"],
-            "components": peak["components"],
-            "fits": self.fits,
-        }
-
-
-@dataclass
-class Outcome:
-    """What was found of one strategy.
-
-    Attributes:
-        largest: the prediction of the largest micro-batch that fits; None: not even the smallest one does.
-        smallest_misfit: the prediction of the smallest micro-batch that does not fit; None: all that were tried do.
-        refused: why this strategy is not possible at all.
-    """
-
-    strategy: str
-    resolved: Resolved | None = None
-    predictions: list[Prediction] = field(default_factory=list)
-    largest: Prediction | None = None
-    smallest_misfit: Prediction | None = None
-    refused: str = ""
+FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 
 
 class Planner:
     """Predicts; the same trace serves every strategy that computes alike."""
 
-    def __init__(self, recipe, subject: Subject, budget: Budget):
-        self.recipe, self.subject, self.budget = recipe, subject, budget
+    def __init__(self, recipe, subject: Subject, budget: Budget, timing: Timing):
+        self.recipe, self.subject, self.budget, self.timing = recipe, subject, budget, timing
 
     def plan(
         self, name: str, sizes: list[int] | None, max_batch_size: int, check: Callable[[Resolved], str]
     ) -> Outcome:
-        """The named micro-batches, or the largest that fits.
+        """The named micro-batches, or the largest that fits and the fastest.
 
         Args:
             check: says what stands against a resolved strategy on this device; empty if nothing does.
@@ -99,7 +31,7 @@ class Planner:
         outcome = Outcome(name)
         try:
             outcome.resolved = resolve(
-                name, self.recipe, self.subject, self.budget.num_gpus, self.budget.gpus_per_node
+                name, self._resolved_recipe(), self.subject, self.budget.num_gpus, self.budget.gpus_per_node
             )
         except UserError as error:
             outcome.refused = "; ".join(error.problems)
@@ -114,15 +46,12 @@ class Planner:
             outcome.predictions = [self.predict(outcome.resolved, size) for size in candidates]
         else:
             outcome.predictions = self._search(outcome.resolved, candidates)
-        fitting = [one for one in outcome.predictions if one.fits]
-        others = [one for one in outcome.predictions if not one.fits]
-        outcome.largest = max(fitting, key=lambda one: one.micro_batch, default=None)
-        outcome.smallest_misfit = min(others, key=lambda one: one.micro_batch, default=None)
+            self._add_fastest(outcome, candidates)
         return outcome
 
     def predict(self, resolved: Resolved, micro_batch: int) -> Prediction:
         """One micro-batch under one strategy."""
-        accumulation = self._accumulation(micro_batch)
+        accumulation = self.accumulation(micro_batch)
         states = resolved.states(self.subject, accumulation > 1)
         with_deepspeed = resolved.zero is not None
         training = self.subject.tracer(resolved.precision, with_deepspeed).steps(micro_batch)
@@ -136,31 +65,57 @@ class Planner:
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
         return Prediction(
-            resolved.name, resolved.precision, self.budget.num_gpus, micro_batch, accumulation,
-            self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking,
+            resolved.name, resolved.precision, ParallelLayout(self.budget.num_gpus), micro_batch, accumulation,
+            self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking, self._speed(resolved, micro_batch),
         )  # fmt: skip
+
+    def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
+        return self.timing.predict(resolved, micro_batch, self.accumulation(micro_batch))
 
     @property
     def checkpoint_bytes(self) -> int:
         return CHECKPOINT_BYTES * self.subject.weights.trained
 
-    def _accumulation(self, micro_batch: int) -> int:
-        if self.recipe.global_batch_size is None:
+    # -------------------------------------------------------------------------------------------------- global batches
+
+    def accumulation(self, micro_batch: int) -> int:
+        """Micro-batches of an update: what the recipe says, or what makes the global batch."""
+        total = self.recipe.max_global_batch_size or self.recipe.global_batch_size
+        if total is None:
             return self.recipe.gradient_accumulation_steps or 1
-        return self.recipe.global_batch_size // (micro_batch * self.budget.num_gpus)
+        return total // (micro_batch * self.budget.num_gpus)
+
+    def _resolved_recipe(self):
+        """Without the recipe's own global batch where there is only a limit to it."""
+        if not self.recipe.max_global_batch_size:
+            return self.recipe
+        recipe = self.recipe.draft()
+        for name in ("global_batch_size", "gradient_accumulation_steps"):
+            recipe.reset_option(name)
+        return recipe
 
     def _possible(self, sizes) -> list[int]:
-        """Those that make the global batch, if there is one."""
-        total = self.recipe.global_batch_size
-        return [size for size in sizes if total is None or total % (size * self.budget.num_gpus) == 0]
+        """Those that make the global batch, if there is one, or stay within its limit."""
+        total, most, processes = self.recipe.global_batch_size, self.recipe.max_global_batch_size, self.budget.num_gpus
+        if most:
+            return [size for size in sizes if size * processes <= most]
+        return [size for size in sizes if total is None or total % (size * processes) == 0]
 
     def _no_batch(self, sizes: list[int] | None) -> str:
+        least = self.budget.num_gpus * (sizes[0] if sizes else 1)
+        if self.recipe.max_global_batch_size:
+            return (
+                f"max_global_batch_size = {self.recipe.max_global_batch_size}: {sizes[0] if sizes else 1} on each of "
+                f"{self.budget.num_gpus} GPUs are more. Set --max_global_batch_size to at least {least}, or a smaller "
+                "--num_gpus"
+            )
         return (
             f"global_batch_size = {self.recipe.global_batch_size} cannot be made of "
             f"{'micro-batches of ' + ', '.join(map(str, sizes)) if sizes else 'whole micro-batches'} on "
-            f"{self.budget.num_gpus} GPUs: set --global_batch_size to a multiple of "
-            f"{self.budget.num_gpus * (sizes[0] if sizes else 1)}"
+            f"{self.budget.num_gpus} GPUs: set --global_batch_size to a multiple of {least}"
         )
+
+    # ---------------------------------------------------------------------------------------------------------- search
 
     def _search(self, resolved: Resolved, candidates: list[int]) -> list[Prediction]:
         """The largest candidate that fits and the next one: memory grows almost in proportion to the batch, so two
@@ -175,6 +130,23 @@ class Planner:
             else:
                 fails = place
         return [made[place] for place in sorted(made)]
+
+    def _add_fastest(self, outcome: Outcome, candidates: list[int]) -> None:
+        """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
+        those of sizes that were traced."""
+        if outcome.largest is None or outcome.largest.speed is None:
+            return
+        made = {one.micro_batch for one in outcome.predictions}
+        smaller = [size for size in candidates if size < outcome.largest.micro_batch]
+        speeds = {size: self._speed(outcome.resolved, size).tokens_per_s for size in smaller}
+        best = outcome.best.speed.tokens_per_s
+        for size in sorted(speeds, key=lambda size: (-speeds[size], -size))[:FASTEST_TRIED]:
+            if speeds[size] <= best or size in made:
+                return
+            found = self.predict(outcome.resolved, size)
+            outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
+            if found.fits:
+                return
 
 
 def _next_place(made: dict[int, Prediction], candidates: list[int], fits: int, fails: int, limit: int) -> int:

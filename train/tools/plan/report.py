@@ -3,29 +3,44 @@
 from typing import Any
 
 from train.record.terminal import rounded, size, table
-from train.tools.plan.planner import Outcome, Planner, Prediction
+from train.tools.plan.planner import Planner
+from train.tools.plan.prediction import Outcome, Prediction
+
+DAY_S = 86400
+_COLUMNS = ("strategy", "degrees", "micro-batch", "accumulation", "recomputed", "peak", "device", "phase", "host")
+_TIMES = ("s an update", "tokens/s", "MFU", "bound")
+_SPANS = ("days", "GPU-hours")
 
 
 def ranked(outcomes: list[Outcome]) -> list[Outcome]:
-    """Those that fit: the least offloaded and least sharded first, then the largest micro-batch.
+    """Those that fit, the fastest first. Where speed is not known: the least offloaded and least sharded first, since
+    both take time, then the largest micro-batch."""
+    fitting = [outcome for outcome in outcomes if outcome.best]
+    if all(outcome.best.speed for outcome in fitting):
+        return sorted(fitting, key=lambda one: one.best.rank)
+    return sorted(fitting, key=lambda one: (*one.resolved.sharded_stages, -one.best.micro_batch))
 
-    Sharding more takes more communication, and offloading takes the host's Adam; there is no model of time yet.
-    """
-    fitting = [outcome for outcome in outcomes if outcome.largest]
-    return sorted(fitting, key=lambda one: (*one.resolved.sharded_stages, -one.largest.micro_batch))
 
-
-def for_terminal(outcomes: list[Outcome], planner: Planner, top: int, width: int | None) -> str:
-    """The whole report. Sizes are predicted."""
-    lines, fitting = [], ranked(outcomes)
+def for_terminal(outcomes: list[Outcome], planner: Planner, top: int, width: int | None, tokens: float | None) -> str:
+    """The whole report. Sizes and times are predicted."""
+    lines, fitting = [], [outcome.best for outcome in ranked(outcomes)][:top]
     if fitting:
-        head = ("strategy", "micro-batch", "accumulation", "peak", "reserved", "device", "phase", "host")
-        rows = [_row(outcome.largest) for outcome in fitting[:top]]
+        timed = any(one.speed for one in fitting)
+        spans = tokens if timed else None
+        head = (*_COLUMNS, *(_TIMES if timed else ()), *(_SPANS if spans else ()))
+        rows = [
+            (*_row(one), *(_times(one) if timed else ()), *(_span(one, spans) if spans else ())) for one in fitting
+        ]
         lines += ["predicted, of the process that needs most:", "", table([head, *rows], width), ""]
-        names = list(dict.fromkeys(name for one in fitting[:top] for name in one.largest.peak.components))
-        parts = [(one.strategy, *(_size(one.largest.peak.components.get(name, 0)) for name in names))
-                 for one in fitting[:top]]  # fmt: skip
-        lines += ["the parts of the peak:", "", table([("strategy", *names), *parts], width), ""]
+        lines += [
+            "the parts of the peak:",
+            "",
+            _parts({one.strategy: one.peak.components for one in fitting}, _size, width),
+        ]
+        if timed:
+            spent = {one.strategy: one.speed.time.parts for one in fitting if one.speed}
+            lines += ["", "the parts of an update, in seconds:", "", _parts(spent, _seconds, width)]
+        lines.append("")
     misfits = [one.smallest_misfit for one in outcomes if one.smallest_misfit]
     if misfits:
         lines += ["does not fit:", *(f"  {_misfit(one)}" for one in misfits), ""]
@@ -37,38 +52,17 @@ def for_terminal(outcomes: list[Outcome], planner: Planner, top: int, width: int
 
 
 def to_json(outcomes: list[Outcome], planner: Planner) -> dict[str, Any]:
-    """{predictions, largest, refused, checkpoint_bytes, parameters, trained_parameters}."""
-    weights = planner.subject.weights
+    """{predictions, best, largest, refused, checkpoint_bytes, parameters, trained_parameters}."""
+    weights, order = planner.subject.weights, ranked(outcomes)
     return {
         "predictions": [one.to_dict() for outcome in outcomes for one in outcome.predictions],
-        "largest": [
-            {name: one.largest.to_dict()[name] for name in ("strategy", "layout", "per_device_train_batch_size")}
-            for one in ranked(outcomes)
-        ],
+        "best": [_place(one.best) for one in order],
+        "largest": [_place(one.largest) for one in order],
         "refused": {one.strategy: one.refused for one in outcomes if one.refused},
         "checkpoint_bytes": planner.checkpoint_bytes,
         "parameters": weights.trained + weights.frozen,
         "trained_parameters": weights.trained,
     }
-
-
-def _row(one: Prediction) -> tuple[str, ...]:
-    peak = one.peak
-    return (one.strategy, str(one.micro_batch), str(one.accumulation), size(peak.allocated), size(peak.reserved),
-            size(peak.device), peak.phase, _size(one.host_bytes))  # fmt: skip
-
-
-def _size(count: int) -> str:
-    return size(count) if count else "-"
-
-
-def _misfit(one: Prediction) -> str:
-    parts = sorted(one.peak.components.items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{name} {size(count)}" for name, count in parts)
-    return (
-        f"{one.strategy}, micro-batch {one.micro_batch}: {size(one.peak.device)} in {one.peak.phase}, "
-        f"{size(one.lacking)} too many ({listed})"
-    )
 
 
 def describe_model(planner: Planner) -> str:
@@ -78,3 +72,54 @@ def describe_model(planner: Planner) -> str:
     trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
     target = f" and {rows.target_length:,}" if rows.target_length else ""
     return f"{config.model_type}, {total:,} parameters{trained}, rows of {rows.length:,}{target} tokens"
+
+
+def _place(one: Prediction) -> dict[str, Any]:
+    found = one.to_dict()
+    return {name: found[name] for name in ("strategy", "layout", "per_device_train_batch_size")}
+
+
+def _row(one: Prediction) -> tuple[str, ...]:
+    layout, peak = one.layout, one.peak
+    degrees = f"{layout.data_size} x {layout.tensor} x {layout.pipeline} x {layout.sequence}"
+    return (one.strategy, degrees, str(one.micro_batch), str(one.accumulation), "yes" if one.recomputed else "no",
+            size(peak.allocated), size(peak.device), peak.phase, _size(one.host_bytes))  # fmt: skip
+
+
+def _times(one: Prediction) -> tuple[str, ...]:
+    if one.speed is None:
+        return ("-",) * len(_TIMES)
+    speed = one.speed
+    mfu = "-" if speed.mfu is None else f"{speed.mfu:.1%}"
+    return (_seconds(speed.time.seconds), rounded(speed.tokens_per_s), mfu, speed.time.bound)
+
+
+def _span(one: Prediction, tokens: float) -> tuple[str, str]:
+    """(days, GPU-hours) until so many tokens."""
+    if one.speed is None:
+        return "-", "-"
+    seconds = tokens / one.speed.tokens_per_s
+    return rounded(seconds / DAY_S), rounded(seconds / 3600 * one.layout.world_size)
+
+
+def _parts(found: dict[str, dict[str, float]], text, width: int | None) -> str:
+    names = list(dict.fromkeys(name for parts in found.values() for name in parts))
+    rows = [(strategy, *(text(parts.get(name, 0)) for name in names)) for strategy, parts in found.items()]
+    return table([("strategy", *names), *rows], width)
+
+
+def _size(count: float) -> str:
+    return size(count) if count else "-"
+
+
+def _seconds(seconds: float) -> str:
+    return rounded(seconds) if seconds >= 5e-4 else "-"
+
+
+def _misfit(one: Prediction) -> str:
+    parts = sorted(one.peak.components.items(), key=lambda item: -item[1])[:3]
+    listed = ", ".join(f"{name} {size(count)}" for name, count in parts)
+    return (
+        f"{one.strategy}, micro-batch {one.micro_batch}: {size(one.peak.device)} in {one.peak.phase}, "
+        f"{size(one.lacking)} too many ({listed})"
+    )

@@ -1,6 +1,6 @@
 """The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +45,12 @@ class Rows:
     def tokens(self) -> int:
         """Tokens of a row, padding included."""
         return self.length + self.target_length
+
+    def shortened(self, mean_length: float) -> "Rows":
+        """Rows of this length; of pairs, source and target keep their proportion."""
+        part = min(1.0, mean_length / self.tokens)
+        target = max(1, round(part * self.target_length)) if self.target_length else 0
+        return replace(self, length=max(1, round(part * self.length)), target_length=target)
 
 
 def make_inputs(config, rows: Rows, batch_size: int) -> dict[str, torch.Tensor]:

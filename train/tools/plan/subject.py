@@ -73,8 +73,10 @@ class Subject:
         half = DTYPES[precision]
         return (half if with_deepspeed else torch.float32), half
 
-    def tracer(self, precision: str, with_deepspeed: bool, evaluated: bool = False) -> Tracer:
-        """A tracer of the passes as they run under a strategy."""
+    def tracer(
+        self, precision: str, with_deepspeed: bool, evaluated: bool = False, rows: Rows | None = None
+    ) -> Tracer:
+        """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
         trained, frozen = self.dtypes(precision, with_deepspeed)
         autocast = None if with_deepspeed or precision == "fp32" else torch.bfloat16
         settings = TraceSettings(
@@ -86,18 +88,18 @@ class Subject:
             loss=self.rows.loss_kind,
             evaluated=evaluated,
         )
-        rows = self._rows(precision)
+        rows = self._rows(rows or self.rows, precision)
         key = (settings, rows)
         if key not in self._tracers:
             self._tracers[key] = Tracer(self.config, self.full, self._build(settings, trained, rows), rows, settings)
         return self._tracers[key]
 
-    def _rows(self, precision: str) -> Rows:
+    def _rows(self, rows: Rows, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
         dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
         on_gpu = self.on_gpu and not self.cpu_kernels
         flash = on_gpu and precision != "fp32" and not dropped and not self.recipe.attn_implementation
-        return replace(self.rows, masked=self.rows.masked and not flash)
+        return replace(rows, masked=rows.masked and not flash)
 
     def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows):
         def build(config):

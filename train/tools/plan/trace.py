@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.model import loss as losses
 from train.tools.plan.ledger import Ledger, Segment
+from train.tools.plan.operations import Operation
 from train.tools.plan.rows import Rows, make_inputs
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
@@ -64,6 +65,7 @@ class Step:
     head: int  # of `start`, what head and loss hold
     completed: str = ""  # the parameter of the full model whose gradient is completed at its end
     gradient: int = 0  # of that gradient
+    operations: tuple[Operation, ...] = ()
 
 
 def reduced_configuration(config):
@@ -111,7 +113,7 @@ class Tracer:
     def steps(self, batch_size: int) -> list[Step]:
         """The passes of the full model on `batch_size` rows, segment by segment."""
         if batch_size not in self._steps:
-            largest = self._largest_traced
+            largest = self.largest_traced
             if batch_size > largest:
                 self._steps[batch_size] = extrapolate(self.steps(largest // 2), largest // 2, self.steps(largest),
                                                       largest, batch_size)  # fmt: skip
@@ -120,8 +122,14 @@ class Tracer:
         return self._steps[batch_size]
 
     @property
-    def _largest_traced(self) -> int:
-        """A loss in chunks is a loop: beyond so many chunks, memory grows in proportion to the batch."""
+    def traced_sizes(self) -> list[int]:
+        """The batch sizes of which there is a trace."""
+        return [size for size in self._steps if size <= self.largest_traced]
+
+    @property
+    def largest_traced(self) -> int:
+        """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
+        proportion to the batch."""
         head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
         if head is None or self.settings.loss != "chunked":
             return MOST_TRACED
@@ -232,11 +240,14 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
         backward = backward or name.startswith("backward")
         is_last_of_forward = not backward and (at + 1 == len(runs) or _title(runs[at + 1])[0].startswith("backward"))
         phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
+        operations = [tuple(segment.operations) for segment in run]
         for place in _places(where, stacks, backward):
-            for segment in run:
+            for segment, computed in zip(run, operations):
                 completed = _renamed(segment.completed, where, place)
                 end = live + segment.delta
-                steps.append(Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient))
+                steps.append(
+                    Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient, computed)
+                )
                 if is_last_of_forward:
                     head = max(0, segment.delta)
                 elif name == "backward of after":

@@ -1,0 +1,396 @@
+"""`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from train.cli import main
+from train.record.meters import PEAK_HALF
+from train.tools.plan import calibration, measure, trace
+from train.tools.plan.calibration import Calibration, cpu_name, key_name, read_calibration
+from train.tools.plan.device_speeds import device_speeds
+from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
+from train.tools.plan.gpus import GPUS
+from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Links, MeasuredLinks
+from train.tools.plan.operations import ATTENTION, KINDS, MATRIX, MEMORY, Operation, operation_of
+from train.tools.plan.rows import Rows
+from train.tools.plan.speeds import Curve, Speeds
+from train.tools.plan.states import Weights
+from train.tools.plan.trace import ATTENTION as TRACED
+from train.tools.plan.trace import Tracer, TraceSettings
+from train.tools.plan.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
+
+MILLION, GIGA = 10**6, 1e9
+RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
+          "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
+LARGER = ["--block_size", "512", "--config_overrides",
+          "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
+ON_CPU = ["--gpu", "cpu", "--gpu_memory", "400MiB", "--num_gpus", "2"]
+ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
+
+
+# ------------------------------------------------------------------------------------------------------ the operations
+
+
+def cost(function, *args, **kwargs) -> Operation | None:
+    return operation_of(function, args, kwargs, function(*args, **kwargs))
+
+
+def test_a_product_costs_its_flops_and_its_three_matrices():
+    left, right = torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 7, dtype=torch.bfloat16)
+    assert cost(torch.ops.aten.mm.default, left, right) == (MATRIX, True, 2 * 3 * 5 * 7, 2 * (15 + 35 + 21))
+
+
+def test_views_and_empty_tensors_cost_nothing_and_lookups_what_they_return():
+    table = torch.zeros(1000, 4)
+    assert cost(torch.ops.aten.view.default, table, [4000]) is None
+    assert cost(torch.ops.aten.empty_like.default, table) is None
+    assert cost(torch.ops.prim.device.default, table) is None
+    looked_up = cost(torch.ops.aten.embedding.default, table, torch.zeros(3, dtype=torch.int64))
+    assert looked_up.bytes == 2 * 3 * 4 * 4
+    assert cost(torch.ops.aten.zeros_like.default, table).bytes == table.nbytes
+    assert cost(torch.ops.aten.add.Tensor, torch.zeros(1).expand(1000), table[:, 0]).bytes == 4 + 4000 + 4000
+
+
+def test_a_causal_mask_halves_attention():
+    query = torch.zeros(1, 2, 8, 4)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    whole, causal = (cost(flash, query, query, query, 0.0, one) for one in (False, True))
+    assert whole.kind == ATTENTION
+    assert whole.flops == 2 * causal.flops == 4 * 2 * 8 * 8 * 4
+
+
+def config_of(layers: int) -> GPT2Config:
+    return GPT2Config(n_layer=layers, n_head=4, n_embd=64, n_positions=48, vocab_size=256, use_cache=False,
+                      resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+
+
+def traced_steps(layers: int, batch_size: int = 2) -> list[trace.Step]:
+    config, rows = config_of(layers), Rows("clm", 48, loss_kind="full")
+    with torch.device("meta"):
+        full = AutoModelForCausalLM.from_config(config)
+
+    def build(config):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=TRACED)
+        rows.install(model)
+        return model
+
+    return Tracer(config, full, build, rows, TraceSettings(torch.float32, None, False, loss="full")).steps(batch_size)
+
+
+def flops_of(steps: list[trace.Step], kind: str) -> int:
+    return sum(one.flops for step in steps for one in step.operations if one.kind == kind)
+
+
+def test_traced_products_are_those_of_a_real_pass():
+    model = AutoModelForCausalLM.from_config(config_of(3), attn_implementation="sdpa")
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert flops_of(traced_steps(3), MATRIX) == counter.get_total_flops() > 0  # it does not know a CPU's attention
+
+
+def test_two_traced_layers_stand_for_any_number(monkeypatch):
+    composed = traced_steps(5)
+    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    whole = traced_steps(5)
+    for kind in (MATRIX, ATTENTION, MEMORY):
+        assert flops_of(composed, kind) == flops_of(whole, kind)
+    moved = [sum(one.bytes for step in steps for one in step.operations) for steps in (composed, whole)]
+    assert moved[0] == moved[1] > 0
+
+
+# ----------------------------------------------------------------------------------------------- rates, links, updates
+
+
+def flat(rate: float = GIGA, **settings) -> Speeds:
+    rates = {(kind, half): Curve(((1.0, rate),)) for kind in KINDS for half in (False, True)}
+    common = {"operation_s": 0.0, "is_queued": False, "adam": GIGA, "host_link": GIGA, "contention": 0.0,
+              "peak_half": None, "source": "here"}  # fmt: skip
+    return Speeds(rates, **(common | settings))
+
+
+def test_a_rate_is_interpolated_on_a_logarithmic_scale():
+    curve = Curve(((1e3, 1.0), (1e5, 100.0)))
+    assert [curve.at(size) for size in (10, 1e3, 1e5, 1e7)] == [1.0, 1.0, 100.0, 100.0]
+    assert curve.at(1e4) == pytest.approx(10.0)
+
+
+def test_a_product_takes_the_longer_of_computing_and_moving():
+    assert flat().seconds(Operation(MATRIX, True, 3 * 10**9, 10**9)) == pytest.approx(3.0)
+    assert flat().seconds(Operation(MATRIX, True, 10**9, 3 * 10**9)) == pytest.approx(3.0)
+    # A GPU's queue hides what is shorter than starting the next one; a CPU starts it by itself.
+    short = Operation(MEMORY, False, 0, 10**6)
+    assert flat(operation_s=0.005, is_queued=True).seconds(short) == pytest.approx(0.005)
+    assert flat(operation_s=0.005).seconds(short) == pytest.approx(0.006)
+
+
+def test_an_all_reduce_sends_twice_the_buffer_over_the_slowest_link():
+    links = Links(link=300 * GIGA, network=25 * GIGA)
+    big = Exchange(ALL_REDUCE, 10e9)
+    assert links.seconds(big, 8, 8) == pytest.approx(2 * 7 / 8 * 10e9 / (0.78 * 300 * GIGA), rel=0.01)
+    assert links.seconds(big, 64, 8) == pytest.approx(2 * 63 / 64 * 10e9 / (0.9 * 8 * 25 * GIGA), rel=0.05)
+    assert links.seconds(big._replace(kind=ALL_GATHER), 8, 8) == pytest.approx(links.seconds(big, 8, 8) / 2, rel=0.01)
+    assert links.seconds(big, 1, 8) == 0
+    many = Exchange(ALL_GATHER, 1e6, count=100)
+    assert links.seconds(many, 1024, 8) > 100 * 127 * 2.7e-6  # a ring's hops between 128 machines
+
+
+def test_measured_links_are_scaled_to_other_numbers_of_processes():
+    links = MeasuredLinks({(ALL_REDUCE, False): Curve(((1.0, GIGA),))}, 2, 12.5 * GIGA)
+    assert links.seconds(Exchange(ALL_REDUCE, 1e9), 2, 8) == pytest.approx(1.0)
+    assert links.seconds(Exchange(ALL_REDUCE, 1e9), 4, 8) == pytest.approx(1.5)  # 2 x 3/4 against 2 x 1/2
+
+
+def sums(exchanges: list[Exchange]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in exchanges:
+        found[one.kind] = found.get(one.kind, 0) + one.bytes
+    return found
+
+
+def zero(stage: int, **settings):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return DeepSpeedZeroConfig(stage=stage, **settings)
+
+
+def test_volumes_are_those_of_the_papers():
+    """Rajbhandari et al. 2020, ZeRO, section 7: 2 P elements in DDP, ZeRO-1 and ZeRO-2, 3 P in ZeRO-3."""
+    weights = Weights(((8 * MILLION, True),) * 4)
+    size = 32 * MILLION
+    ddp = torch_exchanges(weights, 8, on_gpu=True)
+    assert sums(ddp.last_backward) == {ALL_REDUCE: 4 * size}
+    assert not ddp.backward + ddp.forward + ddp.step
+    assert torch_exchanges(weights, 1, on_gpu=True).last_backward == []
+    first, second = (deepspeed_exchanges(weights, zero(stage), 8, 2, True) for stage in (1, 2))
+    assert sums(first.last_backward) == sums(second.backward) == {ALL_REDUCE: 2 * size}
+    assert sums(first.step) == sums(second.step) == {ALL_GATHER: 2 * size}
+    kept = deepspeed_exchanges(weights, zero(3, stage3_param_persistence_threshold=0), 8, 2, True)
+    assert sums(kept.forward) == {ALL_GATHER: 2 * size}
+    assert sums(kept.backward) == {ALL_GATHER: 0, REDUCE_SCATTER: 2 * size}
+    released = zero(3, stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
+    assert sums(deepspeed_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
+
+
+def test_offload_goes_down_and_up_and_to_the_hosts_adam():
+    weights = Weights(((8 * MILLION, True),))
+    offloaded = zero(2, offload_optimizer={"device": "cpu"})
+    found = deepspeed_exchanges(weights, offloaded, 4, 2, False)
+    assert (found.down, found.step_up, found.adam) == (4 * 2 * MILLION, 2 * 2 * MILLION, 2 * MILLION)
+    assert found.step_moved == 0
+    accumulating = deepspeed_exchanges(weights, offloaded, 4, 2, True)
+    assert (accumulating.down, accumulating.up) == (6 * 2 * MILLION, 2 * 2 * MILLION)
+
+
+def test_an_update_hides_what_runs_beside_it_and_no_more():
+    links = MeasuredLinks({(ALL_REDUCE, False): Curve(((1.0, GIGA),))}, 2, GIGA)
+    passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
+
+    def seconds(bytes, contention=0.0, hidden=True, accumulation=1, **settings) -> float:
+        exchanges = Exchanges(last_backward=[Exchange(ALL_REDUCE, bytes)], hidden=hidden)
+        return update_time(passes, exchanges, flat(contention=contention), links, accumulation, 2, 8, False,
+                           **settings).seconds  # fmt: skip
+
+    assert seconds(1e9) == pytest.approx(3.0)
+    assert seconds(5e9) == pytest.approx(6.0)  # 2 of the 5 seconds are hidden
+    assert seconds(1e9, contention=0.15) == pytest.approx(3.15)
+    assert seconds(1e9, hidden=False) == pytest.approx(4.0)
+    assert seconds(5e9, accumulation=4) == pytest.approx(12.0 + 3.0)
+    assert seconds(1e9, accumulation=4, pipeline=3) == pytest.approx(12.0 * (1 + 2 / 4))  # Narayanan et al. 2021
+
+
+def test_the_hosts_adam_and_its_copies_are_counted_for_all_processes_of_a_machine():
+    exchanges = Exchanges(step_up=1e9, adam=1e9)
+    links = MeasuredLinks({}, 2, GIGA)
+    found = update_time(PassTime(1.0, 1.0, {MATRIX: 2.0}), exchanges, flat(), links, 1, 4, 4, True)
+    assert found.parts[HOST] == pytest.approx(1.0 + 4.0)
+    assert found.bound == HOST
+    assert COMMUNICATION not in found.parts
+
+
+def test_the_parts_of_a_pass_add_up():
+    steps = traced_steps(3)
+    for queued in (False, True):
+        found = pass_time(steps, flat(operation_s=1e-4, is_queued=queued))
+        assert found.forward + found.backward == pytest.approx(sum(found.parts.values()))
+        assert found.backward > found.forward > 0
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def calibrated(monkeypatch, tmp_path) -> Calibration:
+    """This machine, as if it had been measured with two processes."""
+    monkeypatch.setattr(calibration, "cache_root", lambda _: tmp_path)
+    rates = {key_name(kind, half): [(1.0, 1e10)] for kind in KINDS for half in (False, True)}
+    links = {key_name(kind, half): [(1.0, GIGA)] for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+             for half in (False, True)}  # fmt: skip
+    made = Calibration(calibration.VERSION, cpu_name(), 2, rates, links, 1e-6, 1e8, None, "a test")
+    made.write()
+    return made
+
+
+def planned(capsys, *flags: str) -> dict:
+    assert main(["plan", *RECIPE, *flags, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_was_measured_is_used_on_this_machine(capsys, calibrated):
+    assert read_calibration(cpu_name()).rates.keys() == calibrated.rates.keys()
+    found = planned(capsys, *ON_CPU, "--strategies", "ddp", "--batch_sizes", "4")["predictions"][0]
+    assert found["seconds_per_update"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["tokens_per_s"] == pytest.approx(4 * 32 * 2 / found["seconds_per_update"])
+    assert found["bound"] in found["seconds"]
+    assert found["mfu"] is None  # of a CPU no peak is known
+    alone = planned(capsys, "--gpu", "cpu", "--gpu_memory", "400MiB", "--strategies", "single", "--batch_sizes", "4")
+    assert alone["predictions"][0]["seconds_per_update"] < found["seconds_per_update"]  # it has both cores
+
+
+def test_without_a_measurement_there_is_no_time_and_the_report_says_what_to_type(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(calibration, "cache_root", lambda _: tmp_path)
+    assert main(["plan", *RECIPE, *ON_CPU, "--strategies", "ddp", "--batch_sizes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "zerofit plan --calibrate --num_gpus 2" in said
+    assert "tokens/s" not in said
+
+
+def test_known_gpus_have_a_speed_where_their_figures_are_known():
+    stated = SimpleNamespace(num_gpus=2, gpus_per_node=8, peak_tflops=None, memory_bandwidth=None, link_bandwidth=None,
+                             network_bandwidth=None)  # fmt: skip
+    known = []
+    for name, gpu in GPUS.items():
+        assert not gpu.model or gpu.model in PEAK_HALF
+        speeds, links, said = device_speeds(stated, gpu, on_gpu=True)
+        if speeds is None or links is None:
+            assert name in said
+            continue
+        known.append(name)
+        assert speeds.peak_half == PEAK_HALF[gpu.model]
+        assert 0.3 < speeds.rates[MATRIX, True].at(1e12) / speeds.peak_half < 0.9
+        assert speeds.rates[MATRIX, True].at(1e9) < speeds.rates[MATRIX, True].at(1e12)
+        assert 0.2 * gpu.memory < speeds.rates[MEMORY, True].at(1e5) < speeds.rates[MEMORY, True].at(1e9) < gpu.memory
+    assert len(known) > 12
+    assert {"mi210-64gb", "rtx3090-24gb", "mi250x-64gb"}.isdisjoint(known)
+
+
+def test_figures_can_be_stated(capsys):
+    flags = ["--gpu_memory", "40GiB", "--num_gpus", "2", "--strategies", "ddp", "--batch_sizes", "1"]
+    stated = ["--peak_tflops", "300", "--memory_bandwidth", "2000", "--link_bandwidth", "300"]
+    assert planned(capsys, *flags)["predictions"][0]["tokens_per_s"] is None
+    assert planned(capsys, *flags, *stated)["predictions"][0]["tokens_per_s"] > 0
+    assert main(["plan", *RECIPE, *flags, *stated[:2]]) == 0
+    assert "--memory_bandwidth" in capsys.readouterr().out
+
+
+def test_a_larger_limit_is_faster_and_every_global_batch_is_within_it(capsys):
+    speeds = []
+    for most in ("40", "400"):
+        found = planned(capsys, *ON_GPUS, "--strategies", "ddp,zero3", "--max_global_batch_size", most)
+        assert all(one["global_batch_size"] <= int(most) for one in found["predictions"])
+        assert {one["global_batch_size"] % 16 for one in found["predictions"]} == {0}
+        speeds.append(max(one["tokens_per_s"] for one in found["predictions"]))
+    assert speeds[0] < speeds[1]
+
+
+def test_the_fastest_come_first(capsys):
+    found = planned(capsys, *LARGER, *ON_GPUS, "--strategies", "all", "--batch_sizes", "4")
+    speeds = {one["strategy"]: one["tokens_per_s"] for one in found["predictions"]}
+    order = [speeds[one["strategy"]] for one in found["best"]]
+    assert order == sorted(order, reverse=True)
+    assert len(order) > 6
+    assert speeds["zero3"] > max(speeds["zero3_offload_optimizer"], speeds["zero3_offload"])
+    assert speeds["zero2"] > speeds["zero2_offload"]
+
+
+def test_days_and_gpu_hours(capsys):
+    flags = [*ON_GPUS, "--strategies", "ddp", "--batch_sizes", "4"]
+    speed = planned(capsys, *flags)["predictions"][0]["tokens_per_s"]
+    assert main(["plan", *RECIPE, *flags, "--tokens", str(speed * 86400 * 2)]) == 0
+    said = capsys.readouterr().out
+    assert "GPU-hours" in said
+    assert any(line.split()[-2:] == ["2", "768"] for line in said.splitlines())  # 16 x 48 hours
+
+
+def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_longest(capsys):
+    flags = [*LARGER, *ON_GPUS, "--strategies", "ddp", "--batch_sizes", "4", "--packing", "none"]
+    full, short = (planned(capsys, *flags, *more)["predictions"][0] for more in ([], ["--mean_length", "128"]))
+    assert short["peak_allocated_bytes"] == full["peak_allocated_bytes"]
+    assert short["seconds_per_update"] < full["seconds_per_update"]
+    assert short["tokens_per_s"] == pytest.approx(128 * 4 * 16 / short["seconds_per_update"])
+
+
+def test_the_environments_memory(capsys, monkeypatch):
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "24")
+    assert main(["plan", *RECIPE, "--strategies", "single", "--batch_sizes", "1"]) == 0
+    assert "22.35 GiB each" in capsys.readouterr().out
+    assert main(["plan", *RECIPE, "--strategies", "single", "--batch_sizes", "1", "--gpu_memory", "2GiB"]) == 0
+    assert "2.00 GiB each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
+        ([*ON_GPUS, "--max_global_batch_size", "64", "--global_batch_size", "32"], "keep one"),
+        ([*ON_GPUS, "--mean_length", "8"], "no effect"),
+        (["--gpu", "cpu", "--gpu_memory", "50MiB"], "threads and libraries"),
+        (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = lots"),
+        ([*ON_GPUS, "--tokens", "0"], "above 0"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
+    assert main(["plan", *RECIPE, "--strategies", "ddp,zero2", *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+    assert said.count(words) == 1  # one reason, however many strategies have it
+
+
+def test_a_wrong_variable_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "many")
+    assert main(["plan", *RECIPE]) == 2
+    assert "DEVICE_MEMORY_GB=many" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- the calibration
+
+
+def test_every_measurement_of_a_process(monkeypatch):
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure.Bench, "edges", (16, 32))
+    monkeypatch.setattr(measure.Bench, "counts", (2**8, 2**10))
+    bench = measure.Bench(torch.device("cpu"), 0, 1)
+    rates = bench.rates()
+    assert set(rates) == {key_name(kind, half) for kind in KINDS for half in (False, True)}
+    assert all(rate > 0 and size > 0 for points in rates.values() for size, rate in points)
+    assert 0 < bench.operation() < 1e-2
+    assert bench.adam() > 1e6
+    assert bench.host_link() is None
+    assert bench.links() == {}
+
+
+def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path, calibrated):
+    calibration.place_of(cpu_name()).unlink()
+    found = {"rates": calibrated.rates, "links": calibrated.links, "operation_s": 1e-6, "adam": 1e8, "host_link": None}
+    asked = []
+    monkeypatch.setattr("train.tools.plan.calibrate._measure", lambda processes: asked.append(processes) or found)
+    assert main(["plan", "--calibrate"]) == 0
+    assert "GFLOP/s" in capsys.readouterr().out
+    assert read_calibration(cpu_name()).rates.keys() == calibrated.rates.keys()
+    assert main(["plan", *RECIPE, *ON_CPU, "--calibrate", "--strategies", "ddp", "--batch_sizes", "1"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert asked == [2, 2]
+
+
+def test_the_cache_is_that_of_the_datasets_library():
+    import datasets
+
+    from train.recipe.cache import cache_root
+
+    assert cache_root(None).parent == datasets.config.HF_DATASETS_CACHE

@@ -1,0 +1,99 @@
+"""`zerofit plan --write`: what is written is what a launch would read, and says what was predicted."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from helpers import ROOT
+
+from train.cli import main
+from train.recipe import parse_recipe
+from train.tools.tool_recipe import TASKS
+
+RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
+          "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512",
+          "--train_tokenizer_vocab_size", "512", "--dataset_name", "stdlib-docstrings", "--loss", "full"]  # fmt: skip
+
+
+def written(tmp_path: Path, *flags: str) -> dict[str, Path]:
+    """{name: script} of what a plan writes."""
+    folder = tmp_path / "pairs"
+    assert main(["plan", *RECIPE, "--gpu", "a100-40gb", "--write", str(folder), *flags]) == 0
+    return {script.stem: script for script in sorted(folder.glob("*.sh"))}
+
+
+def command_of(script: Path) -> list[str]:
+    """The last line, as the words that accelerate gets."""
+    words = shlex.split(script.read_text().splitlines()[-1])
+    assert words[:2] == ["accelerate", "launch"]
+    return words[2:]
+
+
+@pytest.fixture
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_a_written_command_is_one_that_accelerate_and_the_task_take(tmp_path, in_root):
+    scripts = written(tmp_path, "--num_gpus", "2", "--strategies", "ddp,zero2,zero3_offload", "--batch_sizes", "4",
+                      "--global_batch_size", "16", "--json", str(tmp_path / "plan.json"))  # fmt: skip
+    assert set(scripts) == {"ddp", "zero2", "zero3_offload"}
+    for name, script in scripts.items():
+        arguments = launch_command_parser().parse_args(command_of(script))
+        assert Path(arguments.training_script) == Path("train/clm.py")
+        recipe = parse_recipe(TASKS["clm"], arguments.training_script_args)
+        assert (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) == (4, 2)
+        assert (recipe.global_batch_size, recipe.loss, recipe.precision) == (16, "full", "bf16")
+        content = yaml.safe_load(Path(arguments.config_file).read_text())
+        assert (content["num_processes"], content["num_machines"]) == (2, 1)
+        original = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+        assert content["distributed_type"] == original["distributed_type"]
+        if name != "ddp":
+            file = Path(content["deepspeed_config"]["deepspeed_config_file"])
+            assert file == script.with_suffix(".json")
+            pair = original["deepspeed_config"]["deepspeed_config_file"]
+            assert json.loads(file.read_text()) == json.loads((ROOT / pair).read_text())
+        assert "micro-batch 4, accumulation 2" in script.read_text()
+
+
+def test_only_the_rows_of_the_table_are_written(tmp_path, in_root):
+    scripts = written(
+        tmp_path, "--num_gpus", "2", "--strategies", "ddp,zero2,zero3", "--batch_sizes", "4", "--top", "1"
+    )
+    assert len(scripts) == 1
+
+
+def test_of_several_machines_each_says_which_it_is(tmp_path, in_root):
+    (script,) = written(tmp_path, "--num_gpus", "16", "--strategies", "zero3", "--batch_sizes", "1").values()
+    assert '--machine_rank "$MACHINE_RANK"' in script.read_text()
+    words = [{"$MACHINE_RANK": "1", "$MAIN_PROCESS_IP": "10.0.0.1"}.get(word, word) for word in command_of(script)]
+    arguments = launch_command_parser().parse_args(words)
+    assert (arguments.machine_rank, arguments.main_process_ip) == (1, "10.0.0.1")
+    content = yaml.safe_load(Path(arguments.config_file).read_text())
+    assert (content["num_processes"], content["num_machines"]) == (16, 2)
+
+
+def test_a_recipe_is_named_and_its_own_batches_give_way(tmp_path, in_root):
+    recipe = tmp_path / "clm" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("config_name: gpt2\nblock_size: 32\ntrain_file: '{stdlib}/*.py'\nglobal_batch_size: 8\n"
+                      "train_tokenizer_vocab_size: 512\n"
+                      "config_overrides: n_layer=2,n_head=2,n_embd=32,n_positions=32,vocab_size=512\n")  # fmt: skip
+    flags = ["--gpu", "a100-40gb", "--num_gpus", "2", "--strategies", "ddp", "--batch_sizes", "4",
+             "--max_global_batch_size", "33", "--write", str(tmp_path / "pairs"), "--weight_decay", "0.1"]  # fmt: skip
+    assert main(["plan", "--config", str(recipe), *flags]) == 0
+    arguments = launch_command_parser().parse_args(command_of(tmp_path / "pairs" / "ddp.sh"))
+    read = parse_recipe(TASKS["clm"], arguments.training_script_args)
+    assert (read.global_batch_size, read.gradient_accumulation_steps, read.weight_decay) == (32, 4, 0.1)
+
+
+def test_a_folder_that_cannot_be_and_the_pairs_own_folder_are_refused(tmp_path, in_root, capsys):
+    (tmp_path / "file").write_text("")
+    flags = ["--gpu", "a100-40gb", "--strategies", "single", "--batch_sizes", "1", "--write"]
+    assert main(["plan", *RECIPE, *flags, str(tmp_path / "file")]) == 2
+    assert "Set --write to a folder" in capsys.readouterr().err
+    assert main(["plan", *RECIPE, *flags, "accelerate_configs"]) == 2
+    assert "is the strategy itself" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""What a strategy exchanges in an update, what it copies to and from the host, and what its optimizer moves.
+
+Sources: torch's DDP; DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, with the resolved configuration.
+Bytes are of the full buffers; sizes are of one process otherwise.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from train.tools.plan.constants import NORM_BYTES
+from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange
+from train.tools.plan.states import Weights
+from train.tools.plan.time_constants import ADAM_BYTES
+
+DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The communication of an update.
+
+    Attributes:
+        forward: in the forward pass of each micro-batch, hidden behind it if `hidden`.
+        backward: in the backward pass of each.
+        last_backward: in the backward pass of the last one only.
+        step: with the optimizer's step, which waits for them.
+        hidden: communication runs beside computation.
+        down, up: bytes copied to the host and from it, in each micro-batch.
+        step_up: bytes copied from the host after the step.
+        micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
+        step_moved: the same in the step, the optimizer's included.
+        adam: elements that the host's Adam moves.
+        modules: times that a micro-batch gathers weights.
+    """
+
+    forward: list[Exchange] = field(default_factory=list)
+    backward: list[Exchange] = field(default_factory=list)
+    last_backward: list[Exchange] = field(default_factory=list)
+    step: list[Exchange] = field(default_factory=list)
+    hidden: bool = True
+    down: float = 0.0
+    up: float = 0.0
+    step_up: float = 0.0
+    micro_moved: float = 0.0
+    step_moved: float = 0.0
+    adam: float = 0.0
+    modules: int = 0
+
+
+def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool) -> Exchanges:
+    """DDP, whose gradients are reduced in buckets once an update; or one process. Gradients are fp32."""
+    size = 4 * weights.trained
+    is_ddp = world_size > 1
+    norm = size + (0 if on_gpu else 2 * NORM_BYTES * weights.trained)
+    reduced = [Exchange(ALL_REDUCE, size, max(1, math.ceil(size / DDP_BUCKET)))] if is_ddp else []
+    return Exchanges(
+        last_backward=reduced,
+        micro_moved=3 * size if is_ddp else 0,  # added to the bucket
+        # Norm, clipping, AdamW; DDP's buckets are set to zero.
+        step_moved=norm + 2 * size + ADAM_BYTES * weights.trained + (size if is_ddp else 0),
+    )
+
+
+def deepspeed_exchanges(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
+    """ZeRO of any stage; `width` is the bytes of an element of weights and gradients."""
+    make = _third_stage if int(zero.stage) == 3 else _first_stages
+    return make(weights, zero, world_size, width, accumulates)
+
+
+def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
+    trained, shard, half = weights.trained, weights.trained / world_size, width < 4
+    size = width * trained
+    buckets = max(1, math.ceil(trained / int(zero.reduce_bucket_size)))
+    # use_multi_rank_bucket_allreduce: an all-reduce, of which each rank keeps its shard.
+    reduced = [Exchange(ALL_REDUCE, size, buckets, half)]
+    gathers = max(1, math.ceil(trained / int(zero.allgather_bucket_size)))
+    in_each = int(zero.stage) == 2
+    common = {
+        "backward": reduced if in_each else [],
+        "last_backward": [] if in_each else reduced,
+        "step": [Exchange(ALL_GATHER, size, gathers, half)],
+        "hidden": bool(zero.overlap_comm),
+        "micro_moved": 6 * size,  # into the bucket, divided, and out of it
+    }
+    if _is_offloaded(zero.offload_optimizer):
+        kept = width * shard if accumulates else 0  # what was accumulated goes up, is added to, and comes down
+        return Exchanges(down=4 * shard + kept, up=kept, step_up=width * shard, adam=shard, **common)
+    moved = (
+        2 * width + (2 * width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
+    )  # flat, fp32, norm, clipped, cast
+    return Exchanges(step_moved=moved * shard, **common)
+
+
+def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
+    threshold, half = int(zero.param_persistence_threshold), width < 4
+    sharded = [size for size, _ in weights.sizes if size > threshold]
+    total, trained_shard = sum(sharded), weights.trained / world_size
+    # What is kept from the forward to the backward pass (max_reuse_distance) is gathered once.
+    kept = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
+    again = (total - kept) / total if total else 0
+    gathered = Exchange(ALL_GATHER, width * total, max(1, len(sharded)), half)
+    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * len(sharded))), half)
+    buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
+    persistent = sum(size for size, trained in weights.sizes if trained and size <= threshold)
+    fetched = width * total / world_size * (1 + again) if _is_offloaded(zero.offload_param) else 0
+    common = {
+        "forward": [gathered] if total else [],
+        "backward": [regathered, Exchange(REDUCE_SCATTER, width * weights.trained, buckets, half)],
+        "step": [Exchange(ALL_GATHER, width * persistent, 1, half)] if persistent else [],
+        "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
+        "up": fetched,
+        "micro_moved": 2 * width * total * (1 + again) + 6 * width * weights.trained,
+        "modules": round(len(sharded) * (1 + again)),
+    }
+    if _is_offloaded(zero.offload_optimizer):
+        up = 0 if _is_offloaded(zero.offload_param) else width * trained_shard
+        return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, **common)
+    moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
+    return Exchanges(step_moved=moved * trained_shard, **common)
+
+
+def _is_offloaded(offload: Any) -> bool:
+    device = getattr(offload, "device", None) or "none"
+    return str(getattr(device, "value", device)) != "none"

@@ -1,0 +1,99 @@
+"""What one operation of a traced pass costs: its kind, its floating-point operations, and the bytes that it moves."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+MATRIX, ATTENTION, MEMORY, MATH, RANDOM = "matrix products", "attention", "memory", "functions", "random numbers"
+BY_FLOPS = (MATRIX, ATTENTION)  # what they take is counted in FLOPs, of the others in bytes
+KINDS = (*BY_FLOPS, MEMORY, MATH, RANDOM)
+FLASH, FLASH_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+# They make no tensor, or one that nothing is written into.
+FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "lift_fresh",
+    "alias", "_local_scalar_dense", "_reshape_alias", "sym_size", "sym_stride", "sym_numel",
+}  # fmt: skip
+# They do not read the tensor that they are given.
+WRITING = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "zeros",
+           "ones", "full", "arange", "bernoulli_", "uniform_", "normal_"}  # fmt: skip
+LOOKUPS = {"embedding", "index_select", "gather", "index"}  # they read as much as they write, and not the whole table
+# More than a few instructions an element: on a CPU they take longer than their bytes.
+FUNCTIONS = {"exp", "tanh", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "erf", "pow", "_softmax",
+             "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "log", "logsumexp", "cos",
+             "sin"}  # fmt: skip
+RANDOMS = {"bernoulli_", "native_dropout", "rand", "rand_like", "uniform_", "normal_"}
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        half: it computes in half precision.
+        bytes: what it reads and writes, each tensor once.
+    """
+
+    kind: str
+    half: bool
+    flops: int
+    bytes: int
+
+
+def operation_of(function: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Operation | None:
+    """What a call of an aten operator costs; None where it costs nothing.
+
+    FLOPs are those of torch.utils.flop_counter; a causal mask halves those of attention.
+    """
+    packet = getattr(function, "_overloadpacket", None)
+    name = getattr(packet, "__name__", "")
+    if packet is None or function.namespace != "aten" or function.is_view or name in FREE:  # prim: a question
+        return None
+    flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, _tensors((result,))))
+    read = 0 if name in WRITING else sum(map(_bytes, _tensors(args[1:] if name == "copy_" else args)))
+    read = min(read, written) if name in LOOKUPS else read
+    if not read + written:
+        return None
+    kind = RANDOM if name in RANDOMS else MATH if name.rstrip("_") in FUNCTIONS or name in FUNCTIONS else MEMORY
+    if flops:
+        kind = ATTENTION if "attention" in name else MATRIX
+    return Operation(kind, _is_half(args, result), flops, read + written)
+
+
+def _flops(packet: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    if packet is FLASH:
+        flops = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        return flops // 2 if _is_causal(args, kwargs, 4) else flops
+    if packet is FLASH_BACKWARD:
+        flops = sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+        return flops // 2 if _is_causal(args, kwargs, 7) else flops
+    formula = flop_registry.get(packet)
+    return formula(*args, **kwargs, out_val=result) if formula is not None else 0
+
+
+def _is_causal(args: tuple, kwargs: dict[str, Any], place: int) -> bool:
+    return bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
+
+
+def _tensors(values) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of an expanded tensor, what it has in memory."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _is_half(args: tuple, result: Any) -> bool:
+    floating = (one for one in _tensors((args, result)) if one.is_floating_point())
+    first = next(floating, None)
+    return first is not None and first.itemsize < 4

@@ -1,0 +1,50 @@
+"""What no data sheet says about time, each with its source. None is fitted to a published throughput."""
+
+MILLION = 1e6
+
+# The best that torch's matrix products reach of a GPU's peak in bf16, by model. Source: measured by S. Bekman,
+# "Maximum Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator); of models that he has not, an
+# assumption.
+BEST_OF_PEAK = {"A100": 0.869, "H100": 0.803, "H100 PCIe": 0.803, "H200": 0.803, "B200": 0.776, "MI300X": 0.514}
+BEST_OF_PEAK_OTHERS = 0.8
+
+# How near a product of (size in FLOP) comes to that best. Source: Isaev et al. 2023, Calculon, systems/a100_80g.json
+# and h100_80g_nvl8.json (matrix, gflops_efficiency), relative to the largest.
+OF_BEST_BY_FLOPS = ((0.1e9, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0))
+
+# What operations that move (size in bytes) reach of the memory's bandwidth. Source: the same, mem1, MB_efficiency.
+OF_MEMORY_BY_BYTES = ((0.1 * MILLION, 0.3), (MILLION, 0.6), (10 * MILLION, 0.75), (100 * MILLION, 0.9))
+
+# Flash attention's part of the peak. Source: Dao 2023, FlashAttention-2 (50 to 73 % on an A100); Shah et al. 2024,
+# FlashAttention-3: the same code reaches 35 % of an H100. In fp32 attention is taken to be like matrix products.
+ATTENTION_OF_PEAK, ATTENTION_OF_PEAK_NEWER = 0.6, 0.35
+NEWER = ("H100", "H100 PCIe", "H200", "B200")
+
+# Python and torch start operations one after another. An assumption: it matters for small models only, and calibration
+# replaces it.
+OPERATION_S = 6e-6
+
+# What collectives reach of a link. Source: NCCL's own limit on an A100, 235 of 300 GB/s (src/graph/tuning.cc), and
+# S. Bekman's "about 80 %"; between machines Calculon's 0.9; of PCIe 55.4 of 63 GB/s measured beside an H200 (network).
+OF_LINK, OF_NETWORK, OF_PCIE = 0.78, 0.9, 0.88
+
+# What a hop of a ring takes, and of a tree (NVLink, PCIe, network), in the protocols LL and Simple; LL has a quarter
+# of the bandwidth. Source: NCCL, src/graph/tuning.cc at 01afd20 (baseLat, hwLat).
+BASE_S = {"ring": (3.6e-6, 8.4e-6), "tree": (4.4e-6, 4.4e-6)}
+HOP_S = {"link": (0.47e-6, 3.4e-6), "pcie": (1.0e-6, 5.7e-6), "network": (2.7e-6, 9.6e-6)}
+TREE_HOP_S = {"link": 1.2e-6, "pcie": 1.9e-6, "network": 8.5e-6}
+LL_OF_BANDWIDTH = 0.25
+
+# Computation loses this part of the time of communication that runs beside it. Source: Calculon, processor_usage of
+# NVLink. On a CPU both take the same cores: nothing is hidden.
+CONTENTION, CONTENTION_CPU = 0.15, 1.0
+
+# The network of one GPU where its maker's machine is not known: 100 Gbit/s. An assumption; --network_bandwidth.
+NETWORK = 12.5e9
+
+# Bytes that AdamW moves for each element: weight, gradient and two moments are read, three of them are written; fp32.
+ADAM_BYTES = 28
+
+# The host's Adam, elements a second of a machine: bound by its memory, 200 GB/s (eight channels of DDR4-3200 have
+# 205). An assumption; --calibrate measures it.
+HOST_ADAM = 200e9 / ADAM_BYTES

@@ -1,0 +1,86 @@
+"""The time of updates of one subject on one device."""
+
+import bisect
+
+from train.model.parameters import flops_per_pair_token, flops_per_token
+from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
+from train.tools.plan.links import Links, MeasuredLinks
+from train.tools.plan.prediction import Budget, Speed
+from train.tools.plan.resolve import Resolved
+from train.tools.plan.speeds import Speeds
+from train.tools.plan.subject import DTYPES, Subject
+from train.tools.plan.trace import Tracer
+from train.tools.plan.update_time import PassTime, pass_time, update_time
+
+
+class Timing:
+    """Predicts the time of updates; the same traces serve memory and time.
+
+    Args:
+        speeds, links: None where they are not known: then there is no prediction.
+        mean_length: tokens of a row, for time; None: the recipe's maximum.
+    """
+
+    def __init__(
+        self, subject: Subject, budget: Budget, speeds: Speeds | None, links: Links | MeasuredLinks | None,
+        mean_length: float | None,
+    ):  # fmt: skip
+        self.subject, self.budget, self.speeds, self.links = subject, budget, speeds, links
+        self.rows = subject.rows.shortened(mean_length) if mean_length else subject.rows
+        self._times: dict[Tracer, dict[int, PassTime]] = {}
+        self._flops_per_token: float | None = None
+
+    def predict(self, resolved: Resolved, micro_batch: int, accumulation: int) -> Speed | None:
+        """The speed of an update; None where it is not known."""
+        half = resolved.precision != "fp32"
+        world_size = self.budget.num_gpus
+        if self.speeds is None or (self.links is None and world_size > 1) or not self.speeds.computes(half):
+            return None
+        passes = self.passes(resolved, micro_batch)
+        time = update_time(
+            passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation, world_size,
+            self.budget.gpus_per_node, half,
+        )  # fmt: skip
+        tokens_per_s = self.rows.tokens * micro_batch * accumulation * world_size / time.seconds
+        peak = self.speeds.peak_half if half else None
+        mfu = tokens_per_s * self.flops_per_token / (peak * world_size) if peak else None
+        return Speed(time, tokens_per_s, mfu)
+
+    def passes(self, resolved: Resolved, micro_batch: int) -> PassTime:
+        """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
+        tracer = self.subject.tracer(resolved.precision, resolved.zero is not None, rows=self.rows)
+        times = self._times.setdefault(tracer, {})
+        for size in tracer.traced_sizes:
+            if size not in times:
+                times[size] = pass_time(tracer.steps(size), self.speeds)
+        largest = tracer.largest_traced
+        wanted = [micro_batch] if micro_batch <= largest else [largest // 2, largest]
+        if len(times) < 2 or micro_batch > largest:
+            for size in wanted:
+                if size not in times:
+                    times[size] = pass_time(tracer.steps(size), self.speeds)
+        if micro_batch in times:
+            return times[micro_batch]
+        sizes = sorted(times)
+        place = min(max(bisect.bisect(sizes, micro_batch), 1), len(sizes) - 1)
+        low, high = sizes[place - 1], sizes[place]
+        return times[low].towards(times[high], (micro_batch - low) / (high - low))
+
+    def exchanges(self, resolved: Resolved, accumulates: bool) -> Exchanges:
+        weights, world_size = self.subject.weights, self.budget.num_gpus
+        if resolved.zero is None:
+            return torch_exchanges(weights, world_size, self.subject.on_gpu)
+        return deepspeed_exchanges(
+            weights, resolved.zero, world_size, DTYPES[resolved.precision].itemsize, accumulates
+        )
+
+    @property
+    def flops_per_token(self) -> float:
+        """As a run counts them (train/record/meters.py)."""
+        if self._flops_per_token is None:
+            rows, full = self.rows, self.subject.full
+            if rows.target_length:
+                self._flops_per_token = flops_per_pair_token(full, rows.length, rows.target_length)
+            else:
+                self._flops_per_token = flops_per_token(full, rows.length)
+        return self._flops_per_token

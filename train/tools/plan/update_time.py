@@ -1,0 +1,124 @@
+"""The predicted time of an update: passes, communication, what is copied to and from the host, the optimizer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from train.tools.plan.exchanges import Exchanges
+from train.tools.plan.links import Exchange
+from train.tools.plan.speeds import Speeds
+from train.tools.plan.trace import Step
+
+STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
+    "starting operations", "communication", "optimizer step", "host", "pipeline bubble",
+)  # fmt: skip
+
+
+class AnyLinks(Protocol):
+    def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """The time of a micro-batch's passes on one device, in seconds.
+
+    Attributes:
+        parts: {kind of operation: seconds}, of both passes.
+    """
+
+    forward: float
+    backward: float
+    parts: dict[str, float]
+
+    def towards(self, other: "PassTime", part: float) -> "PassTime":
+        """On the line from this one (part 0) to another (part 1), and beyond it."""
+        between = lambda first, second: max(0.0, first + part * (second - first))  # noqa: E731
+        names = dict.fromkeys((*self.parts, *other.parts))
+        return PassTime(
+            between(self.forward, other.forward), between(self.backward, other.backward),
+            {name: between(self.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in names},
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class UpdateTime:
+    """The time of an update, and what it consists of; what is hidden behind something else is in none of the parts."""
+
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """What takes most of it."""
+        return max(self.parts, key=self.parts.get)
+
+
+def pass_time(steps: list[Step], speeds: Speeds) -> PassTime:
+    """Sum up the operations of the passes. Where starting one takes longer than its work, that is what counts."""
+    times = {"forward": 0.0, "backward": 0.0}
+    parts: dict[str, float] = {}
+    known: dict[int, tuple[float, dict[str, float]]] = {}
+    for step in steps:
+        key = id(step.operations)
+        if key not in known:
+            known[key] = _segment_time(step.operations, speeds)
+        seconds, of_kinds = known[key]
+        times["backward" if step.phase == "backward" else "forward"] += seconds
+        for kind, one in of_kinds.items():
+            parts[kind] = parts.get(kind, 0.0) + one
+    return PassTime(times["forward"], times["backward"], parts)
+
+
+def _segment_time(operations: Iterable, speeds: Speeds) -> tuple[float, dict[str, float]]:
+    total, parts = 0.0, {}
+    for operation in operations:
+        seconds = speeds.seconds(operation)
+        started = speeds.operation_s if not speeds.is_queued else seconds * (seconds <= speeds.operation_s)
+        total += seconds
+        parts[STARTS] = parts.get(STARTS, 0.0) + started
+        parts[operation.kind] = parts.get(operation.kind, 0.0) + seconds - started
+    return total, parts
+
+
+def update_time(
+    passes: PassTime, exchanges: Exchanges, speeds: Speeds, links: AnyLinks, accumulation: int, world_size: int,
+    per_machine: int, half: bool, pipeline: int = 1,
+) -> UpdateTime:  # fmt: skip
+    """The time of an update of `accumulation` micro-batches.
+
+    Communication beside computation is hidden up to the length of the pass, and slows it by `contention`. What is
+    copied to and from the host counts likewise. The bubble is that of 1F1B: Narayanan et al. 2021, (p - 1) / m.
+
+    Args:
+        pipeline: stages; 1 as long as no strategy has more.
+    """
+    local = min(world_size, per_machine)
+
+    def exchanged(several: list[Exchange]) -> float:
+        return sum(links.seconds(one, world_size, per_machine) for one in several)
+
+    def copied(moved: float) -> float:
+        return moved / speeds.host_link if speeds.host_link else 2 * speeds.memory_seconds(moved, half)
+
+    def exposed(beside: float, compute: float) -> float:
+        hidden = min(beside, compute) if exchanges.hidden else 0.0
+        return beside - hidden * (1 - speeds.contention)
+
+    forward, backward = exchanged(exchanges.forward), exchanged(exchanges.backward)
+    up, down = copied(exchanges.up), copied(exchanges.down)
+    last = backward + exchanged(exchanges.last_backward)
+    in_each = exposed(forward, passes.forward) + exposed(backward, passes.backward)
+    in_last = exposed(last, passes.backward) - exposed(backward, passes.backward)
+    communication = accumulation * in_each + in_last + exchanged(exchanges.step)
+    copies = exposed(up, passes.forward) + exposed(down, passes.backward)
+    adam = exchanges.adam * local / speeds.adam
+    host = accumulation * copies + copied(exchanges.step_up) + adam
+    engine = accumulation * speeds.memory_seconds(exchanges.micro_moved, half)
+    optimizer = speeds.memory_seconds(exchanges.step_moved)
+    parts = {kind: accumulation * seconds for kind, seconds in passes.parts.items()}
+    parts["memory"] = parts.get("memory", 0.0) + engine
+    computed = accumulation * (passes.forward + passes.backward) + engine
+    bubble = computed * (pipeline - 1) / accumulation
+    beside = {COMMUNICATION: communication, OPTIMIZER: optimizer, HOST: host, BUBBLE: bubble}
+    parts |= {name: seconds for name, seconds in beside.items() if seconds}
+    return UpdateTime(computed + sum(beside.values()), parts)
