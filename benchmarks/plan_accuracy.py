@@ -270,7 +270,8 @@ class Predictor:
 
     def __init__(self, configuration: Configuration, on: str):
         from train.tools.plan.options import PlanOptions
-        from train.tools.plan.planner import Budget, Planner
+        from train.tools.plan.planner import Planner
+        from train.tools.plan.prediction import Budget
         from train.tools.plan.resolve import resolve
         from train.tools.plan.subject import read_subject
 

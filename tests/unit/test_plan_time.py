@@ -19,10 +19,10 @@ from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Excha
 from train.tools.plan.operations import ATTENTION, KINDS, MATRIX, MEMORY, Operation, operation_of
 from train.tools.plan.rows import Rows
 from train.tools.plan.speeds import Curve, Speeds
-from train.tools.plan.states import Weights
 from train.tools.plan.trace import ATTENTION as TRACED
 from train.tools.plan.trace import Tracer, TraceSettings
 from train.tools.plan.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
+from train.tools.plan.weights import Weight, Weights
 
 MILLION, GIGA = 10**6, 1e9
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
@@ -161,7 +161,7 @@ def zero(stage: int, **settings):
 
 def test_volumes_are_those_of_the_papers():
     """Rajbhandari et al. 2020, ZeRO, section 7: 2 P elements in DDP, ZeRO-1 and ZeRO-2, 3 P in ZeRO-3."""
-    weights = Weights(((8 * MILLION, True),) * 4)
+    weights = Weights(tuple(Weight(name, 8 * MILLION, True, True) for name in "abcd"))
     size = 32 * MILLION
     ddp = torch_exchanges(weights, 8, on_gpu=True)
     assert sums(ddp.last_backward) == {ALL_REDUCE: 4 * size}
@@ -178,7 +178,7 @@ def test_volumes_are_those_of_the_papers():
 
 
 def test_offload_goes_down_and_up_and_to_the_hosts_adam():
-    weights = Weights(((8 * MILLION, True),))
+    weights = Weights((Weight("a", 8 * MILLION, True, True),))
     offloaded = zero(2, offload_optimizer={"device": "cpu"})
     found = deepspeed_exchanges(weights, offloaded, 4, 2, False)
     assert (found.down, found.step_up, found.adam) == (4 * 2 * MILLION, 2 * 2 * MILLION, 2 * MILLION)

@@ -10,8 +10,8 @@ from typing import Any
 
 from train.tools.plan.constants import NORM_BYTES
 from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange
-from train.tools.plan.states import Weights
 from train.tools.plan.time_constants import ADAM_BYTES
+from train.tools.plan.weights import Weights
 
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
 
@@ -94,7 +94,7 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
 
 def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
     threshold, half = int(zero.param_persistence_threshold), width < 4
-    sharded = [size for size, _ in weights.sizes if size > threshold]
+    sharded = [weight.size for weight in weights.all if weight.size > threshold]
     total, trained_shard = sum(sharded), weights.trained / world_size
     # What is kept from the forward to the backward pass (max_reuse_distance) is gathered once.
     kept = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
@@ -102,7 +102,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, accum
     gathered = Exchange(ALL_GATHER, width * total, max(1, len(sharded)), half)
     regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * len(sharded))), half)
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
-    persistent = sum(size for size, trained in weights.sizes if trained and size <= threshold)
+    persistent = sum(size for size in weights.sizes.values() if size <= threshold)
     fetched = width * total / world_size * (1 + again) if _is_offloaded(zero.offload_param) else 0
     common = {
         "forward": [gathered] if total else [],

@@ -15,9 +15,13 @@ FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for 
 
 
 class Planner:
-    """Predicts; the same trace serves every strategy that computes alike."""
+    """Predicts; the same trace serves every strategy that computes alike.
 
-    def __init__(self, recipe, subject: Subject, budget: Budget, timing: Timing):
+    Args:
+        timing: None: memory is predicted, and no time.
+    """
+
+    def __init__(self, recipe, subject: Subject, budget: Budget, timing: Timing | None = None):
         self.recipe, self.subject, self.budget, self.timing = recipe, subject, budget, timing
 
     def plan(
@@ -70,7 +74,7 @@ class Planner:
         )  # fmt: skip
 
     def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
-        return self.timing.predict(resolved, micro_batch, self.accumulation(micro_batch))
+        return self.timing and self.timing.predict(resolved, micro_batch, self.accumulation(micro_batch))
 
     @property
     def checkpoint_bytes(self) -> int:
