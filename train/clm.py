@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         check_loss,
         check_mask_support,
         check_packing,
+        check_split_rows,
         choose_packed_attention,
         install_chosen_loss,
     )
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         check_mask_support(engine)
     if not recipe.predict_file:
         notes.append(check_loss(engine, recipe))
+        check_split_rows(engine, collate, is_packed(recipe))
 
     def predict(engine):
         padded = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))

@@ -31,6 +31,13 @@ def test_places_are_deepspeeds():
         assert (layout.data_rank, layout.stage) == (place.data, place.pipe)
 
 
+def test_parts_of_rows_are_numbered_as_deepspeed_numbers_them():
+    """Its parallel_state_sp takes neighbours into a group."""
+    assert [(layout.data_rank, layout.sequence_rank) for layout in layouts("dp 2 x sp 2")] == [
+        (0, 0), (0, 1), (1, 0), (1, 1),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", DEGREES)
 def test_ranks_of_a_replica_read_the_same_samples_and_replicas_all(name):
     order, seen = SampleOrder(24, seed=7), {}
@@ -71,6 +78,7 @@ def test_ranks_that_split_a_layer_draw_the_same_and_stages_do_not():
     assert [layout.seed_place for layout in layouts("dp 4")] == [(0,), (1,), (2,), (3,)]
     assert [layout.seed_place for layout in layouts("dp 2 x tp 2")] == [(0,), (0,), (1,), (1,)]
     assert len({layout.seed_place for layout in layouts("dp 1 x pp 4")}) == 4
+    assert len({layout.seed_place for layout in layouts("dp 2 x sp 2")}) == 4, "parts of a row are not one another"
 
 
 def test_a_world_that_cannot_be_divided_is_refused():

@@ -11,13 +11,15 @@ from train.strategy import launch as launch_module
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
+from train.strategy.degrees import read_sequence_degree
 from train.strategy.launch import Launch, read_launch
+from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
-         "zero2_plain"}  # fmt: skip
+         "zero2_plain", "sp"}  # fmt: skip
 
 
 def recipe(**options) -> ClmRecipe:
@@ -30,6 +32,10 @@ def launch(json_path=None, world_size=2, **changes) -> Launch:
     settings = {"world_size": world_size, "rank": 0, "deepspeed": True, "precision": None,
                 "json_path": None if json_path is None else str(json_path), "config_file": "some.yaml"}  # fmt: skip
     return Launch(**{**settings, **changes})
+
+
+def layout_of(config: dict) -> ParallelLayout:
+    return ParallelLayout(2, 0, sequence=read_sequence_degree(config, "mine.json"))
 
 
 def test_the_pairs_are_there():
@@ -65,7 +71,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
 
     config, source, _ = read_config(launch(path))
     options = recipe(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
-    resolved, batches = resolve_config(config, source, options, launch(path))
+    resolved, batches = resolve_config(config, source, options, layout_of(config))
     resolved["bf16"] = {"enabled": precision == "bf16"}
     left_to_accelerate = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
     zero = resolved["zero_optimization"]
@@ -73,9 +79,11 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     zero.update(dict.fromkeys(left_to_accelerate & zero.keys(), 1000))
     resolved["fp16"] = {"enabled": False}
     assert "auto" not in json.dumps(resolved)
-    assert (batches.micro_batch, batches.accumulation, batches.global_batch) == (4, 2, 16)
+    one_pass = 4 * layout_of(config).data_size
+    assert (batches.micro_batch, batches.accumulation, batches.global_batch) == (4, 16 // one_pass, 16)
     assert resolved["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    parsed = DeepSpeedConfig({**resolved, "train_batch_size": 8})  # the parser believes in one process
+    one_process = {"train_batch_size": 4 * batches.accumulation}  # the parser believes in it
+    parsed = DeepSpeedConfig({**resolved, **one_process})
     assert parsed.zero_optimization_stage == zero["stage"]
     assert parsed.bfloat16_config.enabled == (precision == "bf16")
 
@@ -87,7 +95,7 @@ def resolve(tmp_path, content: dict, options: ClmRecipe) -> tuple[dict, ClmRecip
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **content}))
     config, source, _ = read_config(launch(path))
-    resolved, _ = resolve_config(config, source, options, launch(path))
+    resolved, _ = resolve_config(config, source, options, layout_of(config))
     return resolved, options
 
 
@@ -181,7 +189,9 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, ["compute_grad_norm = false", "Remove it"]),
         ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel is not supported", "data-parallel"]),
-        ({"sequence_parallel_size": 2}, ["sequence_parallel_size is not supported"]),
+        ({"sequence_parallel_size": "2"}, ["sequence_parallel_size", "2 without quotes"]),
+        ({"sequence_parallel_size": 0}, ["sequence_parallel_size = 0", "e.g. 2"]),
+        ({"sequence_parallel_size": 3}, ["2 processes are no multiple of", "= 3. Start a multiple of 3"]),
         ({"pipeline": {"stages": 2}}, ["pipeline is not supported"]),
         ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning is not supported", "order of samples"]),
         ({"data_efficiency": {"enabled": True}}, ["data_efficiency is not supported"]),
@@ -332,6 +342,42 @@ def test_clipping_in_a_plain_yaml(launched):
     assert read_strategy(recipe()).deepspeed["gradient_clipping"] == 0.5
     with pytest.raises(UserError, match=r"mine\.yaml says gradient_clipping = 0\.5, and max_grad_norm = 1\.0"):
         read_strategy(recipe(max_grad_norm=1.0))
+
+
+def read_split_rows(launched, tmp_path, options: ClmRecipe, degree: int = 2, world_size: int = 2, **zero):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}, "sequence_parallel_size": degree}))
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    launched({}, WORLD_SIZE=str(world_size), **variables)
+    return read_strategy(options)
+
+
+def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
+    options = recipe(global_batch_size=24, per_device_train_batch_size=4)
+    strategy = read_split_rows(launched, tmp_path, options, world_size=4)
+    assert (strategy.layout.data_size, strategy.batches.accumulation) == (2, 3)
+    assert strategy.deepspeed["train_batch_size"] == 24
+    assert "4 processes, sequence 2 x data 2" in strategy.describe
+    with pytest.raises(UserError, match=r"per_device_train_batch_size \* replicas \(of 2 processes\) = 4 \* 4 = 16"):
+        read_split_rows(launched, tmp_path, options, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "words"),
+    [
+        ({"reduce_scatter": False}, {}, ["zero_optimization.reduce_scatter = false"]),
+        ({"offload_optimizer": {"device": "cpu"}}, {}, ["zero_optimization.offload_optimizer"]),
+        ({"zero_quantized_gradients": True}, {}, ["zero_quantized_gradients"]),
+        ({}, {"attn_implementation": "eager"}, ["attn_implementation = eager", "--attn_implementation sdpa"]),
+        ({}, {"lora": True}, ["lora (--lora)", "such as zero3"]),
+        ({}, {"torch_compile": True}, ["torch_compile (--torch_compile)"]),
+    ],
+)
+def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, words):
+    with pytest.raises(UserError) as caught:
+        read_split_rows(launched, tmp_path, recipe(**options), **zero)
+    for word in ["mine.json: sequence_parallel_size = 2 does not go together with", *words]:
+        assert word in caught.value.report(), caught.value.report()
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

@@ -62,20 +62,25 @@ class EarlierRuns:
         checkpoint = Path(recipe.resume).expanduser()
         return cls(own, checkpoint, _run_of(checkpoint))
 
-    def keep_global_batch(self, recipe, world_size: int) -> str | None:
-        """Let the accumulation follow where a run resumes with another number of processes: the recipe adopts the
-        global batch of the run before. Returns what was done."""
+    def keep_global_batch(self, recipe, replicas: int) -> str | None:
+        """Let the accumulation follow where a run resumes with another number of data-parallel processes: the recipe
+        adopts the global batch of the run before. Returns what was done.
+
+        Args:
+            replicas: copies of the model, each of one process or more.
+        """
         if recipe.resume == "never":
             return None
         recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
-        size, before = (recorded or {}).get("global_batch_size"), (recorded or {}).get("num_processes")
-        if size is None or before in (None, world_size) or recipe.source("global_batch_size"):
+        recorded = recorded or {}
+        size, before = recorded.get("global_batch_size"), recorded.get("data_parallel", recorded.get("num_processes"))
+        if size is None or before in (None, replicas) or recipe.source("global_batch_size"):
             return None
         recipe.adopt("global_batch_size", size, f"the run that resumes, of {before} processes")
         recipe.adopt("gradient_accumulation_steps", None, "")
         return (
-            f"{world_size} processes, before it were {before}: the global batch stays {size}, and the accumulation "
-            "follows"
+            f"{replicas} data-parallel processes, before it were {before}: the global batch stays {size}, and the "
+            "accumulation follows"
         )
 
     def _is_evidently_another(self, recipe) -> bool:

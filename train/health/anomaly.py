@@ -111,7 +111,7 @@ class Anomaly:
         ranks = engine.gather_objects(own)
         if ranks is None:
             return None
-        parts = [part for own in ranks for part in own]
+        parts = [part for reporter in engine.layout.reporters for part in ranks[reporter]]
         heads = {index: head_of(index)[:SHOWN_CHARACTERS] for part in parts for index in part["samples"]}
         return {"update": self.update, "reason": self.reason, "action": action, **self.figures,
                 "micro_batches": parts, "heads": heads}  # fmt: skip

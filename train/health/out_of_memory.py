@@ -235,8 +235,8 @@ def _due(engine) -> tuple[int, int]:
     if config is None:
         return count * element, 2 * count * element
     stage = config["zero_optimization"].get("stage", 0)
-    gradients = count * element // (engine.layout.data_size if stage > 1 else 1)
-    return gradients, 3 * 4 * count // (engine.layout.data_size if stage else 1)
+    gradients = count * element // (engine.layout.shard_size if stage > 1 else 1)
+    return gradients, 3 * 4 * count // (engine.layout.shard_size if stage else 1)
 
 
 def resident_bytes() -> int:

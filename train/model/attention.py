@@ -238,8 +238,12 @@ def additive_mask(*args, dtype=torch.float32, device="cpu", **kwargs) -> torch.T
     mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
     from transformers.masking_utils import sdpa_mask
 
-    mask, kind = sdpa_mask(*args, device=device, **kwargs), torch.device(device).type
-    if mask is None:
-        return None
+    mask = sdpa_mask(*args, device=device, **kwargs)
+    return None if mask is None else added_mask(mask, dtype)
+
+
+def added_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as it is added to attention scores in `dtype`, or in autocast's."""
+    kind = mask.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

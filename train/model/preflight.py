@@ -123,6 +123,38 @@ def check_packing(engine, recipe: ModelOptions, collate) -> str:
     return note
 
 
+@torch.no_grad()
+def check_split_rows(engine, collate, packed: bool) -> None:
+    """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full.
+
+    Args:
+        collate: lays rows out as in training.
+        packed: rows are of documents that do not see each other.
+
+    Raises:
+        UserError: the model, or its attention kernel, needs the rows in full.
+    """
+    if engine.layout.sequence == 1:
+        return
+    vocab_size, device, length = _sizes(engine)
+    width = 2 * length - 1  # to be filled up
+    ids = random_tokens(vocab_size, device, width, NUM_ROWS).view(NUM_ROWS, width).cpu().numpy()
+    positions = {"position_ids": np.arange(width) % length} if packed else {}
+    batch = collate([({"input_ids": row, "labels": row, **positions}, 0) for row in ids]).to(device)
+    engine.model.eval()
+    split = engine.model(**batch.inputs).item()
+    with engine.rows_in_full():
+        full = engine.model(**batch.inputs).item()
+    engine.model.train()
+    if not abs(split - full) < TOLERANCE[engine.strategy.precision] * abs(full):
+        config = engine.module.config
+        raise UserError(
+            f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {config.model_type} with "
+            f"attn_implementation = {config._attn_implementation!r} differs by {abs(split - full) / abs(full):.1e} "
+            "when its rows are split. Use a pair without sequence parallelism, such as zero3"
+        )
+
+
 def check_mask_support(engine) -> None:
     """Raises UserError where the attention ignores a mask that comes with the batch."""
     attention = engine.module.config._attn_implementation

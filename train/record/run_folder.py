@@ -69,7 +69,8 @@ class RunFolder:
         return self.path / "model"
 
     def recorded(self) -> dict[str, Any] | None:
-        """The options of the run that is in the folder, and its `num_processes`; None where no update was made."""
+        """The options of the run that is in the folder, and its `data_parallel` processes; None where no update was
+        made."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
         recipe, strategy = self.path / "recipe.yaml", self.path / "strategy.yaml"
@@ -77,7 +78,7 @@ class RunFolder:
             return None
         options = yaml.safe_load(recipe.read_text()) or {}
         laid_out = (yaml.safe_load(strategy.read_text()) or {}) if strategy.is_file() else {}
-        return {**options, "num_processes": laid_out.get("num_processes")}
+        return {**options, "data_parallel": laid_out.get("data_parallel", laid_out.get("num_processes"))}
 
     def refuse_a_different_run(self, differing: list[str]) -> None:
         """Raises UserError: the folder holds another run than this one."""

@@ -5,14 +5,14 @@ import json
 from train.recipe.errors import UserError
 from train.strategy.batches import BatchSizes, resolve_batches
 from train.strategy.deepspeed_schedule import adopt_scheduler
-from train.strategy.launch import Launch
+from train.strategy.layout import ParallelLayout
 from train.strategy.option_resolver import OptionResolver
 
 ADAM_NAMES = ("adam", "adamw")
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's DtypeEnum
 
 
-def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[dict, BatchSizes]:
+def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) -> tuple[dict, BatchSizes]:
     """Fill every "auto" that the recipe owns, in a copy.
 
     The number of updates and so the scheduler's own "auto" are not known yet: see `resolve_scheduler`.
@@ -38,7 +38,7 @@ def resolve_config(config: dict, source: str, recipe, launch: Launch) -> tuple[d
     resolver.raise_problems()
     adopt_scheduler(config, source, recipe)
 
-    batches = resolve_batches(recipe, launch.world_size)
+    batches = resolve_batches(recipe, layout.data_size, layout.replica_size)
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
     resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps")
     resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes")

@@ -7,6 +7,7 @@ from train.model.parameters import decay_groups
 from train.strategy.adamw import adamw
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.engine import Engine
+from train.strategy.grid import initializing_deepspeed
 from train.strategy.state import FlatState, ShardedState
 
 
@@ -28,7 +29,8 @@ class DeepSpeedEngine(Engine):
         if self.has_scheduler:
             plugin["scheduler"] = config["scheduler"]  # resolved by now
             prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
-        self.engine = self.accelerator.prepare(*prepared)[0]
+        with initializing_deepspeed(self.layout):
+            self.engine = self.accelerator.prepare(*prepared)[0]
         self._ask_before_step(self.engine.optimizer)
         return self.engine
 
@@ -64,6 +66,9 @@ class DeepSpeedEngine(Engine):
         return contextlib.nullcontext()
 
     def backward(self, loss):
+        if self.strategy.shards_parameters and self.layout.sequence > 1:
+            # ZeRO-1 and ZeRO-2 average gradients over replicas, ZeRO-3 over all ranks (coalesced_collectives.py).
+            loss = loss * self.layout.sequence
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def update(self, number, accept_update):

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train.recipe.options import OptimizerOptions
 from train.strategy.layout import ParallelLayout
+from train.strategy.sequence import SplitRows
 from train.strategy.state import OptimizerState
 from train.strategy.strategy import Strategy
 
@@ -36,6 +37,7 @@ class Engine:
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
         self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
         self.alive: Callable[[], None] = lambda: None  # a sign of life within what may take long
+        self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
         self.model = self._prepare(model, recipe)  # what is called: the wrapped model
         self.state = self._state()
 
@@ -134,6 +136,10 @@ class Engine:
         row = torch.tensor([list(values)], dtype=wide)
         return row if self.layout.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
+    def rows_in_full(self) -> AbstractContextManager:
+        """The context in which each rank computes rows in full, also where the ranks of a replica split them."""
+        return nullcontext() if self.split_rows is None else self.split_rows.in_full()
+
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
         """`generate` of the model on this rank's rows (B, T), on all ranks together.
@@ -145,9 +151,11 @@ class Engine:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         together = self.strategy.shards_parameters and self.layout.world_size > 1
-        return self.module.generate(
-            input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True, **kwargs
-        )
+        with self.rows_in_full():
+            return self.module.generate(
+                input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True,
+                **kwargs,
+            )  # fmt: skip
 
     def close(self) -> None:
         """The last meeting of the ranks; each may leave the process after it (train.recipe.errors.leave)."""
@@ -187,6 +195,8 @@ class Engine:
             "deepspeed_config": launch.json_path,
             "distributed_type": str(state.distributed_type.value),
             "num_processes": self.layout.world_size,
+            "data_parallel": self.layout.data_size,
+            "sequence_parallel": self.layout.sequence,
             "num_machines": self.layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world_size)),
             "backend": str(state.backend),
             "device": str(self.device.type),

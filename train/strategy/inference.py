@@ -1,6 +1,7 @@
 """The prepared model where nothing is trained: no optimizer, no gradients, nothing to shard but weights."""
 
 from train.strategy.engine import Engine
+from train.strategy.grid import initializing_deepspeed
 
 
 class InferenceEngine(Engine):
@@ -13,7 +14,8 @@ class InferenceEngine(Engine):
     def _prepare(self, model, recipe):
         model.requires_grad_(False)
         if self.strategy.shards_parameters:
-            self.engine = self.accelerator.prepare(model)
+            with initializing_deepspeed(self.layout):
+                self.engine = self.accelerator.prepare(model)
             return self.engine
         if self.strategy.deepspeed is not None:  # in its dtype already, and no autocast
             return model if getattr(model, "hf_quantizer", None) is not None else model.to(self.device)

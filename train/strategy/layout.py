@@ -54,6 +54,16 @@ class ParallelLayout:
         return self._stage_of(self.rank)
 
     @property
+    def sequence_rank(self) -> int:
+        """The place of this rank among those that split each row."""
+        return self.rank // self.tensor % self.sequence
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold the same weights: ZeRO shards among them."""
+        return self.data_size * self.sequence
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank speaks for the run."""
         return self.rank == 0
@@ -68,9 +78,10 @@ class ParallelLayout:
 
     @property
     def seed_place(self) -> tuple[int, ...]:
-        """What tells this rank's random numbers (dropout) from those of others: another for each replica and each
-        stage; ranks that split a layer or a row must draw the same."""
-        return (self.data_rank, self.stage) if self.pipeline > 1 else (self.data_rank,)
+        """What tells this rank's random numbers (dropout) from those of others: another for each replica, each stage
+        and each part of a row; ranks that split a layer must draw the same."""
+        stage = (self.stage,) if self.pipeline > 1 else ()
+        return (self.data_rank, *stage, *((self.sequence_rank,) if self.sequence > 1 else ()))
 
     def _data_rank_of(self, rank: int) -> int:
         return rank // (self.tensor * self.sequence) % self.data_size

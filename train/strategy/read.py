@@ -1,5 +1,6 @@
 """From the launcher's environment and the pair behind it to the strategy of a run: read, and checked, before data."""
 
+from collections.abc import Callable
 from typing import Any
 
 from train.recipe.base import Recipe
@@ -7,19 +8,26 @@ from train.recipe.errors import Problems, UserError
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import refuse_another_optimizer, resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
+from train.strategy.degrees import check_sequence_parallel, read_sequence_degree
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, check_launch, find_launch
+from train.strategy.layout import ParallelLayout
 from train.strategy.named import take_named
 from train.strategy.strategy import Stated, Strategy
 
+OnLayout = Callable[[ParallelLayout], None]
 
-def read_strategy(recipe: Recipe, config_file: str | None = None) -> Strategy:
+
+def read_strategy(
+    recipe: Recipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: None
+) -> Strategy:
     """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
 
     Values that the recipe leaves open and the pair states are adopted into the recipe.
 
     Args:
         config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
+        on_layout: is told the parallel layout before batches are resolved; the recipe may still adopt a global batch.
 
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
@@ -30,17 +38,18 @@ def read_strategy(recipe: Recipe, config_file: str | None = None) -> Strategy:
     with problems.collected():
         check_devices()
     read = _read_deepspeed if launch.deepspeed else _read_torch
-    strategy = read(launch, recipe, problems)
+    strategy = read(launch, recipe, problems, on_layout)
     problems.raise_found()
     return strategy
 
 
-def _read_torch(launch: Launch, recipe: Recipe, problems: Problems) -> Strategy | None:
+def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
     """One process, or DDP. None: there are problems."""
     precision, stated = None, [_of_launcher(launch)]
     with problems.collected():
         precision, stated = _agreed_precision(recipe, stated)
     with problems.collected():
+        on_layout(ParallelLayout(launch.world_size, launch.rank))
         batches = resolve_batches(recipe, launch.world_size)
     if problems.found:
         return None
@@ -48,7 +57,7 @@ def _read_torch(launch: Launch, recipe: Recipe, problems: Problems) -> Strategy 
     return Strategy(launch, batches, precision, None, launch.source, stated=tuple(stated))
 
 
-def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems) -> Strategy | None:
+def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
     """ZeRO of any stage. None: there are problems."""
     config = precision = None
     with problems.collected():
@@ -58,13 +67,18 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems) -> Strat
     with problems.collected():
         precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
     with problems.collected():
-        resolved, batches = resolve_config(config, source, recipe, launch)
+        layout = ParallelLayout(launch.world_size, launch.rank, sequence=read_sequence_degree(config, source))
+        on_layout(layout)
+        resolved, batches = resolve_config(config, source, recipe, layout)
+        check_sequence_parallel(resolved, source, recipe, layout.sequence)
         if precision is not None:
             refuse_another_optimizer(resolved, source, precision)
     if problems.found:
         return None
     recipe.precision = precision
-    strategy = Strategy(launch, batches, precision, resolved, source, tuple(notes), tuple(stated))
+    strategy = Strategy(
+        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), sequence=layout.sequence
+    )
     strategy = strategy.with_precision(precision)
     return strategy if recipe.trains else strategy.without_optimizer()
 

@@ -35,13 +35,14 @@ class Strategy:
     source: str  # who stated the DeepSpeed configuration
     notes: tuple[str, ...] = ()
     stated: tuple[Stated, ...] = ()  # every place that states the precision
+    sequence: int = 1  # ranks that split each row
 
     gather = staticmethod(everyones)
 
     @property
     def layout(self) -> ParallelLayout:
         """Which part of the model, and which samples, this process works on."""
-        return ParallelLayout(self.launch.world_size, self.launch.rank)
+        return ParallelLayout(self.launch.world_size, self.launch.rank, sequence=self.sequence)
 
     @property
     def shards_parameters(self) -> bool:
@@ -60,7 +61,8 @@ class Strategy:
         if self.launch.pair:
             return self.launch.pair
         if self.deepspeed is not None:
-            return f"zero{self.deepspeed['zero_optimization'].get('stage')}"
+            stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
+            return stage if self.sequence == 1 else f"sp{self.sequence}_{stage}"
         return "ddp" if self.launch.world_size > 1 else "single"
 
     @property
@@ -76,7 +78,8 @@ class Strategy:
         processes, launch = self.launch.world_size, self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.pair or not file else f"{self.name} ({file})"
-        return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", self.precision])
+        split = [f"sequence {self.sequence} x data {self.layout.data_size}"] if self.sequence > 1 else []
+        return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
         """See that there is a device for the precision.

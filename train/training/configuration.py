@@ -1,14 +1,14 @@
 """A run's configuration, resolved once: recipe, launch environment, strategy pair and earlier run."""
 
-import os
 from dataclasses import dataclass
 
 from train.checkpoint.resume import EarlierRuns, ResumePlan
-from train.recipe.errors import Problems
+from train.recipe.errors import Problems, UserError
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import output_folder
 from train.record.run_folder import RunFolder
 from train.record.trackers import wanted_trackers
+from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
 
@@ -45,12 +45,22 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     recipe, problems = recipe.draft(), Problems()
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
-    note = earlier.keep_global_batch(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    notes: list[str] = []
+
+    def keep_global_batch(layout: ParallelLayout) -> None:
+        notes.extend(filter(None, [earlier.keep_global_batch(recipe, layout.data_size)]))
+
     with problems.collected():
         trackers = tuple(wanted_trackers(recipe))
     with problems.collected():
-        strategy = read_strategy(recipe, config_file)
+        strategy = read_strategy(recipe, config_file, keep_global_batch)
     problems.raise_found()
+    with problems.collected():
+        if task != "clm" and strategy.sequence > 1:
+            raise UserError(
+                f"{strategy.source}: sequence_parallel_size = {strategy.sequence}: train/{task}.py does not support "
+                "sequence parallelism. Use a pair without it, such as zero3"
+            )
     with problems.collected():
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
             strategy.check_precision()
@@ -67,5 +77,4 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
 
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    notes = (*([note] if note else []), *plan.notes)
-    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, notes)
+    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, (*notes, *plan.notes))

@@ -73,10 +73,18 @@ class Trainer:
         say(*lines, main=self.is_main)
 
     def configuration(self, auto_class):
-        """The configuration of the model, which the task needs an `auto_class` of transformers for."""
-        from train.model.configuration import load_configuration
+        """The configuration of the model, which the task needs an `auto_class` of transformers for.
 
-        return load_configuration(self.recipe, auto_class)
+        Raises:
+            UserError: there is no such model, or the strategy cannot split it.
+        """
+        from train.model.configuration import load_configuration
+        from train.strategy.sequence import check_model
+
+        config = load_configuration(self.recipe, auto_class)
+        if self.strategy.sequence > 1:
+            check_model(config, self.strategy.sequence, self.strategy.source)
+        return config
 
     def use_precision(self, precision: str, warning: str | None) -> str | None:
         """Train in a precision that suits the model better than the one that was asked for. Returns the warning."""
@@ -238,7 +246,10 @@ class Trainer:
         launch, engine, task = self.strategy.launch, self.engine, self.task
         data = fingerprint(task.train_set, task.grouping)
         check_same({"training data": data}, "Give all machines the same data and the same packages")
-        run = {**self.config.resume.identity, "num_processes": launch.world_size, "strategy": self.strategy.name}
+        run = {
+            **self.config.resume.identity, "num_processes": launch.world_size,
+            "data_parallel": engine.layout.data_size, "strategy": self.strategy.name,
+        }  # fmt: skip
         checkpoints = CheckpointManager(
             self.folder, engine, self.recipe, self.state, self.exporter, run, data, self.best.keeps, self.advise
         )

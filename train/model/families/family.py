@@ -33,6 +33,7 @@ class Family:
         turn_separator: the text between two turns of a conversation; None: the tokenizer's separator token.
         usable_positions: (configuration) -> the longest row that the model has positions for; None: no limit.
         attention_width: (configuration) -> the number of channels in all attention heads together.
+        splits_rows: sequence parallelism is proven with the family.
         derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
             other fields, after the overrides changed these.
     """
@@ -46,4 +47,5 @@ class Family:
     turn_separator: str | None = None
     usable_positions: Callable[[Any], int | None] = position_embeddings
     attention_width: Callable[[Any], int] = hidden_size
+    splits_rows: bool = False
     derive_sizes: Callable[[Any, Mapping[str, Any]], None] = derive_nothing

@@ -11,7 +11,7 @@ from train.recipe.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"  # the only special token
 
-FAMILIES = (Family(model_types=("gpt2",), lora_targets=("c_attn",), classifier_heads=("score",)),)
+FAMILIES = (Family(model_types=("gpt2",), lora_targets=("c_attn",), classifier_heads=("score",), splits_rows=True),)
 
 
 def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from train.recipe.errors import UserError
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
@@ -48,7 +49,8 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
     """The strategy as read_strategy has it in a process of such a launch.
 
     Raises:
-        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch.
+        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch; a
+            strategy that is not predicted.
     """
     recipe = recipe.draft()
     # A GPU that is here and that torch does not see is no matter.
@@ -58,6 +60,8 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
+    if strategy.sequence > 1:
+        raise UserError(f"sequence_parallel_size = {strategy.sequence}: sequence parallelism is not predicted")
     return resolved(name, strategy, subject)
 
 

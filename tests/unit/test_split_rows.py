@@ -1,0 +1,39 @@
+"""Which models' rows can be split: found out before data is read. That it is right: tests/launch/test_sequence.py."""
+
+import pytest
+from helpers import refusal
+from transformers import AutoConfig
+
+from train.strategy.sequence import check_model
+
+
+def config(model_type: str = "llama", heads: int = 8, kv_heads: int = 2, **changes):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 96}
+    return AutoConfig.for_model(model_type, **sizes, **changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "degree"),
+    [(config(), 2), (config(), 4), (config(), 8), (config(kv_heads=1), 2), (config("qwen2", 6, 3), 3),
+     (config("mistral", sliding_window=None), 2), (AutoConfig.for_model("gpt2"), 12)],
+)  # fmt: skip
+def test_heads_that_the_ranks_can_share(model, degree):
+    check_model(model, degree, "mine.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "degree", "words"),
+    [
+        (config(), 3, ["sequence_parallel_size = 3", "8 attention heads and 2 heads of keys", "Use 2 or 4 or 8"]),
+        (config(), 16, ["8 attention heads", "Use 2 or 4 or 8"]),
+        (config(heads=6, kv_heads=2), 3, ["6 attention heads and 2 heads", "Use 2 or 6"]),
+        (config(heads=1, kv_heads=1), 2, ["1 attention heads", "such as zero3"]),
+        (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
+        (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
+        (AutoConfig.for_model("bloom"), 2, ["not supported for a bloom"]),
+    ],
+)
+def test_the_others_are_refused_with_the_remedy(model, degree, words):
+    message = refusal(check_model, model, degree, "mine.json")
+    for word in ["mine.json: sequence_parallel_size = ", *words]:
+        assert word in message, message

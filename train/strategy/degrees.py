@@ -1,0 +1,52 @@
+"""The degrees of model parallelism in a DeepSpeed JSON, under DeepSpeed's own names, and what does not go with it."""
+
+from typing import Any
+
+from train.recipe.errors import UserError
+
+OFFLOADED = ("offload_optimizer", "offload_param")
+ZERO_PLUS_PLUS = {  # and the value that means: not used
+    "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_gradients": False,
+    "mics_shard_size": -1,
+}  # fmt: skip
+SEQUENCE = "sequence_parallel_size"
+MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
+
+
+def read_sequence_degree(config: dict[str, Any], source: str) -> int:
+    """The number of ranks that split each row. The key stays: DeepSpeed reads it where ZeRO-3 shards a new model.
+
+    Raises:
+        UserError: it is no such number.
+    """
+    degree = config.get(SEQUENCE, 1)
+    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+        raise UserError(f"{source}: {SEQUENCE} = {degree!r}: expected a number of processes, e.g. 2")
+    return degree
+
+
+def check_sequence_parallel(config: dict[str, Any], source: str, recipe, degree: int) -> None:
+    """Check that nothing is asked for that does not go together with sequence parallelism.
+
+    Raises:
+        UserError: all that does not.
+    """
+    if degree == 1:
+        return
+    beside = f"{source}: {SEQUENCE} = {degree} does not go together with"
+    problems = [
+        f"{beside} {name} ({recipe.source(name)}). Remove it, or use a pair without {SEQUENCE}, such as zero3"
+        for name in ("lora", "torch_compile") if getattr(recipe, name, False)
+    ]  # fmt: skip
+    attention = getattr(recipe, "attn_implementation", None)
+    if attention in MASKS_ONLY:
+        problems.append(f"{beside} attn_implementation = {attention}. Use --attn_implementation sdpa")
+    zero = config["zero_optimization"]
+    settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
+    settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
+    # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
+    settings += [f"{name} = false" for name in ("reduce_scatter",) if zero.get(name) is False]
+    problems += [f"{beside} zero_optimization.{setting}. Remove one of them" for setting in settings]
+    problems += [f"{beside} {name}. Remove one of them" for name in ("prescale_gradients",) if config.get(name)]
+    if problems:
+        raise UserError(problems)
