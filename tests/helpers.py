@@ -26,7 +26,7 @@ def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int =
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=vocab_size, **{**TINY[family], **changes})
+    config = AutoConfig.for_model(family, vocab_size=vocab_size, **{**TINY.get(family, {}), **changes})
     config.use_cache = False  # as train.model.configuration sets it: with a cache, transformers sees no documents
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
 

@@ -42,6 +42,8 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "zero3_offload": ("zero3_offload", 2, 2),
     "zero2_plain": ("zero2_plain", 2, 2),
     "zero3_offload_optimizer": ("zero3_offload_optimizer", 2, 2),
+    "sp": ("sp", 2, 2),
+    "sp x dp": ("sp", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
 FIGURES = ("loss", "grad_norm", "learning_rate")
@@ -66,7 +68,7 @@ CASES = {
     "packed": Case("clm", 22, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
         "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
-    ), ("ddp", "zero2", "zero3")),
+    ), ("ddp", "zero2", "zero3", "sp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt",
         "--max_eval_samples", "17", "--block_size", "192", "--packing", "none", "--max_train_samples", "100",
@@ -94,8 +96,12 @@ CASES = {
 
 def table(*names: str, layouts: Iterable[str] = OTHERS) -> list:
     """(case, layout) of these cases, the longer part marked."""
-    pairs = [(name, layout) for name in names for layout in layouts]
+    pairs = [(name, layout) for name in names for layout in layouts if _is_possible(name, layout)]
     return [pytest.param(*pair, marks=() if _is_core(*pair) else pytest.mark.long) for pair in pairs]
+
+
+def _is_possible(name: str, layout: str) -> bool:
+    return LAYOUTS[layout][0] != "sp" or name in ("packed", "padded")
 
 
 def _is_core(name: str, layout: str) -> bool:
@@ -341,6 +347,8 @@ LEGS = (  # goes on after this update, strategy, processes
     [(8, "zero3_offload", 1)],
     [(8, "single", 1), (16, "zero3_offload", 2)],
     [(8, "zero3", 2), (16, "ddp", 2)],
+    [(8, "sp", 2), (16, "single", 1)],
+    [(8, "single", 1), (16, "sp", 2)],
 )
 
 
@@ -366,8 +374,9 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"after update {start}, written under" in done.stdout
-        assert ("the accumulation follows" in done.stdout) == (processes != before)
-        before = processes
+        replicas = processes // 2 if strategy == "sp" else processes
+        assert ("the accumulation follows" in done.stdout) == (replicas != before)
+        before = replicas
         again = metrics(output)
         assert [line["update"] for line in again] == list(range(23)), "each update once"
         for figure, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("learning_rate", 0)):
@@ -377,7 +386,8 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
     assert (output / "checkpoints" / "latest").resolve().name == "update_00000016"
 
 
-ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed") for layout in ("ddp", "zero2", "zero3")]
+ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed") for layout in ("ddp", "zero2", "zero3", "sp")
+             if _is_possible(name, layout)]  # fmt: skip
 
 
 @pytest.mark.long

@@ -1,0 +1,118 @@
+"""Started by test_sequence.py under torchrun: rows that the ranks of a replica split, against rows in full, for tiny
+models of each family. Rank 0 writes what it found as JSON."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed
+import numpy as np
+import torch
+from helpers import tiny_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from train.data.collate import CausalCollator
+from train.model.loss import install_loss
+from train.model.preflight import check_packing, check_split_rows
+from train.recipe.errors import UserError
+from train.strategy.layout import ParallelLayout
+from train.strategy.sequence import SplitRows
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+MODELS = {
+    "llama": ("llama", {}), "llama, one head of keys and values": ("llama", {"num_key_value_heads": 1}),
+    "gpt2": ("gpt2", {}), "gpt_neox": ("gpt_neox", {}), "mistral": ("mistral", {**SMALL, "sliding_window": None}),
+    "qwen2": ("qwen2", SMALL), "qwen3": ("qwen3", {**SMALL, "head_dim": 8}),
+}  # fmt: skip
+LENGTHS = {"padded": (13, 8), "packed": (15, 15), "mask": (15, 15)}  # 2 ranks do not divide 13 and 15
+
+
+def rows_of(kind: str) -> dict:
+    rng, samples = np.random.default_rng(3), []
+    for length in LENGTHS[kind]:
+        ids, row = rng.integers(0, 97, length), {}
+        if kind == "packed":
+            row["position_ids"] = np.arange(length) % 6
+        if kind == "mask":
+            row["documents"] = np.arange(length) // 6
+        samples.append(({"input_ids": ids, "labels": np.where(ids < 20, -100, ids), **row}, 0))
+    return CausalCollator(pad_id=0)(samples).inputs
+
+
+def loss_and_gradients(model, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs)
+    (loss / 7).backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def compare(model, rows: SplitRows, inputs: dict) -> dict[str, float]:
+    """The largest differences between split rows and rows in full, relative to the largest value."""
+    found, wanted = loss_and_gradients(model, inputs), None
+    for gradient in found[1].values():
+        torch.distributed.all_reduce(gradient)
+    questions = {name: value for name, value in inputs.items() if name != "labels"}
+    with torch.no_grad():
+        logits = model(**questions).logits
+    with rows.in_full():
+        wanted = loss_and_gradients(model, inputs)
+        with torch.no_grad():
+            in_full = model(**questions).logits
+    seen = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    seen = seen.bool() if seen.dim() == 2 else torch.ones_like(inputs["input_ids"]).bool()
+    largest = max((found[1][name] - each).abs().max().item() for name, each in wanted[1].items())
+    return {
+        "loss": abs(found[0] - wanted[0]) / wanted[0],
+        "gradients": largest / max(each.abs().max().item() for each in wanted[1].values()),
+        "logits": ((logits - in_full)[seen].abs().max() / in_full[seen].abs().max()).item(),
+    }
+
+
+def refused(function, *args) -> str:
+    try:
+        function(*args)
+    except UserError as error:
+        return error.report()
+    return ""
+
+
+def checks(model, rows: SplitRows, layout: ParallelLayout) -> dict[str, str]:
+    """What the checks before a run say, with the mask of packed documents and without it."""
+    engine = SimpleNamespace(
+        module=model, model=model, device=torch.device("cpu"), layout=layout, rows_in_full=rows.in_full,
+        strategy=SimpleNamespace(precision="fp32"),
+    )  # fmt: skip
+    collate, recipe = CausalCollator(pad_id=0), SimpleNamespace(attn_implementation=None)
+    said = {"isolation": refused(check_packing, engine, recipe, collate)}
+    said["loss"] = refused(check_split_rows, engine, collate, True)
+    rows._mask = lambda *args: None
+    said["isolation without the mask"] = refused(check_packing, engine, recipe, collate)
+    said["loss without the mask"] = refused(check_split_rows, engine, collate, True)
+    del rows._mask
+    return said
+
+
+def main(output: Path) -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), sequence=2)
+    found = {}
+    for name, (family, changes) in MODELS.items():
+        model = tiny_model(family, **changes).train()
+        install_loss(model, "chunked")
+        rows = SplitRows(model, layout)
+        found[name] = {kind: compare(model, rows, rows_of(kind)) for kind in LENGTHS}
+        model.gradient_checkpointing_enable()
+        found[name]["recomputed"] = compare(model, rows, rows_of("packed"))
+        found[name]["checks"] = checks(model, rows, layout)
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if layout.is_main:
+        output.write_text(json.dumps(found))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""Sequence parallelism: rows that ranks split, against rows in full."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, environment
+
+SCRIPT = Path(__file__).with_name("split_rows.py")
+KINDS = ("padded", "packed", "mask", "recomputed")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict]:
+    output = tmp_path_factory.mktemp("rows") / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT, output]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=environment(DS_ACCELERATOR="cpu", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    models = json.loads(output.read_text())
+    assert len(models) >= 7
+    return models
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_rows_are_rows_in_full(found, kind):
+    """Loss, gradients and logits, of rows that two ranks do not divide."""
+    largest = {name: max(figures[kind].values()) for name, figures in found.items()}
+    assert all(value < 1e-5 for value in largest.values()), largest
+
+
+def test_packed_documents_do_not_see_each_other(found):
+    for name, figures in found.items():
+        said = figures["checks"]
+        assert not said["isolation"], name
+        assert not said["loss"], name
+        assert "lets a document see the one before it" in said["isolation without the mask"], name
+        assert "sequence_parallel_size = 2: the loss of a" in said["loss without the mask"], name
