@@ -1,15 +1,12 @@
 """The simulated device for tests: built once, and real launches of the product on it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from device.runs import HERE, Runs
-
-sys.path.insert(0, str(HERE / "simulated"))
-import simgpu_build
+from device.runs import Runs
+from train.tools.simulate import build as simgpu_build
 
 STDLIB = Path(json.__file__).parent / "*.py"  # text that every machine has
 

@@ -19,7 +19,8 @@ class Runs:
         self.folder, self.recipes, self.device, self.done = folder, recipes, device, {}
 
     def __call__(self, where: str, strategy: str, *more, task: str = "clm", steps: int = 6) -> tuple[list[dict], Path]:
-        """`where`: cpu or device. Two processes and as many devices, but under `single`; micro-batches of 2."""
+        """`where`: cpu, device, or without_data: a device on which nothing is computed. Two processes and as many
+        devices, but under `single`; micro-batches of 2."""
         key = (where, strategy, *more, task, steps)
         if key not in self.done:
             output = self.folder / str(len(self.done))
@@ -33,7 +34,10 @@ class Runs:
     def _where(self, where: str, strategy: str, *sizes: int, processes: int | None = None) -> dict:
         processes = processes or (1 if strategy == "single" else 2)
         sizes = sizes or (16 * GIB,) * processes
-        return {"processes": processes, **(self.device(*sizes) if where == "device" else {})}
+        if where == "cpu":
+            return {"processes": processes}
+        without_data = "1" if where == "without_data" else "0"
+        return {"processes": processes, **self.device(*sizes), "SIMGPU_WITHOUT_DATA": without_data}
 
     def within(self, output: Path, sizes: tuple[int, ...], strategy: str, *more, task: str = "clm", steps: int = 6):
         """A run with devices of these sizes, however it ends."""

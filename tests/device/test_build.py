@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from device.runs import HERE
+from helpers import ROOT
 
 COMPILER = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
@@ -15,7 +15,7 @@ echo built > "$2"
 
 def start(folder, **variables) -> subprocess.Popen:
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(folder / "c++"), **variables}
-    return subprocess.Popen([sys.executable, HERE / "simulated" / "simgpu_build.py"], env=environment, text=True,
+    return subprocess.Popen([sys.executable, "-m", "train.tools.simulate.build"], cwd=ROOT, env=environment, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 

@@ -172,9 +172,18 @@ class _Chunked(torch.autograd.Function):
         return *scaled, None, None, None
 
 
+@functools.cache
 def _has_half_matmul(device: torch.device) -> bool:
-    """Whether a device multiplies half-precision matrices with sums in fp32; on a CPU this may be slow."""
-    return device.type == "cuda"
+    """Whether a device multiplies half-precision matrices with sums in fp32; asked of torch, but of a CPU, where this
+    may be slow."""
+    if device.type == "cpu":
+        return False
+    one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except RuntimeError:  # NotImplementedError is a RuntimeError
+        return False
+    return True
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ ACCELERATE_TORCH_DEVICE; for several processes it has to be told that they are a
 import importlib.machinery
 import os
 import sys
+from types import SimpleNamespace
 
 
 class AfterImport(importlib.machinery.PathFinder):
@@ -62,10 +63,23 @@ def tell_deepspeed(real_accelerator) -> None:
     real_accelerator.ds_accelerator = SimulatedAccelerator()
 
 
+def leave_out_adam_on_the_host(builder) -> None:
+    """DeepSpeed's Adam of the host would read and write all offloaded states; its state is made as ever."""
+    import simgpu
+
+    def nothing(*args):
+        """In place of create_adam, adam_update and the others."""
+
+    names = ("create_adam", "destroy_adam", "adam_update", "adam_rollback")
+    if simgpu.WITHOUT_DATA:
+        builder.CPUAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(**dict.fromkeys(names, nothing))
+
+
 if os.environ.get("SIMGPU_LIBRARY"):
     sys.meta_path.insert(0, AfterImport({
         "torch": register,
         "accelerate.state": tell_accelerate,
         "accelerate.utils.modeling": give_accelerate_a_scaler,
         "deepspeed.accelerator.real_accelerator": tell_deepspeed,
+        "deepspeed.ops.op_builder.cpu.cpu_adam": leave_out_adam_on_the_host,
     }))  # fmt: skip

@@ -3,7 +3,7 @@
 // Device tensors lie in ordinary host memory. Every operator without a kernel of its own here is run by the CPU's kernel
 // on CPU tensors that alias the same memory, without copies; what it allocates for results becomes device memory. So
 // the results are the CPU's, bit for bit; tensors of two devices cannot be mixed; and the allocator's figures are exact:
-// the same program has the same figures in every run.
+// the same program has the same figures in every run. without_data.h is a mode in which nothing is computed.
 #include <ATen/autocast_mode.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/DispatchStub.h>
@@ -21,6 +21,7 @@
 
 #include "aliases.h"
 #include "device.h"
+#include "without_data.h"
 
 namespace simgpu {
 
@@ -28,35 +29,9 @@ REGISTER_ALLOCATOR(kDeviceType, &g_allocator);
 REGISTER_HOST_ALLOCATOR(kDeviceType, &g_pinned_allocator);
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-using c10::IValue;
 const c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
 
 // ------------------------------------------------------------------------------------------ the CPU's kernel of anything
-
-// Applies `change` to every tensor within a value: a tensor, a list, or (collectives have them) a list of lists.
-template <typename Change>
-void map_tensors(IValue& value, const Change& change) {
-  if (value.isTensor()) {
-    value = change(value.toTensor());
-  } else if (value.isTensorList()) {
-    c10::List<Tensor> made;
-    for (const Tensor& one : value.toTensorVector()) made.push_back(change(one));
-    value = made;
-  } else if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> made;
-    for (const std::optional<Tensor>& one : value.toOptionalTensorVector())
-      made.push_back(one ? std::optional<Tensor>(change(*one)) : std::nullopt);
-    value = made;
-  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
-    c10::List<c10::List<Tensor>> made;
-    for (const IValue& each : value.toListRef()) {
-      c10::List<Tensor> inner;
-      for (const Tensor& one : each.toTensorVector()) inner.push_back(change(one));
-      made.push_back(inner);
-    }
-    value = made;
-  }
-}
 
 // Operators that draw without being given a generator draw from the CPU's; for the call, that has the device's state.
 class BorrowedRandomState {
@@ -98,6 +73,7 @@ void check_devices(const std::string& name, const Aliases& call, const IValue& f
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.operator_name().name;
+  if (g_without_data && (name.rfind("c10d::", 0) == 0 ? skip_collective(op, stack) : skip(op, stack))) return;
   const auto first = stack->size() - schema.arguments().size();
   Aliases call;
   bool has_generator = false;
@@ -154,6 +130,7 @@ Tensor empty_strided(
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {  // the one thing that goes from one device to another
+  if (is_without_data(to) || (is_without_data(from) && from.numel() > kComputed)) return to;
   at::AutoDispatchBelowADInplaceOrView below;
   Aliases of_from, of_to;
   auto target = of_to.alias(to);
@@ -202,6 +179,8 @@ bool has_compatible_shallow_copy_type(const Tensor&, const Tensor&) { return tru
 int64_t fused_sdp_choice(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
     bool causal, std::optional<double> scale, bool gqa) {
+  // Without data: the kernel that holds least, as a GPU's do, dropout and masks included.
+  if (g_without_data) return static_cast<int64_t>(at::SDPBackend::flash_attention);
   at::AutoDispatchBelowADInplaceOrView below;
   Aliases call;
   const auto host_mask = mask ? std::optional<Tensor>(call.alias(*mask)) : std::nullopt;
@@ -209,15 +188,33 @@ int64_t fused_sdp_choice(
       call.alias(query), call.alias(key), call.alias(value), host_mask, dropout, causal, scale, gqa);
 }
 
+// Calls `with` two functions: one that brings a tensor to where it is computed, the CPU's memory or, without data, to
+// meta; and one that brings a result back.
+template <typename With>
+auto through(const Tensor& of_device, const With& with) {
+  if (is_without_data(of_device)) {
+    MetaCall call;
+    Results results(of_device.device(), {});
+    return with(
+        [&](const Tensor& one) { return call.to_meta(one); },
+        [&](const Tensor& one) { return results.make(call.shape_of(one)); });
+  }
+  Aliases call;
+  return with([&](const Tensor& one) { return call.alias(one); }, [&](const Tensor& one) { return call.unalias(one); });
+}
+
 Tensor convolution(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups) {
   at::AutoDispatchBelowADInplaceOrView below;
-  Aliases call;
-  const auto host_bias = bias ? std::optional<Tensor>(call.alias(*bias)) : std::nullopt;
-  return call.unalias(at::convolution(
-      call.alias(input), call.alias(weight), host_bias, stride, padding, dilation, transposed, output_padding, groups));
+  const c10::DeviceGuard guard(input.device());
+  const auto with = [&](const auto& there, const auto& back) {
+    const auto bias_there = bias ? std::optional<Tensor>(there(*bias)) : std::nullopt;
+    return back(at::convolution(
+        there(input), there(weight), bias_there, stride, padding, dilation, transposed, output_padding, groups));
+  };
+  return through(input, with);
 }
 
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(
@@ -225,15 +222,22 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups, std::array<bool, 3> mask) {
   at::AutoDispatchBelowADInplaceOrView below;
-  Aliases call;
+  const c10::DeviceGuard guard(input.device());
   const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
-  auto [of_input, of_weight, of_bias] = at::convolution_backward(
-      call.alias(gradient), call.alias(input), call.alias(weight), c10::IntArrayRef(channels), stride, padding,
-      dilation, transposed, output_padding, groups, mask);
-  return {call.unalias(of_input), call.unalias(of_weight), call.unalias(of_bias)};
+  const auto with = [&](const auto& there, const auto& back) {
+    auto [of_input, of_weight, of_bias] = at::convolution_backward(
+        there(gradient), there(input), there(weight), c10::IntArrayRef(channels), stride, padding, dilation,
+        transposed, output_padding, groups, mask);
+    return std::make_tuple(back(of_input), back(of_weight), back(of_bias));
+  };
+  return through(input, with);
 }
 
 // -------------------------------------------------------------------------------------------------------- registration
+
+struct Quiet : c10::WarningHandler {  // torch warns of each of its own kernels that is replaced
+  void process(const c10::Warning&) override {}
+};
 
 // Registers run_on_cpu for every operator of a namespace that the CPU has a kernel for. By name, since a composite kernel
 // would go before a fallback, and has other digits than the CPU's own.
@@ -276,9 +280,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // Collectives of device tensors are those of the process group's CPU backend (gloo), on the same memory.
 TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) {
-  struct Quiet : c10::WarningHandler {  // torch warns of each of its own kernels that is replaced
-    void process(const c10::Warning&) override {}
-  } quiet;
+  Quiet quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   run_all_on_cpu(m, "c10d::", {});
 }
@@ -309,11 +311,20 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simgpu::fused_sdp_choice)
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simgpu;
-  m.def("init", [](const std::vector<int64_t>& bytes) {  // of each device
+  m.def("init", [](const std::vector<int64_t>& bytes, bool without_data) {  // bytes of each device
     TORCH_CHECK(!bytes.empty() && bytes.size() <= kMostDevices, "1 to ", kMostDevices, " devices");
     g_num_devices = static_cast<DeviceIndex>(bytes.size());
     for (size_t i = 0; i < bytes.size(); ++i) g_accounts[i].total = g_accounts[i].limit = bytes[i];
     at::RegisterPrivateUse1HooksInterface(new Hooks());
+    if (!without_data) return;
+    Quiet quiet;
+    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    g_without_data = true;
+    skip_on_the_host();
+  });
+  m.def("computed", [] {
+    std::lock_guard<std::mutex> lock(g_computed_mutex);
+    return g_computed;
   });
   m.def("device_count", [] { return int(g_num_devices); });
   m.def("current_device", [] { return int(t_current_device); });
@@ -321,5 +332,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_limit", [](int device, int64_t bytes) { g_accounts[device].limit = bytes; });
   m.def("total", [](int device) { return g_accounts[device].total; });
   m.def("pinned_bytes", &pinned_bytes);
+  m.def("peak_host_bytes", [](bool reset) {  // since the last reset; without data
+    std::lock_guard<std::mutex> lock(g_host.mutex);
+    if (reset) g_host.peak = g_host.current;
+    return g_host.peak;
+  });
   m.def("default_generator", [](int device) { return default_generator(static_cast<DeviceIndex>(device)); });
 }

@@ -1,11 +1,15 @@
 """The simulated device in Python: torch.simgpu, as torch.cuda is of CUDA. Importing this registers the device.
 
 Environment:
-    SIMGPU_LIBRARY: the extension (simgpu_build.py); sitecustomize.py imports this module wherever it is set.
+    SIMGPU_LIBRARY: the extension (train/tools/simulate/build.py); sitecustomize.py imports this module where it is
+        set.
     SIMGPU_MEMORY: bytes of each device, with commas between them ("1000000,2000000" are two devices); one of 16 GiB by
         default. Processes that share a device have so much each.
     SIMGPU_NAME: the device's type; simgpu by default. Libraries with lists of the types that they know (accelerate's
         fp16) let "npu" pass.
+    SIMGPU_MODEL: what the device calls itself.
+    SIMGPU_WITHOUT_DATA: 1: floating-point memory is never touched and reads as zeros, and nothing is computed with it
+        (csrc/without_data.h).
 """
 
 import importlib.util
@@ -16,6 +20,7 @@ from types import SimpleNamespace
 import torch
 
 NAME = os.environ.get("SIMGPU_NAME", "simgpu")
+WITHOUT_DATA = os.environ.get("SIMGPU_WITHOUT_DATA") == "1"
 
 
 def _load():
@@ -26,7 +31,7 @@ def _load():
 
 
 _C = _load()
-_C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")])
+_C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")], WITHOUT_DATA)
 
 
 def _index(device=None) -> int:
@@ -73,7 +78,7 @@ def synchronize(device=None) -> None:
 
 
 def get_device_name(device=None) -> str:
-    return f"simulated device {_index(device)}"
+    return os.environ.get("SIMGPU_MODEL") or f"simulated device {_index(device)}"
 
 
 def get_device_capability(device=None) -> tuple[int, int]:
@@ -155,6 +160,17 @@ def pinned_bytes() -> int:
     return _C.pinned_bytes()
 
 
+def peak_host_bytes(reset: bool = False) -> int:
+    """Without data: the peak of what the host's floating-point tensors of a MiB or more would take, since the last
+    reset; page-locked ones are rounded up to a power of two, as torch's allocator does."""
+    return _C.peak_host_bytes(reset)
+
+
+def computed() -> dict[str, str]:
+    """Operators on tensors without data that were computed all the same, and what their meta kernel says to it."""
+    return _C.computed()
+
+
 # ----------------------------------------------------------------------------------------------------- random, streams
 
 default_generators = tuple(_C.default_generator(index) for index in range(_C.device_count()))
@@ -226,6 +242,10 @@ class stream:
         if self.which is not None:
             set_stream(self.before)
 
+
+if WITHOUT_DATA and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "Meta"):
+    _shapes = torch.library.Library("aten", "IMPL", "Meta")  # kept: it is taken back with the object
+    _shapes.impl("mm.dtype", lambda a, b, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype))
 
 torch.utils.rename_privateuse1_backend(NAME)
 torch._register_device_module(NAME, sys.modules[__name__])

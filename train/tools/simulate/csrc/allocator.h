@@ -5,7 +5,10 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <sys/mman.h>
+
 #include <bit>
+#include <cstring>
 #include <iomanip>
 #include <map>
 #include <mutex>
@@ -18,8 +21,51 @@ constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 constexpr int kMostDevices = 16;
 constexpr size_t kBlock = 512;  // CUDA's caching allocator rounds small requests up to this
 
+constexpr size_t kLarge = 1 << 20;  // bytes, from which on a floating-point tensor of the host may be without data
+
+inline bool g_without_data = false;  // see without_data.h
 inline DeviceIndex g_num_devices = 1;
 inline thread_local DeviceIndex t_current_device = 0;
+
+// ------------------------------------------------------------------------------------------------- memory without data
+
+struct HostAccount {  // bytes of the host's large tensors
+  std::mutex mutex;
+  int64_t current = 0, peak = 0;
+  void add(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    current += bytes;
+    peak = std::max(peak, current);
+  }
+};
+inline HostAccount g_host;
+
+struct Mapping {  // of address space: pages that nobody writes to take no memory, and read as zeros
+  void* begin;
+  size_t size;
+  bool is_host;
+};
+
+inline void unmap(void* context) {
+  auto* mapping = static_cast<Mapping*>(context);
+  munmap(mapping->begin, mapping->size);
+  if (mapping->is_host) g_host.add(-static_cast<int64_t>(mapping->size));
+  delete mapping;
+}
+
+inline DataPtr untouched(size_t size, bool is_host) {
+  void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(begin != MAP_FAILED, "the simulated device has no address space of ", size, " bytes");
+  if (is_host) g_host.add(size);
+  return DataPtr(begin, new Mapping{begin, size, is_host}, &unmap, Device(c10::kCPU));
+}
+
+inline DataPtr zeros(size_t size) {
+  if (size >= kLarge) return untouched(size, /*is_host=*/false);
+  auto memory = c10::GetCPUAllocator()->allocate(size);
+  std::memset(memory.get(), 0, size);
+  return memory;
+}
 
 // ------------------------------------------------------------------------------------------------------- device memory
 
@@ -102,7 +148,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       std::lock_guard<std::mutex> lock(account.mutex);
       check_room(account, t_current_device, rounded(size));
     }
-    return adopt(c10::GetCPUAllocator()->allocate(size), size, t_current_device);
+    return adopt(g_without_data ? zeros(size) : c10::GetCPUAllocator()->allocate(size), size, t_current_device);
   }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
   bool initialized() override { return true; }
@@ -175,7 +221,7 @@ inline bool is_pinned(const void* data) {
 
 struct PinnedAllocator final : at::HostAllocator {
   DataPtr allocate(size_t size) override {
-    auto host = c10::GetCPUAllocator()->allocate(size);
+    auto host = c10::GetCPUAllocator()->allocate(g_without_data ? std::bit_ceil(size) : size);
     void* data = host.get();
     if (data == nullptr) return host;
     std::lock_guard<std::mutex> lock(g_pinned_mutex);

@@ -134,7 +134,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     auto* impl = storage.unsafeGetStorageImpl();
     const c10::DeviceGuard guard(storage.device());
     auto fresh = g_allocator.allocate(size);
-    if (const auto kept = std::min(size, impl->nbytes())) std::memcpy(fresh.get(), impl->data(), kept);
+    const auto kept = std::min(size, impl->nbytes());
+    if (kept > 0 && !(g_without_data && kept >= kLarge)) std::memcpy(fresh.get(), impl->data(), kept);
     impl->set_data_ptr_noswap(std::move(fresh));
     impl->set_nbytes(size);
   }

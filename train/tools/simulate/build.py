@@ -1,6 +1,6 @@
 """Builds the extension behind the simulated device, once for each version of torch and of the sources.
 
-    eval "$(python tests/device/simulated/simgpu_build.py)"     # builds, and puts this shell on the simulated device
+    eval "$(python -m train.tools.simulate.build)"     # builds, and puts this shell on the simulated device
 
 A build takes about half a minute. It lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR), as DeepSpeed's do.
 """
@@ -16,7 +16,7 @@ import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE / "csrc"
+SOURCES, DEVICE = HERE / "csrc", HERE / "device"
 NAME = "simgpu_c"
 
 
@@ -34,23 +34,28 @@ def build() -> Path:
     Raises:
         RuntimeError: it does not compile; the message is the compiler's.
     """
-    target = _folder() / f"{NAME}-{_key()}.so"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / "lock").open("w") as lock:
+    library = target()
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the system, should the process that builds be killed
-        if not target.is_file():
-            unfinished = target.with_suffix(".unfinished")
+        if not library.is_file():
+            unfinished = library.with_suffix(".unfinished")
             done = subprocess.run(_command(unfinished), capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{shlex.join(done.args)}\n{done.stderr[-6000:]}")
-            unfinished.rename(target)
-    return target
+            unfinished.rename(library)
+    return library
+
+
+def target() -> Path:
+    """Where the extension lies once it is built."""
+    return _folder() / f"{NAME}-{_key()}.so"
 
 
 def environment(library: Path) -> dict[str, str]:
     """What puts a Python on the simulated device."""
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(HERE)]
-    return {"SIMGPU_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join([str(HERE), *others])}
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(DEVICE)]
+    return {"SIMGPU_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join([str(DEVICE), *others])}
 
 
 def _compiler() -> str | None:
@@ -64,15 +69,16 @@ def _folder() -> Path:
 
 
 def _key() -> str:
-    """Of all that the extension is made from."""
+    """Of all that the extension is made from, wherever the sources lie."""
     import torch
 
     sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-    about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {_command(Path(NAME))}"
+    command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
+    about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"
     return hashlib.sha256(about.encode() + sources).hexdigest()[:16]
 
 
-def _command(target: Path) -> list[str]:
+def _command(library: Path) -> list[str]:
     import torch
     from torch.utils import cpp_extension
 
@@ -81,13 +87,13 @@ def _command(target: Path) -> list[str]:
     return [
         _compiler() or "c++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-isystem{path}" for path in headers),
-        str(SOURCES / "simgpu.cpp"), "-o", str(target), *(f"-L{path}" for path in libraries), "-lc10", "-ltorch",
+        str(SOURCES / "simgpu.cpp"), "-o", str(library), *(f"-L{path}" for path in libraries), "-lc10", "-ltorch",
         "-ltorch_cpu", "-ltorch_python",
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
     if missing():
-        sys.exit(f"simgpu_build: {missing()}")
+        sys.exit(f"simulated device: {missing()}")
     for name, value in environment(build()).items():
         print(f"export {name}={shlex.quote(value)}")

@@ -1,0 +1,1 @@
+"""A simulated accelerator for PyTorch, with which the tests run and `zerofit compare --simulate` measures."""
