@@ -4,6 +4,7 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
         --memory_limit 24GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --memory_limit 1GiB --finish
+    zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --simulate 1GiB
 
 Every trial is a real launch of the task with the recipe; its rows have the greatest length that the recipe allows. The
 journal in the output folder keeps all results: the same command resumes where it was interrupted, and repeats nothing.
@@ -30,6 +31,7 @@ from train.tools.compare.finish import Finish, values_to_finish
 from train.tools.compare.machine import Limits, Machine, choose_limits, inspect_machine
 from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
+from train.tools.compare.simulated import LEFT_OUT, simulated_machine, without_weights
 from train.tools.launches import ending_in_order
 from train.tools.tool_recipe import parse_bytes, read_with_recipe
 
@@ -45,12 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
     trial_recipe = make_recipe(options, cls)
+    if options.simulate:
+        trial_recipe = TrialRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, LEFT_OUT])
     check_overrides(candidates, trial_recipe, cls)
     to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
     candidates = with_one_batch_evaluations(candidates, trial_recipe, options)
-    machine = inspect_machine()
+    machine = simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_machine()
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
@@ -93,6 +97,8 @@ def limits_of(options, machine: Machine, output: Path) -> Limits:
     if device is None and not machine.devices and (output / LIMIT).is_file():
         num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
         chosen = limit if num_processes == options.num_processes else None
+    if machine.simulated:
+        device = device or machine.devices[0]["total"]
     limits = choose_limits(machine, options.num_processes, device or chosen, host)
     if chosen:
         limits.notes.append(f"memory_limit {size(chosen)}, as it was when this comparison began")

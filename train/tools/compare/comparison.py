@@ -36,6 +36,7 @@ class Comparison:
         self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
         self.recipe, self.output = recipe, output
         self.journal = Journal(output / "journal.jsonl")
+        self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
         self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
         code = code_hash()
         self.keys = {candidate.name: self._key(candidate, code) for candidate in candidates}
@@ -129,7 +130,7 @@ class Comparison:
         shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
         this_process = psutil.Process()
         request = TrialRequest(
-            sizes=self.sizes, first=step.first, only_first=step.only_first, steps=options.steps, pid=this_process.pid,
+            sizes=self.sizes, first=step.first, only_first=step.only_first, steps=self.steps, pid=this_process.pid,
             started=this_process.create_time(), fits=state.fits, fails=state.fails, must_try=self._sizes_to_try(),
             points=state.points, memory_limit=self.limits.device, host_memory_limit=self.limits.host,
         )  # fmt: skip
@@ -156,7 +157,7 @@ class Comparison:
         return key_of(
             code=code, recipe=self.recipe.read_text(), task=options.task, pair=self.pair_of(candidate),
             overrides=candidate.overrides, num_processes=options.num_processes, device=self.limits.device,
-            host=self.limits.host, steps=options.steps, machine=self.machine.identity,
+            host=self.limits.host, steps=self.steps, machine=self.machine.identity,
         )  # fmt: skip
 
     def pair_of(self, candidate: Candidate) -> dict[str, Any]:
@@ -183,7 +184,8 @@ class Comparison:
         if line["event"] == "fits":
             peak = f"{peak_of(line) / MIB:,.0f}"
             limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""
-            say(f"  {line['size']:>6}  fits: {peak}{limit} MiB, {rounded(line['samples_per_s'])} samples/s")
+            rate = "" if self.machine.simulated else f", {rounded(line['samples_per_s'])} samples/s"
+            say(f"  {line['size']:>6}  fits: {peak}{limit} MiB{rate}")
 
     def _say_limit(self, candidate: Candidate) -> None:
         row = next(row for row in self.rows() if row.name == candidate.name)

@@ -5,9 +5,10 @@ a GPU through torch takes half a GiB of it until it ends.
 """
 
 import json
+import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Machine:
         devices: name, total and free memory of each.
         memory, available: of the host.
         environment: versions, commit and hardware, for the report's provenance.
+        simulated: variables that put a launch on simulated devices; empty: its devices are real.
     """
 
     kind: str
@@ -38,13 +40,15 @@ class Machine:
     memory: int
     available: int
     environment: dict[str, Any]
+    simulated: dict[str, str] = field(default_factory=dict)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes it from other machines."""
         return {"devices": [[device["name"], device["total"]] for device in self.devices],
                 "cpu": self.environment["hardware"].get("cpu"), "cores": self.environment["hardware"].get("cores"),
-                "memory": self.memory, "packages": self.environment["packages"]}  # fmt: skip
+                "memory": self.memory, "packages": self.environment["packages"],
+                **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")}}  # fmt: skip
 
     @property
     def settings(self) -> dict[str, str]:
@@ -73,22 +77,26 @@ def launch_environment(machine: Machine, num_processes: int) -> dict[str, str]:
     """Environment variables of a launch: the machine's settings, and that processes may share its devices where it has
     fewer."""
     shares = 0 < len(machine.devices) < num_processes
-    return machine.settings | ({SHARES_DEVICES: "1"} if shares else {})
+    return machine.settings | machine.simulated | ({SHARES_DEVICES: "1"} if shares else {})
 
 
-def inspect_machine() -> Machine:
+def inspect_machine(simulated: dict[str, str] | None = None) -> Machine:
     """The machine that this runs on.
+
+    Args:
+        simulated: variables that put a process on simulated devices.
 
     Raises:
         RuntimeError: torch cannot be used.
     """
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
-        [sys.executable, "-m", "train.tools.compare.machine"], capture_output=True, text=True, cwd=root
-    )
+        [sys.executable, "-m", "train.tools.compare.machine"], capture_output=True, text=True, cwd=root,
+        env={**os.environ, **(simulated or {})},
+    )  # fmt: skip
     if finished.returncode:
         raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
-    return Machine(**json.loads(finished.stdout.splitlines()[-1]))
+    return Machine(**json.loads(finished.stdout.splitlines()[-1]), simulated=simulated or {})
 
 
 def _print_description() -> None:

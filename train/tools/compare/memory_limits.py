@@ -75,6 +75,8 @@ class TrialMemory:
         self.host = MemoryMeter(torch.device("cpu"))
         self.meter = MemoryMeter(device) if device.type != "cpu" else self.host
         self.data = segment if device.type == "cpu" else None
+        # A simulated device counts what the host would hold: nothing of it is resident.
+        self.simulated = getattr(torch.get_device_module(device), "peak_host_bytes", None)
         self.peaks: dict[str, int] = {}
         if self.data is not None:
             self.data.watch()
@@ -98,7 +100,7 @@ class TrialMemory:
     def note(self) -> dict[str, int]:
         """The peaks of the trial so far, in bytes: allocated (by torch; on a CPU resident), reserved (what the limit
         counts), total (of the whole device, other processes included; on a CPU of the process) and host (resident)."""
-        host = self.host.peak_bytes()
+        host = self.simulated() if self.simulated else self.host.peak_bytes()
         if self.data is not None:
             now = {"allocated": host, "reserved": self.data.peak_bytes(), "total": host, "host": host}
         else:
@@ -118,6 +120,8 @@ class TrialMemory:
             self.data.reset()
         else:
             self.meter.reset()
+        if self.simulated:
+            self.simulated(reset=True)
 
 
 def limit_device(device: torch.device, limit: int | None, ranks: int = 1) -> int | None:

@@ -15,6 +15,12 @@ class CompareOptions(LaunchedStrategiesOptions):
         "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share).",
         common=True,
     )
+    simulate: str | None = option(
+        None,
+        "Without a GPU: on simulated devices of this size (24GiB) or of a known GPU's (a100-80gb). The launches are "
+        "real, tensors hold no data, and times are not measured.",
+        common=True,
+    )
     host_memory_limit: str | None = option(None, "Host memory of all processes together; by default what there is.")
     batch_sizes: list[str] = option(  # noqa: RUF009
         ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40.", common=True
@@ -47,6 +53,9 @@ class CompareOptions(LaunchedStrategiesOptions):
             wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
         except ValueError:
             wrong = True
+        if self.simulate:
+            without_use = [name for name in ("finish", "host_memory_limit", "steps") if self.source(name)]
+            problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
         given = " ".join(self.batch_sizes)
         if wrong:
             problems.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")

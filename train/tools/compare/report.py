@@ -12,6 +12,7 @@ from train.tools.compare.plots import memory_plot, throughput_plot
 from train.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+MEMORY_COLUMNS = 5  # of the main table, the first ones
 EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
 COLUMNS = (
     "strategy", "batch_size", "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
@@ -34,7 +35,9 @@ class Report:
         self.options, self.machine, self.limits = comparison.options, comparison.machine, comparison.limits
         self.command, self.notes = command, notes
         self.finished: list[Finished] = []  # the runs of --finish
-        self.title = Path(self.options.source("config") or self.options.task).stem
+        self.simulated = bool(self.machine.simulated)  # memory only: times mean nothing
+        title = Path(self.options.source("config") or self.options.task).stem
+        self.title = f"Batch sizes{', simulated' * self.simulated}: {title}"
 
     @property
     def rows(self) -> list[Row]:
@@ -47,23 +50,25 @@ class Report:
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
-        pictures = {"Memory": memory_plot(self.rows, self.limits.device), "Throughput": throughput_plot(self.rows)}
+        pictures = {"Memory": memory_plot(self.rows, self.limits.device)}
+        if not self.simulated:
+            pictures["Throughput"] = throughput_plot(self.rows)
         for name, picture in pictures.items():
             (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
         blocks = self._blocks()
-        html = html_report(f"Batch sizes: {self.title}", self.conclusion, blocks, pictures, self._provenance())
+        html = html_report(self.title, self.conclusion, blocks, pictures, self._provenance())
         (output / "report.html").write_text(html, encoding="utf-8")
         (output / "report.md").write_text(self._markdown(blocks), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
-            writer.writerows(_values(row, line) for row in self.rows for line in row.trials)
+            writer.writerows(self._values(row, line) for row in self.rows for line in row.trials)
         if self.finished:
             write_csv(self.finished, output / "finished.csv")
 
     @property
     def conclusion(self) -> str:
-        return conclusion(self.rows)
+        return conclusion(self.rows, with_speed=not self.simulated)
 
     def for_terminal(self) -> str:
         """The tables and the conclusion."""
@@ -87,7 +92,8 @@ class Report:
         common = f"peak at {self.common}" if self.common else "peak"
         head = ("strategy", "largest batch", "factor", "its peak", common, "samples/s", "tokens/s", "best batch",
                 "samples/s there", "an epoch", "speed-up", "evaluation samples/s", "its seconds")  # fmt: skip
-        return [head, *(self._row(row, first) for row in self.rows)]
+        rows = [head, *(self._row(row, first) for row in self.rows)]
+        return [row[:MEMORY_COLUMNS] for row in rows] if self.simulated else rows
 
     def _row(self, row: Row, first: Row) -> tuple[str, ...]:
         at, common, best = row.at(row.largest), row.at(self.common), row.best
@@ -117,18 +123,19 @@ class Report:
 
     def trials_table(self) -> list[tuple[str, ...]]:
         """Every size that was tried, also those that do not fit."""
-        head = ("strategy", "batch", "outcome", "allocated", "reserved", "total", "samples/s", "tokens/s", "loss",
-                "fresh process")  # fmt: skip
+        head = ("strategy", "batch", "outcome", "fresh process", "allocated", "reserved", "total",
+                *(("host",) if self.simulated else ("samples/s", "tokens/s", "loss")))  # fmt: skip
         rows = []
         for row in self.rows:
             for line in sorted(row.trials, key=lambda line: (line["size"], line["fresh"])):
                 fresh = "yes" if line["fresh"] else "no"
                 if line["outcome"] != "fits":
-                    rows.append((row.name, str(line["size"]), outcome_text(line), *["-"] * 6, fresh))
+                    rows.append((row.name, str(line["size"]), outcome_text(line), fresh, *["-"] * (len(head) - 4)))
                     continue
                 peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
-                rates = [rounded(line[name]) for name in ("samples_per_s", "tokens_per_s")]
-                rows.append((row.name, str(line["size"]), "fits", *peaks, *rates, f"{line['loss']:.4f}", fresh))
+                rest = [rounded(line["samples_per_s"]), rounded(line["tokens_per_s"]), f"{line['loss']:.4f}"]
+                rest = [size(peak_of(line, "host"))] if self.simulated else rest
+                rows.append((row.name, str(line["size"]), "fits", fresh, *peaks, *rest))
         return [head, *rows]
 
     def _blocks(self) -> list[tuple[str, str, list[tuple[str, ...]]]]:
@@ -139,7 +146,7 @@ class Report:
             *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
               if self.finished else []),
             ("What a process holds", _ABOUT_HELD, self.held_table()),
-            ("All trials", _ABOUT_TRIALS, self.trials_table()),
+            ("All trials", _ABOUT_TRIALS + _ABOUT_HOST * self.simulated, self.trials_table()),
         ]  # fmt: skip
 
     def _batches_text(self) -> str:
@@ -152,12 +159,16 @@ class Report:
         if about["mean_sample"] < sum(about["longest"].values()):
             shorter = f" (the data's rows have {about['mean_sample']:,} on average: real epochs may be shorter)"
         of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
+        explained = (
+            "factor is against the first strategy. The devices are simulated."
+            if self.simulated
+            else "rates are of all processes together; factor and speed-up are against the first strategy, speed-up "
+            f"and epoch at each one's best.{self._evaluation_text()}"
+        )
         return (
             f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
             f"{about['precision']}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
-            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, rates are of all processes "
-            "together; factor and speed-up are against the first strategy, speed-up and epoch at each one's best."
-            f"{self._evaluation_text()}"
+            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, {explained}"
         )
 
     def _evaluation_text(self) -> str:
@@ -170,6 +181,16 @@ class Report:
             "the seconds that it took, generation included: not a full evaluation."
         )
 
+    def _values(self, row: Row, line: dict[str, Any]) -> list[Any]:
+        """A line of results.csv."""
+        fits = line["outcome"] == "fits"
+        peaks = [peak_of(line, name, with_evaluation=False) if fits else "" for name in
+                 ("allocated", "reserved", "total", "host")]  # fmt: skip
+        rates = ["" if self.simulated else line.get(name, "") for name in
+                 ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)]  # fmt: skip
+        return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
+                *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip
+
     # ------------------------------------------------------------------------------------------------------ provenance
 
     def _provenance(self) -> list[str]:
@@ -180,23 +201,29 @@ class Report:
         launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
         host = f", {size(self.limits.host)} of the host for each" if self.limits.host else ""
         limit = f"{size(self.limits.device)} for each process" if self.limits.device else "none"
+        timed = "" if self.simulated else f"; {self.options.steps} timed updates of each size"
         settings = " ".join(f"{name}={value}" for name, value in self.machine.settings.items())
         return [
             f"Command: `{self.command}`",
             f"Hardware: {self.machine.describe()}",
-            f"Limit: {limit}{host} ({_LIMITS.get(self.machine.kind, _LIMITS['gpu'])})",
+            f"Limit: {limit}{host} ({self._limit_text()})",
             *([f"Trials run with {settings}"] if settings else []),
             f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
             f"{environment['python']}, {versions}",
-            f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
+            f"Launches: {launches}, {seconds / 60:.1f} minutes{timed}",
             *(f"Note: {note}" for note in (*self.notes, *self.limits.notes)),
         ]
 
+    def _limit_text(self) -> str:
+        kind = "simulated" if self.simulated else self.machine.kind
+        return _LIMITS.get(kind, _LIMITS["gpu"])
+
     def _markdown(self, blocks) -> str:
-        parts = [f"# Batch sizes: {self.title}", self.conclusion]
+        parts = [f"# {self.title}", self.conclusion]
         for heading, text, rows in blocks:
             parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
-        parts += ["![memory against batch size](memory.svg)", "![throughput against batch size](throughput.svg)"]
+        parts += ["![memory against batch size](memory.svg)"]
+        parts += [] if self.simulated else ["![throughput against batch size](throughput.svg)"]
         parts += ["\n".join(f"* {line}" for line in self._provenance())]
         return "\n\n".join(parts) + "\n"
 
@@ -215,8 +242,10 @@ _ABOUT_TRIALS = (
     "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "
     "what the limit counts; total: of the whole device (on a CPU, of the process)."
 )
+_ABOUT_HOST = " Host: what the process' floating-point tensors there would take."
 _LIMITS = {
     "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB a process, comes on top",
+    "simulated": "of what the simulated allocator hands out; what the driver takes for each process comes on top",
     "gpu": "of what torch's allocator reserves; what the driver takes for each process comes on top",
     "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",
 }
@@ -227,13 +256,3 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     marks = [":--", *["--:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest))
-
-
-def _values(row: Row, line: dict[str, Any]) -> list[Any]:
-    """A line of results.csv."""
-    fits = line["outcome"] == "fits"
-    peaks = [peak_of(line, name, with_evaluation=False) if fits else "" for name in
-             ("allocated", "reserved", "total", "host")]  # fmt: skip
-    rates = [line.get(name, "") for name in ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)]
-    return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
-            *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip

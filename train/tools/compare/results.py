@@ -138,14 +138,14 @@ def speed_up(row: Row, first: Row) -> float | None:
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
-def conclusion(rows: list[Row]) -> str:
+def conclusion(rows: list[Row], with_speed: bool = True) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
     about_failed = f" {', '.join(failed)}: failed, without a result." if failed else ""
-    return (_conclusion(rows) + about_failed).strip()
+    return (_conclusion(rows, with_speed) + about_failed).strip()
 
 
-def _conclusion(rows: list[Row]) -> str:
+def _conclusion(rows: list[Row], with_speed: bool) -> str:
     fitting = [row for row in rows if row.largest]
     if not fitting:
         names = ", ".join(row.name for row in rows)
@@ -170,6 +170,8 @@ def _conclusion(rows: list[Row]) -> str:
         if not first.largest:
             against = f"; {first.name} holds none"
         limits = f"{hold} the largest batch, {largest_batch} a process{against}"
+    if not with_speed:
+        return f"{limits}."
     best = fastest.best
     faster = speed_up(fastest, first)
     against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""

@@ -1,0 +1,107 @@
+"""`zerofit compare --simulate` up to the launch: the devices, the recipe of the trials, refusals, the report."""
+
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT, refusal
+from unit.test_limits import machine, rows
+
+from train.recipe.parse import parse_recipe
+from train.tools.compare import simulated
+from train.tools.compare.candidates import make_recipe
+from train.tools.compare.journal import key_of
+from train.tools.compare.machine import Limits, launch_environment
+from train.tools.compare.options import CompareOptions
+from train.tools.compare.report import Report
+from train.tools.plan.gpus import GPUS
+from train.tools.tool_recipe import read_with_recipe
+
+GIB = 2**30
+VARIABLES = {"SIMGPU_LIBRARY": "/x/simgpu_c-1.so", "SIMGPU_MEMORY": str(GIB), "PYTHONPATH": "/x"}
+
+
+@pytest.fixture
+def built(monkeypatch, tmp_path):
+    """A compiled device, and an inspection that launches nothing."""
+    monkeypatch.setattr(simulated.build, "target", lambda: ROOT / "README.md")
+    monkeypatch.setattr(simulated.build, "build", lambda: tmp_path / "simgpu_c.so")
+    monkeypatch.setattr(simulated, "inspect_machine", lambda variables: variables)
+
+
+def test_a_device_for_each_process(built):
+    variables = simulated.simulated_machine("24GiB", 2)
+    assert variables["SIMGPU_MEMORY"] == f"{24 * GIB},{24 * GIB}"
+    assert variables["SIMGPU_WITHOUT_DATA"] == "1"
+    assert variables["SIMGPU_LIBRARY"].endswith("simgpu_c.so")
+    variables = simulated.simulated_machine("A100-80GB", 1)
+    assert variables["SIMGPU_MEMORY"] == str(GPUS["a100-80gb"].usable_bytes)
+    assert variables["SIMGPU_MODEL"] == "simulated a100-80gb"
+
+
+def test_what_cannot_be_simulated_is_refused(built, monkeypatch):
+    said = refusal(simulated.simulated_machine, "a100-8gb", 1)
+    assert "simulate = 'a100-8gb' is neither a size such as 24GiB nor a known GPU. Did you mean a100-80gb?" in said
+    assert "h100-80gb" in said
+    monkeypatch.setattr(simulated.build, "missing", lambda: "there is no C++ compiler")
+    said = refusal(simulated.simulated_machine, "24GiB", 1)
+    assert "simulate = 24GiB: there is no C++ compiler" in said
+    assert "apt install g++" in said
+
+
+def test_options_without_use_are_refused():
+    config = str(ROOT / "recipes" / "clm" / "compare-small.yaml")
+    for flags in (["--finish"], ["--host_memory_limit", "64GiB"], ["--steps", "3"]):
+        said = refusal(read_with_recipe, CompareOptions, ["--config", config, "--simulate", "1GiB", *flags], "compare")
+        assert f"{flags[0][2:]}: no effect with simulate = 1GiB. Remove it" in said
+
+
+def test_weights_are_not_read(tmp_path):
+    """Every recipe in the tree is one without weights, of the same shape."""
+    changed = 0
+    for path in sorted((ROOT / "recipes").glob("*/*.yaml")):
+        given, cls = read_with_recipe(CompareOptions, ["--config", str(path)], "zerofit compare")
+        values = simulated.without_weights(make_recipe(given, cls).values)
+        file = tmp_path / "recipe.yaml"
+        file.write_text(make_recipe(given, cls).__class__(values, []).to_yaml())
+        made = parse_recipe(cls, ["--config", str(file)])
+        assert not made.model_name_or_path
+        changed += bool(given.model_name_or_path)
+    assert changed >= 5
+    values = simulated.without_weights({"model_name_or_path": "microsoft/deberta-v2-xlarge", "lora": True})
+    assert values == {
+        "lora": True, "tokenizer_name": "microsoft/deberta-v2-xlarge", "config_name": "microsoft/deberta-v2-xlarge"
+    }  # fmt: skip
+    assert simulated.without_weights({"config_name": "gpt2"}) == {"config_name": "gpt2"}
+
+
+def test_launches_and_results_are_those_of_the_simulation():
+    real, ours = machine([{"name": "GPU", "total": GIB, "free": GIB}]), machine()
+    ours = type(real)(real.kind, real.devices, real.memory, real.available, real.environment, VARIABLES)
+    assert launch_environment(ours, 1) == VARIABLES
+    assert launch_environment(real, 1) == {}
+    keys = [key_of(machine=each.identity) for each in (real, ours)]
+    assert keys[0] != keys[1], "a journal does not take one for the other"
+    elsewhere = type(real)(real.kind, real.devices, real.memory, real.available, real.environment,
+                           VARIABLES | {"PYTHONPATH": "/y"})  # fmt: skip
+    assert key_of(machine=elsewhere.identity) == keys[1]
+
+
+def test_the_report_says_that_it_is_simulated(tmp_path):
+    real = machine([{"name": "simulated device", "total": GIB, "free": GIB}])
+    ours = type(real)("npu", real.devices, real.memory, real.available, real.environment, VARIABLES)
+    comparison = SimpleNamespace(
+        rows=rows, machine=ours, limits=Limits(1000 * 2**20, None, []),
+        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
+    )  # fmt: skip
+    report = Report(comparison, "zerofit compare --simulate 1GiB", [simulated.LEFT_OUT])
+    report.write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Batch sizes, simulated: x\n")
+    assert "The devices are simulated." in text
+    assert "Not in the peaks: workspaces of kernels" in text
+    assert "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp.\n" in text
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 1
+    for file in (text, page, (tmp_path / "results.csv").read_text().partition("\n")[2], report.for_terminal()):
+        assert "samples/s" not in file
+        assert "12.0" not in file, "a rate"
