@@ -44,8 +44,13 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "zero3_offload_optimizer": ("zero3_offload_optimizer", 2, 2),
     "sp": ("sp", 2, 2),
     "sp x dp": ("sp", 4, 2),
+    "tp": ("tp", 2, 2),
+    "tp x dp": ("tp", 4, 2),
+    "tp_zero2 x dp": ("tp_zero2", 4, 2),
+    "tp_zero3 x dp": ("tp_zero3", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
+SPLIT = {"sp": ("packed", "padded"), "tp": ("packed", "padded", "gpt2", "neox")}  # the cases of model parallelism
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
@@ -64,14 +69,24 @@ PAIRS = ("--train_file", "{material}/dialogue/keyed.json", "--max_source_length"
          "--max_train_samples", "300", "--max_eval_samples", "11", "--num_beams", "2",
          "--per_device_eval_batch_size", "3", "--val_min_target_length", "4",
          "--val_max_target_length", "12")  # fmt: skip
+SCRATCH = ("--train_tokenizer_vocab_size", "301", "--train_file", "{material}/text/train.txt", "--block_size", "96",
+           "--packing", "none", "--max_train_samples", "100", "--max_eval_samples", "17")  # fmt: skip
 CASES = {
     "packed": Case("clm", 22, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
         "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
-    ), ("ddp", "zero2", "zero3", "sp")),
+    ), ("ddp", "zero2", "zero3", "sp", "tp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt",
         "--max_eval_samples", "17", "--block_size", "192", "--packing", "none", "--max_train_samples", "100",
+    )),
+    "gpt2": Case("clm", 12, (  # its vocabulary is tied, and 2 does not divide it
+        "--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,resid_pdrop=0,"
+        "embd_pdrop=0,attn_pdrop=0", *SCRATCH,
+    ), ("tp",)),
+    "neox": Case("clm", 12, (
+        "--model_type", "gpt_neox", "--config_overrides", "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,"
+        "intermediate_size=160,max_position_embeddings=128", *SCRATCH,
     )),
     "deberta": Case("cls", 16, (
         "--model_name_or_path", "{deberta}", "--task_name", "mrpc", "--train_file", "{material}/glue/MRPC/train.tsv",
@@ -101,7 +116,8 @@ def table(*names: str, layouts: Iterable[str] = OTHERS) -> list:
 
 
 def _is_possible(name: str, layout: str) -> bool:
-    return LAYOUTS[layout][0] != "sp" or name in ("packed", "padded")
+    strategy = LAYOUTS[layout][0]
+    return strategy[:2] not in ("sp", "tp") or name in SPLIT[strategy[:2]]
 
 
 def _is_core(name: str, layout: str) -> bool:
@@ -343,25 +359,28 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     assert "### Response" in AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
-LEGS = (  # goes on after this update, strategy, processes
-    [(8, "zero3_offload", 1)],
-    [(8, "single", 1), (16, "zero3_offload", 2)],
-    [(8, "zero3", 2), (16, "ddp", 2)],
-    [(8, "sp", 2), (16, "single", 1)],
-    [(8, "single", 1), (16, "sp", 2)],
+LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
+    ("zero2", [(8, "zero3_offload", 1)]),
+    ("zero2", [(8, "single", 1), (16, "zero3_offload", 2)]),
+    ("zero2", [(8, "zero3", 2), (16, "ddp", 2)]),
+    ("zero2", [(8, "sp", 2), (16, "single", 1)]),
+    ("zero2", [(8, "single", 1), (16, "sp", 2)]),
+    ("tp", [(8, "single", 1), (16, "zero2", 2)]),
+    ("zero2", [(8, "tp", 2), (16, "sp", 2)]),
+    ("tp_zero3 x dp", [(8, "tp_zero2", 4), (16, "zero3", 2)]),
 )
+LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 
 
-@pytest.mark.long  # from ZeRO-3 to one process: test_chain.py
-@pytest.mark.parametrize("legs", LEGS)
-def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights, cache, tmp_path, legs):
-    """Begun under ZeRO-2 with 2 processes and left, against the run that was left alone."""
-    lines, whole = run("packed", "zero2")
+@pytest.mark.parametrize(("origin", "legs"), LEGS)  # from ZeRO-3 to one process: test_chain.py
+def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights, cache, tmp_path, origin, legs):
+    """Begun under one strategy and left, against the run that was left alone."""
+    lines, whole = run("packed", origin)
     ledger = (whole / "samples.jsonl").read_text()
     assert len(ledger.splitlines()) == 22
     output, flags = tmp_path / "run", [flag.format(**weights) for flag in CASES["packed"].flags]
     shutil.copytree(whole, output, symlinks=True)
-    before = 2
+    before = replicas(*LAYOUTS[origin][:2])
     for start, strategy, processes in legs:
         for update in (16, 22):
             if update > start:
@@ -374,9 +393,8 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"after update {start}, written under" in done.stdout
-        replicas = processes // 2 if strategy == "sp" else processes
-        assert ("the accumulation follows" in done.stdout) == (replicas != before)
-        before = replicas
+        assert ("the accumulation follows" in done.stdout) == (replicas(strategy, processes) != before)
+        before = replicas(strategy, processes)
         again = metrics(output)
         assert [line["update"] for line in again] == list(range(23)), "each update once"
         for figure, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("learning_rate", 0)):
@@ -386,7 +404,12 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
     assert (output / "checkpoints" / "latest").resolve().name == "update_00000016"
 
 
-ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed") for layout in ("ddp", "zero2", "zero3", "sp")
+def replicas(strategy: str, processes: int) -> int:
+    return processes // 2 if strategy[:2] in ("sp", "tp") else processes
+
+
+ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed")
+             for layout in ("ddp", "zero2", "zero3", "sp", "tp", "tp_zero3 x dp")
              if _is_possible(name, layout)]  # fmt: skip
 
 

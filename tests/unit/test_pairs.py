@@ -11,7 +11,7 @@ from train.strategy import launch as launch_module
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
-from train.strategy.degrees import read_sequence_degree
+from train.strategy.degrees import read_sequence_degree, take_tensor_degree
 from train.strategy.launch import Launch, read_launch
 from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
@@ -19,7 +19,7 @@ from train.strategy.read import read_strategy
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
-         "zero2_plain", "sp"}  # fmt: skip
+         "zero2_plain", "sp", "tp", "tp_zero2", "tp_zero3"}  # fmt: skip
 
 
 def recipe(**options) -> ClmRecipe:
@@ -35,7 +35,8 @@ def launch(json_path=None, world_size=2, **changes) -> Launch:
 
 
 def layout_of(config: dict) -> ParallelLayout:
-    return ParallelLayout(2, 0, sequence=read_sequence_degree(config, "mine.json"))
+    tensor, sequence = take_tensor_degree(config, "mine.json"), read_sequence_degree(config, "mine.json")
+    return ParallelLayout(2, 0, tensor, sequence=sequence)
 
 
 def test_the_pairs_are_there():
@@ -71,7 +72,9 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
 
     config, source, _ = read_config(launch(path))
     options = recipe(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
-    resolved, batches = resolve_config(config, source, options, layout_of(config))
+    layout = layout_of(config)
+    assert (layout.tensor > 1) == path.stem.startswith("tp")
+    resolved, batches = resolve_config(config, source, options, layout)
     resolved["bf16"] = {"enabled": precision == "bf16"}
     left_to_accelerate = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
     zero = resolved["zero_optimization"]
@@ -79,7 +82,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     zero.update(dict.fromkeys(left_to_accelerate & zero.keys(), 1000))
     resolved["fp16"] = {"enabled": False}
     assert "auto" not in json.dumps(resolved)
-    one_pass = 4 * layout_of(config).data_size
+    one_pass = 4 * layout.data_size
     assert (batches.micro_batch, batches.accumulation, batches.global_batch) == (4, 16 // one_pass, 16)
     assert resolved["optimizer"]["params"]["betas"] == [0.9, 0.95]
     one_process = {"train_batch_size": 4 * batches.accumulation}  # the parser believes in it
@@ -188,7 +191,8 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, ["compute_grad_norm = false", "Remove it"]),
-        ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel is not supported", "data-parallel"]),
+        ({"tensor_parallel": 2}, ["tensor_parallel = 2", 'e.g. {"autotp_size": 2}']),
+        ({"tensor_parallel": {"autotp_size": 3}}, ["2 processes are no multiple of", "= 3. Start a multiple of 3"]),
         ({"sequence_parallel_size": "2"}, ["sequence_parallel_size", "2 without quotes"]),
         ({"sequence_parallel_size": 0}, ["sequence_parallel_size = 0", "e.g. 2"]),
         ({"sequence_parallel_size": 3}, ["2 processes are no multiple of", "= 3. Start a multiple of 3"]),

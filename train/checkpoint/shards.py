@@ -2,7 +2,8 @@
 
     state/progress.json            what the run resumes from, beside the optimizer's state
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
-    state/rank_00000.json          which part of which parameter that is, and the checksum of the above
+    state/rank_00000.json          which part of which parameter that is: a range of the flattened parameter, or of the
+                                   share that tensor parallelism has cut out of it; and the checksum of the above
 
 Nothing here is ever unpickled.
 """
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from train.checkpoint.directory import entry
-from train.strategy.state import Piece
+from train.model.tensor_parallel.cut import Cut
+from train.strategy.state import Piece, overlaps
 
 PROGRESS = "progress.json"
 
@@ -27,10 +29,21 @@ def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str,
 
     data = _file(folder, rank)
     save_file(tensors, data)
-    parts = {piece.name: {"shape": piece.shape, "start": piece.start, "stop": piece.stop} for piece in pieces}
+    parts = {piece.name: _entry_of(piece) for piece in pieces}
     partial = data.with_suffix(".partial")
     partial.write_text(json.dumps({"data": entry(data), "pieces": parts}) + "\n")
     partial.rename(data.with_suffix(".json"))
+
+
+def _entry_of(piece: Piece) -> dict[str, Any]:
+    part = {"shape": piece.shape, "start": piece.start, "stop": piece.stop}
+    return part if piece.cut is None else {**part, "cut": {"dim": piece.cut.dim, "ranges": piece.cut.ranges}}
+
+
+def _piece_of(name: str, part: dict[str, Any]) -> Piece:
+    shape, cut = tuple(part["shape"]), part.get("cut")
+    cut = cut and Cut(shape, cut["dim"], tuple(map(tuple, cut["ranges"])))
+    return Piece(name, shape, part["start"], part["stop"], cut)
 
 
 def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
@@ -61,13 +74,13 @@ class ShardReader:
     def __init__(self, folder: Path):
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[tuple[int, int, int]]] = {}  # (rank, start, stop) of each parameter
+        self._pieces: dict[str, list[tuple[int, Piece]]] = {}  # (rank, what it wrote) of each parameter
         self._open: dict[int, Any] = {}
         for index in sorted(folder.glob("rank_*.json")):
             rank = int(index.stem.removeprefix("rank_"))
             for name, part in json.loads(index.read_text())["pieces"].items():
                 self.shapes[name] = tuple(part["shape"])
-                self._pieces.setdefault(name, []).append((rank, part["start"], part["stop"]))
+                self._pieces.setdefault(name, []).append((rank, _piece_of(name, part)))
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """What of a model's trained parameters is not here, or in another shape."""
@@ -83,20 +96,24 @@ class ShardReader:
     def weight(self, name: str) -> torch.Tensor:
         """A parameter's whole value, fp32."""
         shape = self.shapes[name]
-        return self.read("weight", name, 0, math.prod(shape)).view(shape)
+        return self.read("weight", Piece(name, shape, 0, math.prod(shape))).view(shape)
 
-    def read(self, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
-        """(stop - start,) fp32: elements [start, stop) of a flattened parameter's value or moment."""
-        values = torch.empty(stop - start)
+    def read(self, kind: str, piece: Piece) -> torch.Tensor:
+        """(stop - start,) fp32: the value or a moment of a piece, put together from the pieces that were written."""
+        values = torch.empty(piece.stop - piece.start)
         filled = 0
-        for rank, begin, end in self._pieces[name]:
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                part = self._of(rank).get_slice(f"{kind}/{name}")[first - begin : last - begin]
-                values[first - start : last - start] = part
-                filled += last - first
-        if filled != stop - start:
-            raise RuntimeError(f"{self.folder}: of {kind} of {name}, {stop - start - filled} elements are missing")
+        for rank, written in self._pieces[piece.name]:
+            common = list(overlaps(piece, written))
+            if not common:
+                continue
+            begin, end = common[0][1], common[-1][1] + common[-1][2]
+            part = self._of(rank).get_slice(f"{kind}/{piece.name}")[begin:end]
+            for first, there, length in common:
+                values[first : first + length] = part[there - begin : there - begin + length]
+                filled += length
+        if filled != len(values):
+            missing = len(values) - filled
+            raise RuntimeError(f"{self.folder}: of {kind} of {piece.name}, {missing} elements are missing")
         return values
 
     def _of(self, rank: int):

@@ -148,7 +148,8 @@ def take_stock(
         global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
-        lora=recipe.lora, quantised=recipe.quantised is not None, pretrained=bool(recipe.model_name_or_path),
+        lora=recipe.lora, quantised=recipe.quantised is not None, tensor=strategy.tensor,
+        pretrained=bool(recipe.model_name_or_path) and strategy.tensor == 1,
         dataloader_workers=recipe.dataloader_num_workers,
         copies=_copies(recipe, copied), parameters=parameters,
         element=_element(strategy, recipe), is_sure=NO_HANDLE not in str(error),
@@ -206,7 +207,8 @@ def sizes_of(strategy, recipe, parameters: int) -> Held:
     which is small, is not counted."""
     quantised = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}.get(recipe.quantised)
     zero = (strategy.deepspeed or {}).get("zero_optimization", {})
-    stage, ranks = zero.get("stage", 0), strategy.launch.world_size
+    stage, ranks = zero.get("stage", 0), strategy.layout.data_size
+    parameters //= strategy.tensor
     trained = 0 if recipe.lora else parameters
     element = _element(strategy, recipe)
     weights = int(parameters * (quantised or element)) // (ranks if stage == 3 else 1)
@@ -230,7 +232,8 @@ def _due(engine) -> tuple[int, int]:
     """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
     dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, sharded as its stage says."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    count, element = sum(map(true_numel, trained)), max((parameter.element_size() for parameter in trained), default=0)
+    count = sum(map(true_numel, trained)) // engine.layout.tensor
+    element = max((parameter.element_size() for parameter in trained), default=0)
     config = engine.strategy.deepspeed
     if config is None:
         return count * element, 2 * count * element

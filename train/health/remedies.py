@@ -38,6 +38,7 @@ class Situation:
         logits: what the logits of a micro-batch take where they are held whole, else 0.
         layer_inputs: the inputs of all layers together: what stays of the activations where they are recomputed.
         lengths: the options that say how long a row is, with their values.
+        pretrained: its weights are loaded, and an adapter could be trained in their place.
         copies: host memory of the program's other processes and copies, where there are any now: {option: bytes}.
         is_sure: whether the error says in so many words that memory ran out.
     """
@@ -48,6 +49,7 @@ class Situation:
     rank: int = 0
     update: int | None = None
     world_size: int = 1
+    tensor: int = 1  # processes that share each layer
     local_processes: int = 1
     asked: int | None = None
     free: int | None = None
@@ -216,17 +218,18 @@ def _of_loading(s: Situation) -> list[Remedy]:
 def _of_state(s: Situation) -> list[Remedy]:
     """Weights, gradients and optimizer state: sharded over the processes, moved to the host, or not needed."""
     known = s.weights > 0
-    shared = 1 - 1 / s.world_size
+    sharers = s.world_size // s.tensor
+    shared = 1 - 1 / sharers
     optimizer = 0 if s.offload_optimizer and s.where == "device" else s.optimizer
     gains = {1: optimizer * shared, 2: s.gradients * shared, 3: s.weights * shared}
     parts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
     applicable = []
-    for stage in range(s.stage + 1, 3 if s.quantised else 4) if s.world_size > 1 else ():
+    for stage in range(s.stage + 1, 3 if s.quantised else 4) if sharers > 1 else ():
         saved = round(sum(gains[step] for step in range(s.stage + 1, stage + 1)))
-        what = f"shared by {s.world_size} processes: {parts[stage]}"
+        what = f"shared by {sharers} processes: {parts[stage]}"
         if stage == 3 or s.phase != "load":
             applicable.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
-    if s.where == "device" and not s.on_cpu:
+    if s.where == "device" and not s.on_cpu and s.tensor == 1:
         applicable += _of_offload(s, optimizer, gains, known)
     if s.pretrained and not s.lora and s.phase != "load":
         what = "no gradients and no optimizer state but the adapter's"
@@ -235,7 +238,9 @@ def _of_state(s: Situation) -> list[Remedy]:
 
 
 def _with_offload(s: Situation, stage: int) -> str:
-    """The pair of this stage that offloads what is offloaded now."""
+    """The pair of this stage that offloads what is offloaded now, and splits layers where they are split."""
+    if s.tensor > 1:
+        return f"tp_zero{stage}"
     if not s.offload_optimizer:
         return f"zero{stage}"
     return "zero3_offload_optimizer" if stage == 3 else "zero2_offload"

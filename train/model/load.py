@@ -11,6 +11,7 @@ from train.model.configuration import from_hub_or_folder
 from train.model.lora import quantisation
 from train.model.nan_check import check_finite
 from train.model.parameters import true_shape
+from train.model.tensor_parallel.draw import build_share
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 
@@ -28,9 +29,18 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
         ignored_weights: names of pretrained weights that are not loaded.
         num_parameters: from size_of_model; with it the strategy decides whether each rank draws full random weights.
 
+    Returns: the model; under tensor parallelism this rank's share of it.
+
     Raises:
         UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
+    build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters)
+    if strategy.tensor == 1:
+        return build()
+    return build_share(build, strategy.tensor_group(), is_drawn=not recipe.model_name_or_path)
+
+
+def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights: Sequence[str], num_parameters: int):
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
     if recipe.attn_implementation:
@@ -43,7 +53,8 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
             if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
                 common.setdefault("device_map", {"": strategy.device_of_weights})
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
-            model, info = from_hub_or_folder("model_name_or_path", name, load)
+            with strategy.loading():
+                model, info = from_hub_or_folder("model_name_or_path", name, load)
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")

@@ -111,16 +111,21 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
     if kind == "liger":
         return _liger()(weight, hidden, targets, bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _chunked(hidden, weight, bias, targets)
+        return _chunked(hidden, weight, bias, targets, getattr(self, "share", None))
 
 
 @torch.compiler.disable  # it would unroll the loop
-def _chunked(hidden, weight, bias, targets) -> torch.Tensor:
-    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time."""
-    rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * weight.shape[0]))
+def _chunked(hidden, weight, bias, targets, share=None) -> torch.Tensor:
+    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
+
+    Args:
+        share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
+    """
+    vocab_size = weight.shape[0] if share is None else max(share.sizes)  # the ranks' chunks have the same rows
+    rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
     tensors = (hidden, weight, bias)
     needs_grad = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in tensors]
-    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad)
+    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share)
 
 
 class _Chunked(torch.autograd.Function):
@@ -132,7 +137,7 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad):
+    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share):
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(one, dtype=dtype) if needed else None
             for one, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
@@ -143,13 +148,20 @@ class _Chunked(torch.autograd.Function):
             weight = weight.float()
         for start in range(0, len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
-            log_probabilities = F.log_softmax(_logits(chunk, weight, bias), dim=-1)
+            is_ignored = (target == IGNORE)[:, None]
+            if share is None:
+                log_probabilities = F.log_softmax(_logits(chunk, weight, bias), dim=-1)
+                at_target = log_probabilities.new_full((1, 1), -1)
+            else:
+                log_probabilities = share.log_softmax(_logits(chunk, weight, bias))
+                target, is_own = share.own(target)
+                at_target, target = -is_own[:, None].float(), target.masked_fill(~is_own, IGNORE)
             loss += F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
             if not any(needs_grad):
                 continue
-            target, is_ignored = target[:, None], (target == IGNORE)[:, None]
+            target = target[:, None]
             gradient = log_probabilities.exp_()  # of the logits: probabilities, less 1 at the target
-            gradient.scatter_add_(1, target.clamp(min=0), gradient.new_full((1, 1), -1).expand(target.shape))
+            gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
             gradient = gradient.to(hidden.dtype).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[start : start + rows] = (gradient @ weight).masked_fill_(is_ignored, 0)
@@ -159,6 +171,9 @@ class _Chunked(torch.autograd.Function):
                 grad_weight += gradient.T @ chunk.masked_fill(is_ignored, 0)
             if grad_bias is not None:
                 grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
+        if share is not None:
+            loss = share.summed(loss)
+            grad_hidden = None if grad_hidden is None else share.summed(grad_hidden)
         ctx.gradients = grad_hidden, grad_weight, grad_bias
         return loss
 
@@ -169,7 +184,7 @@ class _Chunked(torch.autograd.Function):
         scaled = (
             None if one is None else one.float().mul_(scale).to(dtype) for one, dtype in zip(gradients, ctx.dtypes)
         )
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""True sizes of parameters (under ZeRO-3 `shape` is empty and `ds_shape` is the true one), and FLOPs."""
+"""True sizes of parameters, and FLOPs. Under ZeRO-3 `shape` is empty and `ds_shape` is the true one; under tensor
+parallelism `cut` knows the whole one."""
 
 from collections.abc import Iterable
 
@@ -9,7 +10,8 @@ from train.model.families import family_of
 
 def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
     """The parameter's full shape, also if this rank holds a shard only."""
-    return getattr(parameter, "ds_shape", parameter.shape)
+    cut = getattr(parameter, "cut", None)
+    return torch.Size(cut.shape) if cut is not None else getattr(parameter, "ds_shape", parameter.shape)
 
 
 def true_numel(parameter: torch.nn.Parameter) -> int:

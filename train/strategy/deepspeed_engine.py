@@ -4,6 +4,7 @@ import contextlib
 import math
 
 from train.model.parameters import decay_groups
+from train.model.tensor_parallel.cut import join_shares
 from train.strategy.adamw import adamw
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.engine import Engine
@@ -113,8 +114,25 @@ class DeepSpeedEngine(Engine):
             self.engine.empty_partition_cache()
 
     def state_dict(self):
+        if self.layout.tensor > 1:
+            return self._joined_state()
         if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
             return super().state_dict()
         self._before_gathering()
         state = self.accelerator.get_state_dict(self.model)
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
+
+    def _joined_state(self):
+        """The same under tensor parallelism: one parameter after another is joined, on every rank for a moment."""
+        self._before_gathering()
+        tensor, state = self.strategy.tensor_group(), {}
+        for name, parameter in self.module.named_parameters():
+            with self.strategy.gathered(parameter, written=False):
+                cut = getattr(parameter, "cut", None)
+                whole = parameter.detach() if cut is None else join_shares(parameter.detach(), cut, tensor)
+                if self.is_main:
+                    state[name] = whole.to("cpu", copy=True)
+        if not self.is_main:
+            return None
+        kept = self.module.state_dict().keys()
+        return state | {name: buffer.cpu() for name, buffer in self.module.named_buffers() if name in kept}

@@ -9,7 +9,7 @@ ZERO_PLUS_PLUS = {  # and the value that means: not used
     "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_gradients": False,
     "mics_shard_size": -1,
 }  # fmt: skip
-SEQUENCE = "sequence_parallel_size"
+SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel"
 MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
 
 
@@ -34,19 +34,64 @@ def check_sequence_parallel(config: dict[str, Any], source: str, recipe, degree:
     if degree == 1:
         return
     beside = f"{source}: {SEQUENCE} = {degree} does not go together with"
-    problems = [
-        f"{beside} {name} ({recipe.source(name)}). Remove it, or use a pair without {SEQUENCE}, such as zero3"
-        for name in ("lora", "torch_compile") if getattr(recipe, name, False)
-    ]  # fmt: skip
+    problems = _common_problems(config, recipe, beside, SEQUENCE)
     attention = getattr(recipe, "attn_implementation", None)
     if attention in MASKS_ONLY:
         problems.append(f"{beside} attn_implementation = {attention}. Use --attn_implementation sdpa")
-    zero = config["zero_optimization"]
-    settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
-    settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
     # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
-    settings += [f"{name} = false" for name in ("reduce_scatter",) if zero.get(name) is False]
-    problems += [f"{beside} zero_optimization.{setting}. Remove one of them" for setting in settings]
+    if config["zero_optimization"].get("reduce_scatter") is False:
+        problems.append(f"{beside} zero_optimization.reduce_scatter = false. Remove one of them")
     problems += [f"{beside} {name}. Remove one of them" for name in ("prescale_gradients",) if config.get(name)]
     if problems:
         raise UserError(problems)
+
+
+def take_tensor_degree(config: dict[str, Any], source: str) -> int:
+    """Take `tensor_parallel` out of the configuration. Returns the number of ranks that share each layer.
+
+    DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a tied vocabulary that is cut.
+
+    Raises:
+        UserError: it is no such number, or there are other settings beside it.
+    """
+    section = config.pop(TENSOR, {"autotp_size": 1})
+    problems = [
+        f"{source}: {TENSOR}.{key} is of DeepSpeed's own layers, which are not used. Remove it"
+        for key in sorted(section.keys() - {"autotp_size"})
+    ]
+    degree = section.get("autotp_size")
+    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+        problems.append(f"{source}: {TENSOR}.autotp_size = {degree!r}: expected a number of processes, e.g. 2")
+    if problems:
+        raise UserError(problems)
+    return degree
+
+
+def check_tensor_parallel(config: dict[str, Any], source: str, recipe, degree: int) -> None:
+    """Check that nothing is asked for that does not go together with tensor parallelism.
+
+    Raises:
+        UserError: all that does not.
+    """
+    if degree == 1:
+        return
+    beside = f"{source}: {TENSOR}.autotp_size = {degree} does not go together with"
+    problems = _common_problems(config, recipe, beside, TENSOR)
+    if config.get(SEQUENCE, 1) != 1:
+        problems.append(f"{beside} {SEQUENCE}. Remove one of them")
+    if getattr(recipe, "loss", None) == "liger":
+        problems.append(f"{beside} loss = liger. Use --loss auto")
+    if problems:
+        raise UserError(problems)
+
+
+def _common_problems(config: dict[str, Any], recipe, beside: str, key: str) -> list[str]:
+    """What goes with no kind of model parallelism."""
+    problems = [
+        f"{beside} {name} ({recipe.source(name)}). Remove it, or use a pair without {key}, such as zero3"
+        for name in ("lora", "torch_compile") if getattr(recipe, name, False)
+    ]  # fmt: skip
+    zero = config["zero_optimization"]
+    settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
+    settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
+    return problems + [f"{beside} zero_optimization.{setting}. Remove one of them" for setting in settings]

@@ -196,6 +196,7 @@ class Engine:
             "distributed_type": str(state.distributed_type.value),
             "num_processes": self.layout.world_size,
             "data_parallel": self.layout.data_size,
+            "tensor_parallel": self.layout.tensor,
             "sequence_parallel": self.layout.sequence,
             "num_machines": self.layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world_size)),
             "backend": str(state.backend),

@@ -2,10 +2,17 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import ModuleType
 
 from train.strategy.layout import ParallelLayout
+
+# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
+# that is read or written, an export. A rank that hangs is found by its watchdog.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
 
 
 @functools.cache
@@ -13,23 +20,44 @@ def sequence_groups(layout: ParallelLayout):
     """DeepSpeed's module of the groups that split rows; the first call makes them, on all ranks together."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    parallel_state_sp.initialize_sequence_parallel(layout.sequence)
+    with _patient_groups():
+        parallel_state_sp.initialize_sequence_parallel(layout.sequence)
     return parallel_state_sp
+
+
+@functools.cache
+def tensor_groups(layout: ParallelLayout):
+    """DeepSpeed's grid of the groups that share layers; the first call makes them, on all ranks together."""
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=layout.tensor, num_dp=layout.data_size)
+    with _patient_groups(), contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
+        return PipelineParallelGrid(topology=topology)
 
 
 def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager:
     """The context in which accelerate builds the engine: DeepSpeed learns there which ranks hold the same weights."""
-    return contextlib.nullcontext() if layout.replica_size == 1 else _with_grid(sequence_groups(layout))
+    if layout.replica_size == 1:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    # accelerate 1.15 calls it without an mpu (accelerator.py, _prepare_deepspeed).
+    groups = tensor_groups(layout) if layout.tensor > 1 else sequence_groups(layout)
+    return _replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
+
+
+def _patient_groups() -> AbstractContextManager:
+    import torch
+
+    patient = functools.partial(torch.distributed.new_group, timeout=COLLECTIVE_TIMEOUT)
+    return _replaced(torch.distributed, "new_group", patient)
 
 
 @contextlib.contextmanager
-def _with_grid(grid) -> Iterator[None]:
-    # accelerate 1.15 calls deepspeed.initialize without an mpu (accelerator.py, _prepare_deepspeed).
-    import deepspeed
-
-    initialize = deepspeed.initialize
-    deepspeed.initialize = functools.partial(initialize, mpu=grid)
+def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        deepspeed.initialize = initialize
+        setattr(module, name, before)

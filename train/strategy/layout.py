@@ -49,6 +49,11 @@ class ParallelLayout:
         return self._data_rank_of(self.rank)
 
     @property
+    def tensor_rank(self) -> int:
+        """The place of this rank among those that split each layer."""
+        return self.rank % self.tensor
+
+    @property
     def stage(self) -> int:
         """The number of this rank's pipeline stage."""
         return self._stage_of(self.rank)
@@ -57,6 +62,11 @@ class ParallelLayout:
     def sequence_rank(self) -> int:
         """The place of this rank among those that split each row."""
         return self.rank // self.tensor % self.sequence
+
+    @property
+    def shard_rank(self) -> int:
+        """The place of this rank among those that hold the same weights."""
+        return self.rank // self.tensor
 
     @property
     def shard_size(self) -> int:

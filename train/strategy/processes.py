@@ -12,13 +12,9 @@ from train.strategy.build_locks import drop_abandoned_locks
 from train.strategy.builds import announce_builds
 from train.strategy.devices import faster_precisions, use_threads_of_share
 from train.strategy.gpus import idle_devices
+from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from train.strategy.strategy import Strategy
-
-# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
-# that is read or written, an export. A rank that hangs is found by its watchdog.
-COLLECTIVE_TIMEOUT = timedelta(hours=24)
-
 
 FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
 

@@ -8,7 +8,12 @@ from train.recipe.errors import Problems, UserError
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import refuse_another_optimizer, resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
-from train.strategy.degrees import check_sequence_parallel, read_sequence_degree
+from train.strategy.degrees import (
+    check_sequence_parallel,
+    check_tensor_parallel,
+    read_sequence_degree,
+    take_tensor_degree,
+)
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, check_launch, find_launch
 from train.strategy.layout import ParallelLayout
@@ -67,17 +72,19 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
     with problems.collected():
         precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
     with problems.collected():
-        layout = ParallelLayout(launch.world_size, launch.rank, sequence=read_sequence_degree(config, source))
+        tensor, sequence = take_tensor_degree(config, source), read_sequence_degree(config, source)
+        layout = ParallelLayout(launch.world_size, launch.rank, tensor, sequence=sequence)
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
-        check_sequence_parallel(resolved, source, recipe, layout.sequence)
+        check_sequence_parallel(resolved, source, recipe, sequence)
+        check_tensor_parallel(resolved, source, recipe, tensor)
         if precision is not None:
             refuse_another_optimizer(resolved, source, precision)
     if problems.found:
         return None
     recipe.precision = precision
     strategy = Strategy(
-        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), sequence=layout.sequence
+        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor=tensor, sequence=sequence
     )
     strategy = strategy.with_precision(precision)
     return strategy if recipe.trains else strategy.without_optimizer()

@@ -1,27 +1,61 @@
 """What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
 
 A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments. Each rank holds
-pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter and the range of the
-flattened parameter that it covers, so what N ranks wrote under one strategy, M ranks read under another.
+pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share of it that
+tensor parallelism has cut out, if it has, and by the range of the flattened share (or parameter) that it covers. So
+what N ranks wrote under one strategy, M ranks read under another.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from train.model.parameters import true_shape
+from train.model.tensor_parallel.cut import Cut
+
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-Read = Callable[[str, str, int, int], torch.Tensor]  # (kind, name, start, stop) -> (stop - start,) fp32 on the CPU
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened parameter."""
+    """Elements [start, stop) of a flattened parameter of this shape; with a cut, of the flattened share."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    cut: Cut | None = None
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(first elements in the flattened parameter, first elements in the piece, lengths) of what is contiguous in
+        both, in ascending order."""
+        if self.cut is None:
+            return tuple(np.array([value]) for value in (self.start, 0, self.stop - self.start))
+        starts, lengths = self.cut.runs()
+        stops = np.cumsum(lengths)
+        first, last = np.maximum(stops - lengths, self.start), np.minimum(stops, self.stop)
+        within = first < last
+        starts = starts + first - (stops - lengths)
+        return starts[within], first[within] - self.start, (last - first)[within]
+
+
+Read = Callable[[str, Piece], torch.Tensor]  # (kind, piece) -> (stop - start,) fp32 on the CPU
+
+
+def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:
+    """(first element in the one, first in the other, length) of what two pieces of a parameter have in common."""
+    (a, in_a, of_a), (b, in_b, of_b) = one.runs(), other.runs()
+    i = j = 0
+    while i < len(a) and j < len(b):
+        first, last = max(a[i], b[j]), min(a[i] + of_a[i], b[j] + of_b[j])
+        if first < last:
+            yield int(in_a[i] + first - a[i]), int(in_b[j] + first - b[j]), int(last - first)
+        if a[i] + of_a[i] < b[j] + of_b[j]:
+            i += 1
+        else:
+            j += 1
 
 
 class OptimizerState:
@@ -40,8 +74,15 @@ class OptimizerState:
         raise NotImplementedError
 
     def own(self) -> list[Piece]:
-        """What this rank writes: of all ranks together, every element once."""
-        return self.held()
+        """What this rank writes: of all ranks together, every element once. What tensor parallelism does not cut is
+        the same on all ranks that share a layer, and the first writes it."""
+        is_first = self.engine.layout.tensor_rank == 0
+        return [piece for piece in self.held() if is_first or piece.cut is not None]
+
+    def piece(self, name: str, start: int, stop: int) -> Piece:
+        """A range of what this rank's replica has of a parameter."""
+        parameter = self.parameters[name]
+        return Piece(name, tuple(true_shape(parameter)), start, stop, getattr(parameter, "cut", None))
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         """The values of a piece: flat, fp32, a view of what the optimizer holds where that can be."""
@@ -60,7 +101,7 @@ class OptimizerState:
         self.start()
         for kind in KINDS:
             for piece in self.held():
-                self.set(kind, piece, read(kind, piece.name, piece.start, piece.stop))
+                self.set(kind, piece, read(kind, piece))
         self._set_steps(steps)
         self._weights_follow(read)
 
@@ -137,7 +178,7 @@ class FlatState(OptimizerState):
         for name, parameter in self.parameters.items():
             if parameter._hp_mapping is not None:
                 address = parameter._hp_mapping.lp_fragment_address
-                pieces.append(Piece(name, tuple(parameter.shape), address.start, address.start + address.numel))
+                pieces.append(self.piece(name, address.start, address.start + address.numel))
         return pieces
 
     def get(self, kind, piece):
@@ -153,7 +194,7 @@ class FlatState(OptimizerState):
 
     def _weights_follow(self, read):
         for name, parameter in self.parameters.items():
-            parameter.copy_(read("weight", name, 0, parameter.numel()).view(parameter.shape))
+            parameter.copy_(read("weight", self.piece(name, 0, parameter.numel())).view(parameter.shape))
 
 
 class ShardedState(OptimizerState):
@@ -163,10 +204,10 @@ class ShardedState(OptimizerState):
         pieces = []
         for name, parameter in self.parameters.items():
             shard = parameter.ds_tensor.numel()
-            start = min(self.engine.layout.rank * shard, parameter.ds_numel)
+            start = min(self.engine.layout.shard_rank * shard, parameter.ds_numel)
             stop = min(start + shard, parameter.ds_numel)
             if start < stop:
-                pieces.append(Piece(name, tuple(parameter.ds_shape), start, stop))
+                pieces.append(self.piece(name, start, stop))
         return pieces
 
     def get(self, kind, piece):
@@ -203,6 +244,6 @@ class ShardedState(OptimizerState):
         self.engine.engine.empty_partition_cache()
         for piece in self.held():
             shard = self.parameters[piece.name].ds_tensor
-            shard[: piece.stop - piece.start].copy_(read("weight", piece.name, piece.start, piece.stop))
+            shard[: piece.stop - piece.start].copy_(read("weight", piece))
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -5,14 +5,18 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.recipe.errors import UserError
 from train.strategy.batches import BatchSizes
+from train.strategy.grid import tensor_groups
 from train.strategy.host_memory import host_memory
 from train.strategy.launch import Launch
 from train.strategy.layout import ParallelLayout
 from train.strategy.machines import everyones
+
+if TYPE_CHECKING:
+    from train.model.tensor_parallel.cut import TensorGroup
 
 
 class Stated(NamedTuple):
@@ -35,6 +39,7 @@ class Strategy:
     source: str  # who stated the DeepSpeed configuration
     notes: tuple[str, ...] = ()
     stated: tuple[Stated, ...] = ()  # every place that states the precision
+    tensor: int = 1  # ranks that share each layer
     sequence: int = 1  # ranks that split each row
 
     gather = staticmethod(everyones)
@@ -42,7 +47,7 @@ class Strategy:
     @property
     def layout(self) -> ParallelLayout:
         """Which part of the model, and which samples, this process works on."""
-        return ParallelLayout(self.launch.world_size, self.launch.rank, sequence=self.sequence)
+        return ParallelLayout(self.launch.world_size, self.launch.rank, self.tensor, sequence=self.sequence)
 
     @property
     def shards_parameters(self) -> bool:
@@ -62,7 +67,8 @@ class Strategy:
             return self.launch.pair
         if self.deepspeed is not None:
             stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
-            return stage if self.sequence == 1 else f"sp{self.sequence}_{stage}"
+            degrees = {"tp": self.tensor, "sp": self.sequence}
+            return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
         return "ddp" if self.launch.world_size > 1 else "single"
 
     @property
@@ -78,7 +84,8 @@ class Strategy:
         processes, launch = self.launch.world_size, self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.pair or not file else f"{self.name} ({file})"
-        split = [f"sequence {self.sequence} x data {self.layout.data_size}"] if self.sequence > 1 else []
+        degrees = {"tensor": self.tensor, "sequence": self.sequence}
+        split = [f"{kind} {degree} x data {self.layout.data_size}" for kind, degree in degrees.items() if degree > 1]
         return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
@@ -130,9 +137,9 @@ class Strategy:
     @property
     def device_of_weights(self):
         """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
-        device; None for the CPU, where each rank keeps a shard of them only, and before the processes have started."""
-        device = current_device()
-        return None if self.shards_parameters or device is None or device.type == "cpu" else device
+        device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
+        device, keeps_all = current_device(), self.tensor == 1 and not self.shards_parameters
+        return device if keeps_all and device is not None and device.type != "cpu" else None
 
     @property
     def lacks_bf16(self) -> bool:
@@ -164,7 +171,7 @@ class Strategy:
         Under ZeRO-3, weights drawn shard by shard differ from those of every other strategy at the same seed. So where
         each process of this machine can hold the full model for a moment, it is drawn in full, and then sharded.
         """
-        if not self.shards_parameters:
+        if not self.shards_parameters or self.tensor > 1:
             return None
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, available = 4 * num_parameters * local, host_memory()[0]
@@ -179,6 +186,18 @@ class Strategy:
         """The context in which random weights are drawn: in full, where there is room for them."""
         in_full = self.shards_parameters and self.drawn_sharded(num_parameters) is None
         return _without_sharding() if in_full else contextlib.nullcontext()
+
+    def loading(self) -> AbstractContextManager:
+        """The context in which pretrained weights are loaded: in full, where tensor parallelism cuts them before
+        ZeRO-3 shards them."""
+        return _without_sharding() if self.tensor > 1 and self.shards_parameters else contextlib.nullcontext()
+
+    def tensor_group(self) -> "TensorGroup":
+        """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
+        from train.model.tensor_parallel.cut import TensorGroup
+
+        groups = tensor_groups(self.layout)
+        return TensorGroup(groups.get_slice_parallel_group(), groups.get_slice_parallel_rank(), self.tensor)
 
 
 @contextlib.contextmanager

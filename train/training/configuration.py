@@ -56,10 +56,11 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
         strategy = read_strategy(recipe, config_file, keep_global_batch)
     problems.raise_found()
     with problems.collected():
-        if task != "clm" and strategy.sequence > 1:
+        kind = {strategy.sequence > 1: "sequence", strategy.tensor > 1: "tensor"}.get(True)
+        if task != "clm" and kind is not None:
             raise UserError(
-                f"{strategy.source}: sequence_parallel_size = {strategy.sequence}: train/{task}.py does not support "
-                "sequence parallelism. Use a pair without it, such as zero3"
+                f"{strategy.source}: train/{task}.py does not support {kind} parallelism. Use a pair without it, such "
+                "as zero3"
             )
     with problems.collected():
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models

@@ -30,8 +30,9 @@ from train.record.timeline import Timeline
 from train.record.trackers import start_trackers
 from train.strategy.deepspeed_schedule import with_schedule
 from train.strategy.gpus import describe_device
+from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.machines import check_same
-from train.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
+from train.strategy.processes import start_processes
 from train.training.best_metric import make_best_tracker
 from train.training.configuration import resolve
 from train.training.length import run_length
@@ -79,11 +80,14 @@ class Trainer:
             UserError: there is no such model, or the strategy cannot split it.
         """
         from train.model.configuration import load_configuration
+        from train.model.tensor_parallel.split import check_split
         from train.strategy.sequence import check_model
 
         config = load_configuration(self.recipe, auto_class)
         if self.strategy.sequence > 1:
             check_model(config, self.strategy.sequence, self.strategy.source)
+        if self.strategy.tensor > 1:
+            check_split(config, self.strategy.tensor, self.strategy.source)
         return config
 
     def use_precision(self, precision: str, warning: str | None) -> str | None:

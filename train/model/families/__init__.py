@@ -1,8 +1,7 @@
 """Model families: all that is special about one is in its file here; the rest of the code asks family_of(config).
 
 A new family is a file with a tuple FAMILIES, listed in MODULES; a model of no listed family has the defaults of
-`Family`. A family's plan for tensor and pipeline parallelism (which layers are fused, how they are cut) will be in its
-file, too.
+`Family`.
 """
 
 from train.model.families import bart, bert, blenderbot, deberta, gpt2, gpt_neox, llama, opt, roberta, t5

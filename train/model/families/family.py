@@ -20,6 +20,24 @@ def derive_nothing(config, overrides: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
+class TensorPlan:
+    """How tensor parallelism cuts the layers of a family: each rank has some of the attention heads, and some of the
+    MLP's channels. The vocabulary is cut in every family.
+
+    Args:
+        columns: linear layers that are cut by their outputs: {last part of the name: matrices side by side in it}.
+        rows: linear layers that are cut by their inputs, which are outputs of the former.
+        widths: (configuration) -> what the number of ranks must divide: {name in the configuration: number}.
+        own_widths: attributes of modules that hold a number of channels of this rank.
+    """
+
+    columns: Mapping[str, int]
+    rows: tuple[str, ...]
+    widths: Callable[[Any], Mapping[str, int]]
+    own_widths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family, or those members of one that have the same properties.
 
@@ -36,6 +54,7 @@ class Family:
         splits_rows: sequence parallelism is proven with the family.
         derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
             other fields, after the overrides changed these.
+        tensor_plan: how tensor parallelism cuts the layers; None: it does not.
     """
 
     model_types: tuple[str, ...] = ()
@@ -49,3 +68,4 @@ class Family:
     attention_width: Callable[[Any], int] = hidden_size
     splits_rows: bool = False
     derive_sizes: Callable[[Any, Mapping[str, Any]], None] = derive_nothing
+    tensor_plan: TensorPlan | None = None

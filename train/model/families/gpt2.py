@@ -5,13 +5,31 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from train.model.families.family import Family
+from train.model.families.family import Family, TensorPlan
 from train.model.folders import has_tokenizer
 from train.recipe.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"  # the only special token
 
-FAMILIES = (Family(model_types=("gpt2",), lora_targets=("c_attn",), classifier_heads=("score",), splits_rows=True),)
+
+def widths(config) -> dict[str, int]:
+    return {"n_head": config.n_head, "n_inner": config.n_inner or 4 * config.n_embd}
+
+
+FAMILIES = (
+    Family(
+        model_types=("gpt2",),
+        lora_targets=("c_attn",),
+        classifier_heads=("score",),
+        splits_rows=True,
+        tensor_plan=TensorPlan(
+            columns={"c_attn": 3, "c_fc": 1},  # c_attn: query, key and value side by side
+            rows=("c_proj",),
+            widths=widths,
+            own_widths=("split_size",),
+        ),
+    ),
+)
 
 
 def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:

@@ -2,15 +2,32 @@
 
 from dataclasses import replace
 
-from train.model.families.family import Family
+from train.model.families.family import Family, TensorPlan
+
+
+def widths(config) -> dict[str, int]:
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {name: getattr(config, name) for name in names}
+
 
 RELATIVES = Family(
     model_types=("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "granite", "smollm3"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     classifier_heads=("score",),
 )
-SPLIT_ALIKE = replace(RELATIVES, model_types=("mistral", "qwen2", "qwen3"), splits_rows=True)
+QWEN3 = replace(RELATIVES, model_types=("qwen3",), splits_rows=True)
+# The others have norms within their attention, or factors before and behind their layers.
+SPLIT_ALIKE = replace(
+    RELATIVES,
+    model_types=("mistral", "qwen2"),
+    splits_rows=True,
+    tensor_plan=TensorPlan(
+        columns=dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
+        rows=("o_proj", "down_proj"),
+        widths=widths,
+    ),
+)
 # Meta's own code and published folders begin every text with the beginning-of-text token.
 LLAMA = replace(SPLIT_ALIKE, model_types=("llama",), bare_tokenizer_options={"add_bos_token": True})
 
-FAMILIES = (LLAMA, SPLIT_ALIKE, RELATIVES)
+FAMILIES = (LLAMA, SPLIT_ALIKE, QWEN3, RELATIVES)

@@ -62,6 +62,8 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         strategy = read_strategy(recipe)
     if strategy.sequence > 1:
         raise UserError(f"sequence_parallel_size = {strategy.sequence}: sequence parallelism is not predicted")
+    if strategy.tensor > 1:
+        raise UserError(f"tensor_parallel.autotp_size = {strategy.tensor}: tensor parallelism is not predicted")
     return resolved(name, strategy, subject)
 
 

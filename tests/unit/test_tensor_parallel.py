@@ -1,0 +1,280 @@
+"""Tensor parallelism without launches: two processes share the layers of each family and find what one process finds;
+pieces of shares are put together; what cannot be split is refused."""
+
+import itertools
+import json
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from helpers import TINY, loss_and_gradients, refusal, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from train.checkpoint.shards import ShardReader, write_shard
+from train.model.families import BY_MODEL_TYPE
+from train.model.parameters import count_parameters
+from train.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
+from train.model.tensor_parallel.draw import draw_share
+from train.model.tensor_parallel.split import check_split, split_model
+from train.recipe import ClmRecipe
+from train.strategy.degrees import check_tensor_parallel, take_tensor_degree
+from train.strategy.state import KINDS, Piece
+
+RANKS = 2
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+MODELS = {  # the vocabulary has 97 rows, which 2 does not divide
+    "llama, tied": ("llama", {}),
+    "llama, untied": ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {**LLAMA, "tie_word_embeddings": False, "sliding_window": 8}),
+    "qwen2": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+}
+PADDING = 19  # a token of the batch whose embedding gets no gradient
+
+
+def model_of(name: str):
+    family, changes = MODELS[name]
+    model = tiny_model(family, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():  # no zeros and ones: gradients that vanish would show nothing
+            parameter += 0.05 * torch.randn_like(parameter)
+    if name == "llama, untied":
+        model.get_input_embeddings().padding_idx = PADDING
+    return model.train()
+
+
+def batch_of() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, :9] = labels[2, 5:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def figures_of(model, join) -> dict:
+    """The loss and gradients under each loss, the logits, and what the model writes; whole ones through `join`."""
+    found = {}
+    for kind in ("full", "chunked"):
+        loss, gradients = loss_and_gradients(model, kind, batch_of())
+        parameters = dict(model.named_parameters())
+        found[kind] = loss, {name: join(gradient, parameters[name]) for name, gradient in gradients.items()}
+    ids = batch_of()["input_ids"]
+    with torch.no_grad():
+        found["logits"] = model.eval()(input_ids=ids).logits
+        found["written"] = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0)
+    found["parameters"] = count_parameters(model), sum(parameter.numel() for parameter in model.parameters())
+    return found
+
+
+def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
+    """Of each weight, whether the share that is drawn alone is the share of the weight that is drawn in full."""
+    family, changes = MODELS[name]
+    config = AutoConfig.for_model(family, vocab_size=97, **{**TINY.get(family, {}), **changes})
+
+    def make():
+        torch.manual_seed(7)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    whole, own = make(), draw_share(make, tensor)
+    split_model(whole, tensor)
+    assert (whole.lm_head.weight is whole.get_input_embeddings().weight) == config.tie_word_embeddings
+    assert (own.lm_head.weight is own.get_input_embeddings().weight) == config.tie_word_embeddings
+    assert not any(each.is_meta for each in (*own.parameters(), *own.buffers()))
+    pairs = zip(whole.named_parameters(), own.named_parameters(), strict=True)
+    cuts = [getattr(parameter, "cut", None) for parameter in whole.parameters()]
+    assert cuts == [getattr(parameter, "cut", None) for parameter in own.parameters()]
+    return [(one, one == other and torch.equal(p, q)) for (one, p), (other, q) in pairs]
+
+
+def small_chunks() -> None:
+    from train.model import loss
+
+    loss.CHUNK_BYTES, loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
+
+
+def share(rank: int, folder: str) -> None:
+    """What each process does."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5)
+    )
+    tensor = TensorGroup(torch.distributed.group.WORLD, rank, RANKS)
+
+    def join(gradient, parameter):
+        cut = getattr(parameter, "cut", None)
+        return gradient if cut is None else join_shares(gradient, cut, tensor)
+
+    small_chunks()
+    found = {}
+    for name in MODELS:
+        model = model_of(name)
+        split_model(model, tensor)
+        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor)}
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("tensor")
+    torch.multiprocessing.spawn(share, (str(folder),), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
+    monkeypatch.setattr("train.model.loss.CHUNK_BYTES", 4 * 97 * 16)
+    monkeypatch.setattr("train.model.loss.SMALLEST_CHUNK", 16)
+    expected = figures_of(model_of(name), lambda gradient, parameter: gradient)
+    for found in (rank[name] for rank in ranks):
+        for kind in ("full", "chunked"):
+            (loss, gradients), (right, whole) = found[kind], expected[kind]
+            torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
+            assert gradients.keys() == whole.keys()
+            for parameter, gradient in gradients.items():
+                torch.testing.assert_close(gradient, whole[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found["written"], expected["written"])
+        (counted, held), ((parameters, _), total) = found["parameters"], expected["parameters"]
+        assert counted == (parameters, parameters), "the whole model counts"
+        assert total / 2 < held < 0.55 * total
+
+
+def test_what_is_not_cut_has_the_same_gradient_on_all_ranks_bit_for_bit(ranks):
+    """Else its copies would drift apart."""
+    for name in MODELS:
+        one, other = (rank[name]["chunked"][1] for rank in ranks)
+        assert all(torch.equal(one[parameter], other[parameter]) for parameter in one)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_weights_are_those_of_one_process_bit_for_bit(ranks, name):
+    for rank in ranks:
+        drawn = dict(rank[name]["drawn"])
+        assert len(drawn) >= 20
+        assert all(drawn.values()), drawn
+
+
+def test_the_padding_tokens_row_gets_no_gradient(ranks):
+    gradient = ranks[0]["llama, untied"]["chunked"][1]["model.embed_tokens.weight"]
+    seen = batch_of()["input_ids"].unique().tolist()
+    assert PADDING in seen
+    assert [token for token in seen if not gradient[token].any()] == [PADDING]
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+SHAPES = {"columns": (12, 5), "rows": (6, 8), "fused": (4, 24), "bias": (24,), "norm": (7,), "vocabulary": (13, 3)}
+
+
+def cut_of(name: str, rank: int, size: int) -> Cut | None:
+    dims = {"columns": (0, 1), "rows": (1, 1), "fused": (1, 3), "bias": (0, 3), "vocabulary": (0, 1)}
+    return cut_for(SHAPES[name], dims[name][0], rank, size, dims[name][1]) if name in dims and size > 1 else None
+
+
+def pieces_of(tensor: int, data: int, tensor_rank: int, data_rank: int, owned: bool) -> list[Piece]:
+    """What a rank has: of each share an equal part a replica, as ZeRO-3 cuts it."""
+    pieces = []
+    for name, shape in SHAPES.items():
+        cut = cut_of(name, tensor_rank, tensor)
+        size = torch.Size(shape).numel() if cut is None else cut.numel
+        part = -(-size // data)
+        start, stop = min(data_rank * part, size), min((data_rank + 1) * part, size)
+        if start < stop and (cut is not None or tensor_rank == 0 or not owned):
+            pieces.append(Piece(name, shape, start, stop, cut))
+    return pieces
+
+
+def values_of(kind: str, piece: Piece) -> torch.Tensor:
+    whole = torch.arange(float(torch.Size(piece.shape).numel())).view(piece.shape) + 1000 * KINDS.index(kind)
+    return (whole if piece.cut is None else piece.cut.of(whole)).flatten()[piece.start : piece.stop]
+
+
+LAYOUTS = ((1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 3))  # tensor, data
+
+
+@pytest.mark.parametrize(("written", "read"), itertools.product(LAYOUTS, LAYOUTS))
+def test_what_one_layout_writes_any_other_reads(tmp_path, written, read):
+    tensor, data = written
+    for rank in range(tensor * data):
+        pieces = pieces_of(tensor, data, rank % tensor, rank // tensor, owned=True)
+        tensors = {f"{kind}/{piece.name}": values_of(kind, piece) for piece in pieces for kind in KINDS}
+        write_shard(tmp_path, rank, pieces, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    reader = ShardReader(tmp_path)
+    assert reader.shapes == SHAPES
+    for name, shape in SHAPES.items():
+        whole = Piece(name, shape, 0, torch.Size(shape).numel())
+        assert torch.equal(reader.weight(name), values_of("weight", whole).view(shape))
+    tensor, data = read
+    for rank in range(tensor * data):
+        for piece in pieces_of(tensor, data, rank % tensor, rank // tensor, owned=False):
+            for kind in KINDS:
+                assert torch.equal(reader.read(kind, piece), values_of(kind, piece)), (rank, piece)
+
+
+def test_a_share_that_is_missing_is_noticed(tmp_path):
+    pieces = pieces_of(2, 1, 0, 0, owned=True)
+    write_shard(
+        tmp_path, 0, pieces, {f"{kind}/{each.name}": values_of(kind, each) for each in pieces for kind in KINDS}
+    )
+    assert torch.equal(ShardReader(tmp_path).weight("norm"), torch.arange(7.0))
+    with pytest.raises(RuntimeError, match="of weight of rows, 24 elements are missing"):
+        ShardReader(tmp_path).weight("rows")
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_families_with_a_plan_are_those_that_are_tried_here():
+    planned = {name for name, family in BY_MODEL_TYPE.items() if family.tensor_plan is not None}
+    assert planned == {family for family, _ in MODELS.values()}
+
+
+@pytest.mark.parametrize(("family", "changes", "size", "said"), [
+    ("llama", {}, 4, ["does not divide the model's num_key_value_heads = 2", "Possible: 2"]),
+    ("llama", {"num_key_value_heads": 1}, 2, ["num_key_value_heads = 1", "Use a pair without it"]),
+    ("gpt2", {"n_head": 4, "n_embd": 32}, 3, ["n_head = 4, n_inner = 128", "Possible: 2, 4"]),
+    ("gpt_neox", {"intermediate_size": 63}, 2, ["intermediate_size = 63"]),
+    ("opt", {}, 2, ["tensor parallelism knows no opt", "zero3"]),
+    ("qwen3", {}, 2, ["knows no qwen3"]),
+])  # fmt: skip
+def test_models_that_cannot_be_split(family, changes, size, said):
+    config = AutoConfig.for_model(family, **{**TINY.get(family, {}), **changes})
+    message = refusal(check_split, config, size, "my.json")
+    assert message.startswith(f"error: my.json: tensor_parallel.autotp_size = {size}")
+    for words in said:
+        assert words in message
+
+
+@pytest.mark.parametrize(("section", "said"), [
+    ({"autotp_size": "2"}, "autotp_size = '2': expected a number of processes"),
+    ({"autotp_size": 0}, "autotp_size = 0: expected"),
+    ({}, "autotp_size = None: expected"),
+    ({"autotp_size": 2, "tp_grain_size": 64}, "tensor_parallel.tp_grain_size is of DeepSpeed's own layers"),
+])  # fmt: skip
+def test_degrees_that_are_none(section, said):
+    assert said in refusal(take_tensor_degree, {"tensor_parallel": section}, "my.json")
+
+
+def test_the_degree_is_taken_out_before_deepspeed_sees_it():
+    config = {"tensor_parallel": {"autotp_size": 4}, "zero_optimization": {}}
+    assert take_tensor_degree(config, "my.json") == 4
+    assert json.dumps(config) == '{"zero_optimization": {}}'
+    assert take_tensor_degree(config, "my.json") == 1
+
+
+def test_what_does_not_go_together_is_refused_in_one_message():
+    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, loss="liger")
+    recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}
+    message = refusal(check_tensor_parallel, {"zero_optimization": zero}, "my.json", recipe, 2)
+    for words in ("lora (--lora)", "torch_compile", "loss = liger. Use --loss auto", "zero_optimization.offload_param",
+                  "zero_optimization.zero_hpz_partition_size"):  # fmt: skip
+        assert words in message
+    assert "5 problems" in message
+    check_tensor_parallel({"zero_optimization": zero}, "my.json", recipe, 1)

@@ -1,0 +1,107 @@
+"""Random weights of which each rank draws all and keeps its share: never more than one whole parameter is in memory.
+
+They are those that `from_config` draws, bit for bit: the model is made without weights, the calls that would have
+filled each of them are recorded with the state of the random generator, and are made again, one parameter at a time.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.model.tensor_parallel.cut import TensorGroup
+from train.model.tensor_parallel.split import split_model
+
+RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+
+
+def build_share(build: Callable[[], nn.Module], tensor: TensorGroup, is_drawn: bool) -> nn.Module:
+    """This rank's share of the model that `build` makes.
+
+    Args:
+        is_drawn: its weights are random; pretrained ones are read in full first.
+    """
+    if is_drawn:
+        return draw_share(build, tensor)
+    model = build()
+    split_model(model, tensor)
+    return model
+
+
+def draw_share(make: Callable[[], nn.Module], tensor: TensorGroup) -> nn.Module:
+    """This rank's share of the model that `make` draws.
+
+    Args:
+        make: makes a transformers model with random weights.
+    """
+    with _parameters_without_memory(), _Calls() as calls:
+        model = make()
+    whole = {id(parameter): parameter.data for parameter in model.parameters()}
+    split_model(model, tensor)
+    drawn = {
+        id(parameter): _with_values(parameter, calls.replay(whole[id(parameter)])) for parameter in model.parameters()
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = drawn[id(parameter)]
+    return model
+
+
+def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
+    cut = getattr(parameter, "cut", None)
+    made = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self, name, parameter):
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+class _Calls(TorchDispatchMode):
+    """Records what is written to tensors on the meta device, and keeps the random generator in step."""
+
+    def __init__(self):
+        super().__init__()
+        self._calls: dict[int, list[tuple]] = {}  # of each storage
+        self._alive: list[torch.Tensor] = []  # so that no other tensor takes a storage's address
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name, tensor = kwargs or {}, func.__name__.split(".")[0], args[0] if args else None
+        if not torch.is_tensor(tensor) or not tensor.is_meta or not name.endswith("_") or not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        state = None
+        if name in RANDOM:
+            state = torch.get_rng_state()
+            func(torch.empty(tensor.shape, dtype=tensor.dtype), *args[1:], **kwargs)
+        place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._calls.setdefault(tensor.untyped_storage()._cdata, []).append((state, func, place, args[1:], kwargs))
+        self._alive.append(tensor)
+        return tensor
+
+    def replay(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values that a tensor on the meta device would have had."""
+        before = torch.get_rng_state()
+        flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
+        for state, func, place, args, kwargs in self._calls.get(tensor.untyped_storage()._cdata, []):
+            if state is not None:
+                torch.set_rng_state(state)
+            func(flat.as_strided(*place), *args, **kwargs)
+        torch.set_rng_state(before)
+        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,158 @@
+"""Layers of which each rank computes a share. They have the parameters, and the names, of the layers they replace.
+
+A layer that is cut by its outputs (columns) is followed by one that is cut by its inputs (rows): between the two, each
+rank has some of the channels, and the ranks meet once, where the second adds up what they have found. In the backward
+pass they meet where the first has read its input.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import distributed, nn
+
+from train.model.tensor_parallel.cut import TensorGroup
+
+
+class Copied(torch.autograd.Function):
+    """The same tensor for every rank's share of a layer; the gradients of the shares add up."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _sum(gradient, ctx.group), None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of all ranks' tensors, on every rank; each of them gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        return _sum(tensor, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def _sum(tensor: torch.Tensor, group) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total, group=group)
+    return total
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer that is cut by its outputs.
+
+    Shapes: (..., inputs), the same on all ranks -> (..., outputs of this rank).
+
+    Args:
+        layer: an nn.Linear, or transformers' Conv1D, whose weight is transposed; its parameters are cut already.
+    """
+
+    def __init__(self, layer: nn.Module, tensor: TensorGroup):
+        super().__init__()
+        self.weight, self.bias, self.tensor = layer.weight, layer.bias, tensor
+        self.is_transposed = is_transposed(layer)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._product(Copied.apply(inputs, self.tensor.group), self.bias)
+
+    def _product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(inputs, self.weight.t() if self.is_transposed else self.weight, bias)
+
+
+class RowLinear(ColumnLinear):
+    """A linear layer that is cut by its inputs; every rank has its bias.
+
+    Shapes: (..., inputs of this rank) -> (..., outputs), the same on all ranks.
+    """
+
+    def forward(self, inputs):
+        outputs = Summed.apply(self._product(inputs, None), self.tensor.group)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether the weight is (inputs, outputs), as GPT-2 has it, and not (outputs, inputs)."""
+    return type(layer).__name__ == "Conv1D"
+
+
+class VocabularyShare:
+    """This rank's rows [start, stop) of the vocabulary, and what it takes to compute a loss on shares of logits."""
+
+    def __init__(self, tensor: TensorGroup, vocab_size: int):
+        edges = [vocab_size * rank // tensor.size for rank in range(tensor.size + 1)]
+        self.tensor, self.sizes = tensor, [stop - start for start, stop in itertools.pairwise(edges)]
+        self.start, self.stop = edges[tensor.rank], edges[tensor.rank + 1]
+
+    def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids as rows of this share, whether they are in it); rows that are not in it are 0."""
+        is_own = (ids >= self.start) & (ids < self.stop)
+        return (ids - self.start).masked_fill(~is_own, 0), is_own
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Log probabilities (N, rows of this rank) over the whole vocabulary; `logits` is overwritten."""
+        most = logits.amax(dim=-1, keepdim=True)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, group=self.tensor.group)
+        logits -= most
+        return logits.sub_(_sum(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_())
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors."""
+        return _sum(tensor, self.tensor.group)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """A lookup table that is cut by its rows.
+
+    Shapes: ids (B, T) -> (B, T, H), the same on all ranks.
+    """
+
+    def __init__(self, table: nn.Embedding, tensor: TensorGroup, vocab_size: int):
+        share, padding = VocabularyShare(tensor, vocab_size), table.padding_idx
+        padding = padding - share.start if padding is not None and share.start <= padding < share.stop else None
+        super().__init__(*table.weight.shape, padding_idx=padding, _weight=table.weight.detach())
+        self.weight, self.share = table.weight, share
+
+    def forward(self, ids):
+        rows, is_own = self.share.own(ids)
+        found = super().forward(rows).masked_fill(~is_own.unsqueeze(-1), 0)
+        return Summed.apply(found, self.share.tensor.group)
+
+
+class Joined(torch.autograd.Function):
+    """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
+
+    @staticmethod
+    def forward(ctx, tensor, share):
+        ctx.share = share
+        own = F.pad(tensor, (0, max(share.sizes) - tensor.shape[-1])).contiguous()
+        parts = [torch.empty_like(own) for _ in share.sizes]
+        distributed.all_gather(parts, own, group=share.tensor.group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, share.sizes)], dim=-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[..., ctx.share.start : ctx.share.stop], None
+
+
+class VocabularyHead(nn.Module):
+    """The layer from hidden states to logits, cut by its outputs; the chunked loss (train/model/loss.py) computes on
+    shares of logits, and here they are joined.
+
+    Shapes: (..., H) -> (..., V), the same on all ranks.
+    """
+
+    def __init__(self, head: nn.Module, tensor: TensorGroup, vocab_size: int):
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+        self.share = VocabularyShare(tensor, vocab_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = Copied.apply(hidden, self.share.tensor.group)
+        return Joined.apply(F.linear(hidden, self.weight, self.bias), self.share)

@@ -1,0 +1,68 @@
+"""A model of transformers, cut in place: each rank keeps its share of the layers that the family's plan names."""
+
+import torch
+
+from train.model.families import family_of
+from train.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
+from train.model.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    VocabularyEmbedding,
+    VocabularyHead,
+    is_transposed,
+)
+from train.recipe.errors import UserError
+
+
+def check_split(config, size: int, source: str) -> None:
+    """Check that so many ranks can share the layers of a model.
+
+    Raises:
+        UserError: its family has no plan, or the number divides its heads or its MLP's channels not evenly.
+    """
+    plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
+    if plan is None:
+        raise UserError(
+            f"{degree}: tensor parallelism knows no {config.model_type}. Use a pair without it, such as zero3"
+        )
+    widths = plan.widths(config)
+    if uneven := {name: width for name, width in widths.items() if width % size}:
+        degrees = [str(each) for each in range(2, min(widths.values()) + 1)
+                   if all(width % each == 0 for width in widths.values())]  # fmt: skip
+        remedy = f"Possible: {', '.join(degrees)}" if degrees else "Use a pair without it, such as zero3"
+        listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
+        raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
+
+
+def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
+    """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group."""
+    plan = family_of(model.config).tensor_plan
+    for path, layer in list(model.named_modules()):
+        owner, _, name = path.rpartition(".")
+        if name in plan.columns:
+            _cut_columns(layer, tensor, plan.columns[name])
+            setattr(model.get_submodule(owner), name, ColumnLinear(layer, tensor))
+        elif name in plan.rows:
+            weight = layer.weight
+            cut_parameter(weight, cut_for(weight.shape, 0 if is_transposed(layer) else 1, tensor.rank, tensor.size))
+            setattr(model.get_submodule(owner), name, RowLinear(layer, tensor))
+        for attribute in plan.own_widths:
+            if hasattr(layer, attribute):
+                setattr(layer, attribute, getattr(layer, attribute) // tensor.size)
+    _split_vocabulary(model, tensor)
+
+
+def _cut_columns(layer: torch.nn.Module, tensor: TensorGroup, parts: int) -> None:
+    for parameter, dim in ((layer.weight, 1 if is_transposed(layer) else 0), (layer.bias, 0)):
+        if parameter is not None:
+            cut_parameter(parameter, cut_for(parameter.shape, dim, tensor.rank, tensor.size, parts))
+
+
+def _split_vocabulary(model: torch.nn.Module, tensor: TensorGroup) -> None:
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rows = table.weight.shape[0]
+    over_tokens = {id(each): each for each in (table.weight, head.weight, head.bias) if each is not None}
+    for parameter in over_tokens.values():  # tied ones once
+        cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
+    model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
+    model.set_output_embeddings(VocabularyHead(head, tensor, rows))
