@@ -272,7 +272,7 @@ def tiny_run():
     launch = SimpleNamespace(rank=0, world_size=1)
     strategy = SimpleNamespace(
         layout=ParallelLayout(), name="single", deepspeed=None, batches=BatchSizes(4, 1, 1), launch=launch,
-        precision="fp32", shards_parameters=False,
+        precision="fp32", shards_parameters=False, tensor=1,
     )  # fmt: skip
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=True)
     accelerator.prepare = lambda model, optimizer: (model, SimpleNamespace(optimizer=optimizer))
@@ -385,7 +385,7 @@ def test_the_model_s_size_stands_against_the_limit():
 )  # fmt: skip
 def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
     strategy = SimpleNamespace(deepspeed=None if stage is None else {"zero_optimization": {"stage": stage}},
-                               precision=precision, launch=SimpleNamespace(world_size=4))  # fmt: skip
+                               precision=precision, layout=ParallelLayout(4), tensor=1)  # fmt: skip
     found = sizes_of(strategy, ClmRecipe(lora=lora), 100)
     assert (found.weights, found.gradients, found.optimizer) == sizes
 
