@@ -207,7 +207,7 @@ def sizes_of(strategy, recipe, parameters: int) -> Held:
     which is small, is not counted."""
     quantised = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}.get(recipe.quantised)
     zero = (strategy.deepspeed or {}).get("zero_optimization", {})
-    stage, ranks = zero.get("stage", 0), strategy.layout.data_size
+    stage, ranks = zero.get("stage", 0), strategy.layout.shard_size
     parameters //= strategy.tensor
     trained = 0 if recipe.lora else parameters
     element = _element(strategy, recipe)
