@@ -28,7 +28,9 @@ def test_the_device_and_parts_of_the_product_on_it(device):
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "ddp", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("single", marks=pytest.mark.long), "ddp", pytest.param("zero3", marks=pytest.mark.long)]
+)
 def test_a_run_on_the_device_is_the_run_on_the_cpu(runs, strategy):
     lines, output = runs("device", strategy)
     assert "device: simgpu" in (output / "strategy.yaml").read_text()

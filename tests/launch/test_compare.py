@@ -82,6 +82,23 @@ def ranks(output: Path) -> list[psutil.Process]:
             and "RANK" in process.environ() and "watchdog_process" not in " ".join(process.cmdline())]  # fmt: skip
 
 
+def test_a_comparison_is_made_once(recipe, tmp_path):
+    """The limit is one at which the larger size does not fit; the same command again launches nothing."""
+    output = tmp_path / "comparison"
+    flags = ("--strategies", "ddp", "--batch_sizes", "2,4096", "--memory_limit", "900MiB")
+    code, said = run(recipe, output, *flags)
+    assert code == 0, said
+    assert "ddp: holds 2, and 4096 does not" in said
+    for file in ("report.html", "report.md", "results.csv"):
+        assert (output / file).is_file()
+    launches = journal(output, "launch")
+    code, said = run(recipe, output, *flags)
+    assert code == 0
+    assert journal(output, "launch") == launches, "nothing is repeated"
+    assert "ddp holds 2 a process" in said
+
+
+@pytest.mark.long
 def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     """A rank, the comparison itself, a launcher, and at last nothing: what was found is not tried again, no process
     is left. The limit is one at which the larger size does not fit."""

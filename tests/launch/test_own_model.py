@@ -46,6 +46,7 @@ def test_it_learns_and_what_is_written_loads_again(trained):
     assert written.tolist() == plain.tolist(), "its cache is right"
 
 
+@pytest.mark.long
 def test_its_figures_are_those_of_one_process(trained, tokenizer, tmp_path):
     model = ["--config_name", FOLDER, "--tokenizer_name", tokenizer, "--config_overrides", "vocab_size=300"]
     lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "12", strategy="single", processes=1)
@@ -53,6 +54,7 @@ def test_its_figures_are_those_of_one_process(trained, tokenizer, tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_an_adapter_of_it_is_merged(trained, tmp_path):
     flags = ["--model_name_or_path", trained[0] / "model", *DATA, "--max_train_steps", "2", "--lora"]
     launch(tmp_path / "run", *flags, "--lora_target_modules", "qkv", "up")

@@ -197,7 +197,8 @@ def test_mnli_has_two_held_out_parts_and_training_stops_early(cache, tmp_path, s
     assert (output / "checkpoints" / "best").resolve().name == "update_00000002"
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), pytest.param("zero3", 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("zero3", 2)])
 def test_a_llama_learns_a_number(llama, cache, tmp_path, strategy, processes):
     """Regression with a trained Llama, which has no padding token."""
     rows = ["text,score"] + [f"{'very ' * (i % 5)}good story number {i},{i % 5 + 0.5}" for i in range(90)]
@@ -292,7 +293,8 @@ def published_cls(tmp_path_factory):
     return once
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2", marks=pytest.mark.long)])
+@pytest.mark.long  # in small, without a hub: test_agreement.py
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_the_published_classification_command(published_cls, strategy):
     """Its model has a head of three labels and the task two: a new head, also where the ranks hold parts of it."""
     folder = published_cls(strategy)

@@ -734,6 +734,7 @@ def test_an_interrupted_job_leaves_nothing(small, tmp_path, large, sent):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_killed_job_leaves_no_corpus_and_is_replaced(small, tmp_path, large, capsys):
     job = started(large, small, tmp_path / "made")
     workers = psutil.Process(job.pid).children()
