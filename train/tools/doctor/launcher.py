@@ -150,6 +150,7 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
             warnings.simplefilter("always")
             arguments = launch_command_parser().parse_args([*words, "train.py"])
             arguments, defaults, precision_of_file = _validate_launch_command(arguments)
+            _look_at_arguments(launch, arguments)
             if arguments.use_deepspeed and not arguments.cpu:
                 fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_of_file else [])]
                 arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -163,7 +164,6 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
         raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
     finally:
         logging.disable(logging.NOTSET)
-    _look_at_arguments(launch, arguments)
     for message in {str(one.message) for one in warned if "already in use" in str(one.message)}:
         port = message.split("`")[1]
         launch.findings.append(Finding(
