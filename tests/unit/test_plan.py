@@ -312,6 +312,7 @@ def test_the_report_ranks_and_says_what_does_not_fit(capsys):
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
         (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
         (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
+        (["--gpu", "h100-80gb", "--num_gpus", "2", "--strategies", "sp"], "sequence parallelism is not predicted"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):

@@ -6,6 +6,9 @@ from transformers import AutoConfig
 
 from train.strategy.sequence import check_model
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+            "original_max_position_embeddings": 64}  # fmt: skip
+
 
 def config(model_type: str = "llama", heads: int = 8, kv_heads: int = 2, **changes):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 96}
@@ -29,6 +32,7 @@ def test_heads_that_the_ranks_can_share(model, degree):
         (config(heads=6, kv_heads=2), 3, ["6 attention heads and 2 heads", "Use 2 or 6"]),
         (config(heads=1, kv_heads=1), 2, ["1 attention heads", "such as zero3"]),
         (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
+        (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
         (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
         (AutoConfig.for_model("bloom"), 2, ["not supported for a bloom"]),
     ],

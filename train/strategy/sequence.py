@@ -25,6 +25,9 @@ from train.recipe.errors import UserError
 from train.strategy.grid import sequence_groups
 from train.strategy.layout import ParallelLayout
 
+FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
+BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
+
 
 def check_model(config, degree: int, source: str) -> None:
     """Before data is read: check that `degree` ranks can split the rows of such a model.
@@ -40,6 +43,8 @@ def check_model(config, degree: int, source: str) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
         problems.append(f"{stated}: layers of this {config.model_type} do not attend to the row in full. {without}")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in BY_LENGTH:
+        problems.append(f"{stated}: this {config.model_type} scales positions by the length of a row. {without}")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     possible = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
@@ -100,17 +105,12 @@ class SplitRows:
         packed = mask is None and "position_ids" in inputs and "cu_seq_lens_q" not in inputs
         if "labels" in inputs:  # shifted before the cut: the next token may be in the next rank's part
             inputs["next_tokens"] = F.pad(inputs.pop("labels")[:, 1:], (0, 1), value=IGNORE)
-        if "position_ids" in inputs:
-            positions = F.pad(inputs["position_ids"], (0, fill))
-        else:
-            positions = torch.arange(width + fill, device=inputs["input_ids"].device).expand(rows, -1)
-        inputs["position_ids"] = positions
-        for name, filler in (("input_ids", 0), ("next_tokens", IGNORE)):
-            if name in inputs:
-                inputs[name] = F.pad(inputs[name], (0, fill), value=filler)
-        for name in ("input_ids", "next_tokens", "position_ids"):
-            if name in inputs:
-                inputs[name] = inputs[name].chunk(self.size, dim=1)[self.rank].contiguous()
+        if "position_ids" not in inputs:
+            inputs["position_ids"] = torch.arange(width, device=inputs["input_ids"].device).expand(rows, -1)
+        positions = F.pad(inputs["position_ids"], (0, fill))  # each filler is a document of its own
+        for name in FILLERS.keys() & inputs.keys():
+            row = F.pad(inputs[name], (0, fill), value=FILLERS[name])
+            inputs[name] = row.chunk(self.size, dim=1)[self.rank].contiguous()
         if fill and "cu_seq_lens_q" in inputs:
             inputs |= _with_filler(inputs, width + fill, fill)
         inputs["attention_mask"] = self._mask(mask, positions, packed, fill)
