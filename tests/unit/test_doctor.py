@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, environment
+from helpers import BIN, ROOT, environment
 
 from train.cli import main
 from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
@@ -145,9 +147,10 @@ def test_shared_memory():
 
 def test_folders():
     for changes, needs, level, words in (
-        ({"problem": "cannot be written: Permission denied (outputs)"}, {}, "error", "--output_dir"),
+        ({"problem": "cannot be written: Permission denied", "what": "HF cache"}, {}, "error", "Permission denied"),
         ({"free": 2**20}, {}, "warning", "full but for 1.0 MiB"),
-        ({}, {"checkpoint_bytes": 99 * GIB}, "error", "no room for a checkpoint of 99.00 GiB"),
+        ({}, {"checkpoint_bytes": 101 * GIB}, "error", "100.00 GiB free, and a checkpoint takes 101.00 GiB"),
+        ({}, {"checkpoint_bytes": 99 * GIB}, "warning", "the second has no room"),
         ({}, {"num_machines": 2}, "warning", "file system that all machines share"),
     ):
         folder = dataclasses.replace(OUTPUT, **changes)
@@ -265,7 +268,7 @@ def test_contradictions_of_three_files_at_once(folder, capsys):
 
 
 def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
-    (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\n")
+    (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\nstrategy: zero1\n")
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})
     edit(folder / "ds_configs/zero2.json", zero_optimisation={"stage": 3})
     report = examined(capsys, *MINE, "--strategy", "zero2")
@@ -273,7 +276,8 @@ def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
     said = "\n".join(texts(report))
     for words in (
         "learning_rat is not an option. Did you mean learning_rate?", "seed = -1", "no effect without --lora",
-        "deepspeed_confg", "DeepSpeed knows no zero_optimisation",
+        "strategy = 'zero1': a recipe says what is trained, and not how", "deepspeed_confg",
+        "DeepSpeed knows no zero_optimisation",
     ):  # fmt: skip
         assert words in said
 
@@ -288,7 +292,8 @@ def test_what_has_no_effect(folder, capsys):
     assert report["exit_code"] == 0, texts(report)
     said = "\n".join(texts(report, "warning", "note"))
     for words in (
-        "report_name = x (--report_name) has no effect", "min_lr_ratio = 0.1", "num_warmup_steps = 5 has no effect",
+        "report_name = x (--report_name) has no effect", "min_lr_ratio = 0.1",
+        "num_warmup_steps = 5 (--num_warmup_steps) has no effect",
         "fsdp_config has no effect", "machine_rank has no effect",
         "num_processes = 4 has no effect: --num_processes 2 goes before the file",
         "stage3_max_live_parameters has no effect", "fp16.initial_scale_power has no effect",
@@ -303,6 +308,10 @@ def test_variables_that_an_earlier_launch_has_left(folder, capsys):
     assert "unset ACCELERATE_USE_FSDP" in "\n".join(texts(report, "warning"))
     assert "FSDP is not supported" in "\n".join(texts(report))
     del os.environ["ACCELERATE_USE_FSDP"]
+    os.environ["ACCELERATE_GRADIENT_CLIPPING"] = "0.3"
+    report = examined(capsys, *MINE, "--strategy", "zero2_plain")
+    assert values(report)["max_grad_norm"] == (0.3, "ACCELERATE_GRADIENT_CLIPPING (this shell)")
+    del os.environ["ACCELERATE_GRADIENT_CLIPPING"]
     os.environ["WORLD_SIZE"] = "4"
     assert "unset WORLD_SIZE" in "\n".join(texts(examined(capsys, "--strategy", "single", "--num_processes", "1")))
     assert not texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2")), "the launcher sets it anew"
@@ -317,6 +326,32 @@ def test_accelerates_own_refusals(folder, capsys):
     edit(folder / "accelerate_configs/ddp.yaml", mixed_precision="bf17")
     (said,) = texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2"))
     assert said.startswith("accelerate launch refuses accelerate_configs/ddp.yaml: Unknown mixed_precision mode: bf17")
+
+
+def test_a_port_in_use(folder, capsys):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        edit(folder / "accelerate_configs/ddp.yaml", main_process_port=port)
+        ((said),) = texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2"), "note")
+        assert f"port {port} of this machine is in use" in said
+        assert "--main_process_port 0" in said
+        report = examined(capsys, "--strategy", "ddp", "--num_processes", "4", "--num_machines", "2")
+        assert "another process is utilizing it" in "\n".join(texts(report)), "other machines look for this one there"
+
+
+def test_weights_that_are_elsewhere(folder, capsys):
+    words = ("--task", "clm", "--model_name_or_path", "someone/model", "--train_file", "text.txt", "--strategy", "ddp")
+    report = examined(capsys, *words)
+    assert report["exit_code"] == 1
+    assert "HF_HUB_OFFLINE = 1 forbids the download" in "\n".join(texts(report))
+    del os.environ["HF_HUB_OFFLINE"]
+    report = examined(capsys, *words)
+    assert report["exit_code"] == 0, texts(report)
+    said = "\n".join(texts(report, "note"))
+    assert "the run downloads it. To have it before: hf download someone/model" in said
+    assert "the model's size is not known here" in said
 
 
 def test_several_machines(folder, capsys):
@@ -387,6 +422,15 @@ def test_bad_input(folder, capsys):
     report = examined(capsys, *MINE, "--strategy", "zero9")
     assert report["exit_code"] == 2
     assert "there is no file accelerate_configs/zero9.yaml" in texts(report)[0]
+
+
+def test_from_a_shell(folder):
+    """Standard output is JSON and nothing else, whatever libraries print."""
+    command = [str(BIN / "zerofit"), "doctor", "--strategy", "zero3_offload", "--num_processes", "2", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert values(json.loads(done.stdout))["deepspeed: zero_optimization.stage"][0] == 3
+    assert not done.stderr
 
 
 def test_the_environment_is_left_as_it_was(folder, capsys):

@@ -9,6 +9,7 @@ point where it starts processes; then the recipe and the strategy pair are resol
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -16,11 +17,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe, read_recipe
 from train.record.terminal import say, screen_width
 from train.tools.doctor.options import DoctorOptions
-from train.tools.doctor.report import ERROR, Finding, Report
+from train.tools.doctor.report import ERROR, Finding, Report, shown_value
 from train.tools.launches import TRAIN
 from train.tools.tool_recipe import TASKS, join_with_recipe
 
@@ -30,8 +33,9 @@ PROG = "zerofit doctor"
 def main(argv: list[str] | None = None) -> int:
     """Print the report, or write it. Returns 0; 1: it cannot run here; 2: bad input."""
     options, task, problems = read_options(list(argv or []))
+    shell = dict(os.environ)
     with _environment_kept(), contextlib.redirect_stdout(io.StringIO()):  # libraries talk
-        report = make_report(options, task, problems)
+        report = make_report(options, task, problems, shell)
     found = json.dumps(report.to_json(), indent=2, default=str)
     if options.json == "-":
         print(found)
@@ -53,23 +57,41 @@ def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, list[str]]
         return parse_recipe(DoctorOptions, argv, prog=PROG, tool=True, hints=_hints()), None, []
     task, joined = join_with_recipe(DoctorOptions, argv, PROG)
     options, problems = read_recipe(joined, argv, prog=PROG, tool=True)
+    problems = [*_launchers_options(options), *problems]
     if problems:  # what follows from a wrong name is not said again
         more = (problem for problem in options.problems() if not problem.startswith("no "))
         problems += [problem for problem in more if problem not in problems]
     return options, task, problems
 
 
+def _launchers_options(options: DoctorOptions) -> list[str]:
+    """Options of the doctor that stand in a recipe, where a run would refuse them; they have their defaults now."""
+    config, found = options.source("config"), []
+    if config is None:
+        return found
+    content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    for name in (field.name for field in dataclasses.fields(DoctorOptions)):
+        if name in content:
+            found.append(f"{config}: {name} = {content[name]!r}: a recipe says what is trained, and not how. Use the "
+                         f"flag --{name}")  # fmt: skip
+            if not (options.source(name) or "").startswith("--"):
+                options.reset_option(name)
+    return found
+
+
 def _hints() -> dict[str, str]:
     """{option of a recipe: what to say as well}, where no recipe is named."""
-    import dataclasses
-
     names = {field.name for cls in TASKS.values() for field in dataclasses.fields(cls)}
     own = {field.name for field in dataclasses.fields(DoctorOptions)}
     return dict.fromkeys(names - own, f"it belongs to a recipe: add --config FILE, or --task {' | '.join(TASKS)}")
 
 
-def make_report(options: DoctorOptions, task: str | None, problems: list[str]) -> Report:
-    """The report on this machine, and on the launch that the options name."""
+def make_report(options: DoctorOptions, task: str | None, problems: list[str], shell: dict[str, str]) -> Report:
+    """The report on this machine, and on the launch that the options name.
+
+    Args:
+        shell: the environment in which the launch would be typed.
+    """
     report = Report(bad_input=bool(problems))
     report.add(ERROR, problems)
     try:
@@ -81,7 +103,7 @@ def make_report(options: DoctorOptions, task: str | None, problems: list[str]) -
 
     from train.tools.doctor.examine import Examination
 
-    examination = Examination(options, task, report, is_sound=not problems)
+    examination = Examination(options, task, report, shell, is_sound=not problems)
     if task or options.strategy or options.deepspeed_config:
         report.examined = "this recipe" if task else "this strategy"
         examination.of_launch(_program(options, task))
@@ -110,7 +132,8 @@ def _program(options: DoctorOptions, task: str | None) -> list[str]:
     own = {"task", "strategy", "num_processes", "num_machines", "json"}
     for name, value in options.to_dict().items():
         if name not in own and (options.source(name) or "").startswith("--"):
-            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(() if value is True else map(shown_value, values))]
     return words
 
 

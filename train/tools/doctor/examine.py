@@ -1,14 +1,15 @@
 """One examination: the launch as accelerate would make it, the run as it would be resolved, the machine beneath."""
 
+import contextlib
 import dataclasses
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from train.recipe.base import Recipe
 from train.recipe.errors import NothingToDo, UserError
 from train.recipe.options import TrainingRecipe
-from train.recipe.paths import check_paths, output_folder
+from train.recipe.paths import check_paths, is_missing_folder, output_folder
 from train.strategy.build_locks import extensions_folder
 from train.strategy.gpus import check_devices, num_devices
 from train.strategy.launch import default_config
@@ -19,12 +20,13 @@ from train.tools.doctor.launcher import Launch, look_at_launch, look_at_torchrun
 from train.tools.doctor.machine import inspect_machine
 from train.tools.doctor.options import DoctorOptions
 from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report
-from train.tools.doctor.values import launch_values, recipe_values, strategy_values
+from train.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
 from train.tools.doctor.without_effect import idle_keys, idle_options, idle_settings
 from train.tools.rank_environment import environment_of_a_rank
 from train.tools.tool_recipe import TASKS
 
 ADAMS = ("adam", "adamw")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class Examination:
@@ -32,11 +34,14 @@ class Examination:
 
     Args:
         task: None: there is no recipe.
+        shell: the environment in which the launch would be typed.
         is_sound: the recipe has no problem by itself.
     """
 
-    def __init__(self, options: DoctorOptions, task: str | None, report: Report, is_sound: bool):
-        self.options, self.task, self.report, self.is_sound = options, task, report, is_sound
+    def __init__(
+        self, options: DoctorOptions, task: str | None, report: Report, shell: dict[str, str], is_sound: bool
+    ):
+        self.options, self.task, self.report, self.shell, self.is_sound = options, task, report, shell, is_sound
         self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
         self.launch: Launch | None = None
         self.strategy: Strategy | None = None
@@ -54,7 +59,8 @@ class Examination:
         report.findings += launch.findings + idle_keys(launch)
         report.command = shown_command(launch, program)
         report.values += launch_values(launch)
-        with environment_of_a_rank(launch.world_size, launch.local_world_size, launch.environment):
+        offline = {"HF_HUB_OFFLINE": "1"}
+        with environment_of_a_rank(launch.world_size, launch.local_world_size, launch.environment | offline):
             self._resolve(launch)
         if self.strategy is not None:
             report.values += strategy_values(self.strategy, self.recipe)
@@ -63,17 +69,18 @@ class Examination:
         if self.task:
             folder = output_folder(self.task, self.recipe)
             report.values += recipe_values(self.recipe, self.strategy, folder)
+        report.values = told_by_shell(report.values, launch)
         self.needs = self._needs(launch)
 
     def _look(self) -> Launch:
         """Raises UserError: there is no such strategy, or its YAML cannot be read."""
-        options, devices, shell = self.options, num_devices(), dict(os.environ)
+        options, devices, shell = self.options, num_devices(), self.shell
         chosen = {name: (value, f"--{name}") for name in ("num_processes", "num_machines")
                   if (value := getattr(options, name))}  # fmt: skip
-        default = max(1, devices) * (options.num_machines or 1), "one for each accelerator"
+        default = max(1, devices) * (options.num_machines or 1), "one for each device" if devices else "default"
         if self.recipe.deepspeed_config and not options.strategy:
             return look_at_torchrun({"num_processes": default, "num_machines": (1, "default"), **chosen}, shell)
-        name = options.strategy if (options.source("strategy") or "").startswith("--") else None
+        name = options.strategy
         if name is None and (file := default_config()):
             self.report.findings.append(Finding(
                 NOTE, f"{file}: accelerate launch reads it where no --config_file is given, and so does this report",
@@ -87,7 +94,6 @@ class Examination:
     def _resolve(self, launch: Launch) -> None:
         """The strategy, and with a sound recipe the whole run."""
         from train.strategy.read import read_strategy
-        from train.training.configuration import resolve
 
         report = self.report
         if self.task:
@@ -97,6 +103,8 @@ class Examination:
                 report.add(ERROR, error.problems)
         try:
             if self.task and self.is_sound and self.recipe.trains:
+                from train.training.configuration import resolve
+
                 config = resolve(self.task, self.recipe, launch.config_file)
                 self.recipe, self.strategy = config.recipe, config.strategy
                 report.add(NOTE, config.notes)
@@ -113,7 +121,7 @@ class Examination:
         except ImportError as error:
             report.findings.append(Finding(ERROR, f"a package cannot be imported: {error}", "make setup"))
         if self.task and self.is_sound:
-            report.findings += idle_options(self.recipe)
+            report.findings += [*idle_options(self.recipe), *_to_download(self.recipe, launch.environment)]
             flags = getattr(self.options, "without_effect", [])
             report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
 
@@ -160,7 +168,7 @@ class Examination:
             except UserError as error:
                 report.add(ERROR, error.problems)
         machine = inspect_machine(self._folders(), looks_at_deepspeed=needs.deepspeed or not needs.examined)
-        variables = self.launch.environment if self.launch else os.environ
+        variables = self.launch.environment if self.launch else self.shell
         report.findings += judge(machine, needs, variables)
         report.lines += machine.lines()
         report.machine |= dataclasses.asdict(machine)
@@ -182,10 +190,34 @@ def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
     fields = [field.name for field in dataclasses.fields(cls)]
     recipe = cls(**{name: getattr(options, name) for name in fields if hasattr(options, name)})
     sources = {name: options.source(name) for name in (*fields, "config")}
-    if (sources.get("strategy") or "").startswith("--"):
-        recipe.strategy = sources["strategy"] = None
+    recipe.strategy = sources["strategy"] = None
     recipe.remember_sources({name: source for name, source in sources.items() if source})
     return recipe
+
+
+def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
+    """Weights and tokenizers that the recipe names and that are not here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    found = []
+    for option, file in (("model_name_or_path", "config.json"), ("tokenizer_name", "tokenizer_config.json")):
+        name = getattr(recipe, option)
+        if not name or Path(name).expanduser().exists() or is_missing_folder(name):
+            continue
+        with contextlib.suppress(HFValidationError):
+            if isinstance(try_to_load_from_cache(name, file), str):
+                continue
+        offline = [
+            variable for variable in OFFLINE if variables.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+        ]
+        what = f"{option} = {name!r} is not on this machine"
+        found.append(
+            Finding(ERROR, f"{what}, and {offline[0]} = {variables[offline[0]]} forbids the download",
+                    f"unset {offline[0]}, or name a folder") if offline else
+            Finding(NOTE, f"{what}: the run downloads it", f"To have it before: hf download {name}")
+        )  # fmt: skip
+    return found
 
 
 def operations_of(config: dict[str, Any] | None, on_gpu: bool) -> tuple[str, ...]:

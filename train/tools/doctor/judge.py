@@ -155,8 +155,8 @@ def _memory(machine: Machine, needs: Needs) -> list[Finding]:
     if total > machine.memory_total:
         found.append(Finding(
             ERROR, f"the run takes {parts}; this machine has {size(machine.memory_total)}",
-            "Offload less (--strategy zero3 instead of zero3_offload), use more machines, or a smaller "
-            "model"))  # fmt: skip
+            "Offload less (zero3 offloads nothing), or use more machines" if machine.devices else
+            "Use fewer processes, a smaller model, or another machine"))  # fmt: skip
     else:
         found.append(Finding(WARNING, f"the run takes {parts}; {size(machine.memory_free)} are free now",
                              "End other programs, or use fewer processes"))  # fmt: skip
@@ -167,16 +167,18 @@ def _folders(machine: Machine, needs: Needs) -> list[Finding]:
     found = []
     for folder in machine.folders:
         is_output = folder.what == "output"
-        if folder.problem:
-            found.append(Finding(ERROR if is_output or needs.examined else WARNING,
+        if folder.problem and not is_output:  # of that, the recipe's own check tells
+            found.append(Finding(ERROR if needs.examined else WARNING,
                                  f"{folder.path} ({folder.what}) {folder.problem}", _elsewhere(folder)))  # fmt: skip
         elif folder.free < FULL_DISK:
             found.append(Finding(WARNING, f"{folder.path} ({folder.what}): the disk is full but for "
                                  f"{size(folder.free)}", f"Make room. {_elsewhere(folder)}"))  # fmt: skip
-        elif is_output and needs.checkpoint_bytes and folder.free < 1.05 * needs.checkpoint_bytes:
+        elif is_output and needs.checkpoint_bytes and folder.free < 2 * needs.checkpoint_bytes:
+            fits = folder.free >= needs.checkpoint_bytes
             found.append(Finding(
-                ERROR, f"{folder.path} has no room for a checkpoint of {size(needs.checkpoint_bytes)}: "
-                f"{size(folder.free)} are free", f"Make room. {_elsewhere(folder)}"))  # fmt: skip
+                WARNING if fits else ERROR, f"{folder.path} has {size(folder.free)} free, and a checkpoint takes "
+                f"{size(needs.checkpoint_bytes)}{': the second has no room' if fits else ''}",
+                f"Make room. {_elsewhere(folder)}"))  # fmt: skip
         if is_output and needs.num_machines > 1 and not folder.shared:
             found.append(Finding(
                 WARNING, f"{folder.path} seems to be on a disk of this machine alone, and there are "

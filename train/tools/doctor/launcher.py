@@ -34,6 +34,7 @@ class Launch:
         environment: variables of a process.
         sources: {num_processes, num_machines: who set it}.
         devices: those that `gpu_ids` leaves; None: all.
+        leftovers: variables of accelerate that an earlier launch has left in the shell, and that reach the processes.
     """
 
     config_file: str | None
@@ -45,6 +46,7 @@ class Launch:
     findings: list[Finding] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     devices: int | None = None
+    leftovers: dict[str, str] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
 
 
@@ -85,10 +87,12 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
     before = dict(os.environ)
     try:
         os.environ.clear()
-        os.environ.update(clean)
+        os.environ.update(clean | {"HF_HUB_OFFLINE": "1"})
         made = _of_accelerate(launch, words)
     except (Exception, SystemExit) as error:  # whatever it is, the launch would end with it
-        launch.findings.append(Finding(ERROR, f"accelerate launch refuses {config_file}: {_said(error)}"))
+        launch.findings.append(Finding(
+            ERROR, f"accelerate launch refuses {config_file}: {_said(error)}",
+            "The files in accelerate_configs/ are accepted; `accelerate config` writes a new one"))  # fmt: skip
         with contextlib.suppress(UserError):
             made = environment_of(launch.content, str(config_file))
     finally:
@@ -101,9 +105,10 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
 
 def _read(config_file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        with config_file.open(encoding="utf-8") as file:  # whose name is in the message
+            content = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{config_file} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{config_file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"{config_file}: expected `key: value` lines, as in accelerate_configs/ddp.yaml")
     if not isinstance(content.get("deepspeed_config") or {}, dict):
@@ -145,6 +150,7 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
             warnings.simplefilter("always")
             arguments = launch_command_parser().parse_args([*words, "train.py"])
             arguments, defaults, precision_of_file = _validate_launch_command(arguments)
+            _look_at_arguments(launch, arguments)
             if arguments.use_deepspeed and not arguments.cpu:
                 fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_of_file else [])]
                 arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -158,7 +164,6 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
         raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
     finally:
         logging.disable(logging.NOTSET)
-    _look_at_arguments(launch, arguments)
     for message in {str(one.message) for one in warned if "already in use" in str(one.message)}:
         port = message.split("`")[1]
         launch.findings.append(Finding(
@@ -196,11 +201,12 @@ def _look_at_arguments(launch: Launch, arguments: argparse.Namespace) -> None:
 
 def _leftovers(launch: Launch, shell: Mapping[str, str], made: Mapping[str, str]) -> list[Finding]:
     """Variables that an earlier launch has left in the shell, and that reach the processes."""
-    left = {name: value for name, value in shell.items() if name not in without_launcher(shell) and name not in made}
+    launch.leftovers = {name: value for name, value in sorted(shell.items())
+                        if name.startswith("ACCELERATE_") and name not in made}  # fmt: skip
     found = [
         Finding(WARNING, f"{name} = {value!r} is set in this shell and reaches every process, whatever the YAML says",
                 f"unset {name}")
-        for name, value in sorted(left.items()) if name.startswith("ACCELERATE_")
+        for name, value in launch.leftovers.items()
     ]  # fmt: skip
     ranks = {name: shell[name] for name in RANKS if name in shell}
     if ranks and launch.world_size == 1 and launch.content.get("distributed_type", "NO") == "NO":

@@ -10,7 +10,7 @@ from train.record.terminal import shortened
 
 ERROR, WARNING, NOTE = LEVELS = ("error", "warning", "note")
 EXIT_CANNOT_RUN, EXIT_BAD_INPUT = 1, 2
-NAME, VALUE = 30, 22  # columns
+NAME, VALUE = 30, 18  # columns, at most
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Report:
             parts.append("launch\n" + _wrapped(self.command, width, "  ", "      "))
         shown = [value for value in self.values if value.common]
         if shown:
-            parts.append("\n".join(["values", *(_value(value, width) for value in shown)]))
+            parts.append("\n".join(["values", *_table(shown, width)]))
         if self.lines:
             first = max(len(what) for what, _ in self.lines)
             rows = (_wrapped(text, width, f"  {what:<{first}}  ", " " * (first + 4)) for what, text in self.lines)
@@ -130,10 +130,16 @@ def _finding(finding: Finding, width: int | None) -> str:
     return text if not finding.remedy else f"{text}\n{_wrapped(finding.remedy, width, f'{indent}-> ', f'{indent}   ')}"
 
 
-def _value(value: Value, width: int | None) -> str:
-    name = value.name.rpartition(": ")[2].removeprefix("zero_optimization.")
-    line = f"  {shortened(name, NAME):<{NAME}}  {shortened(shown_value(value.value), VALUE):<{VALUE}}  "
-    return line + (value.source if width is None else shortened(value.source, max(20, width - len(line))))
+def _table(values: list[Value], width: int | None) -> list[str]:
+    """Lines with the name, the value and its source; long values and sources without their middle."""
+    names = [one.name.rpartition(": ")[2].removeprefix("zero_optimization.") for one in values]
+    texts = [shortened(shown_value(one.value), VALUE) for one in values]
+    first, second = min(NAME, max(map(len, names))), max(map(len, texts))
+    lines = []
+    for name, text, one in zip(names, texts, values):
+        line = f"  {shortened(name, first):<{first}}  {text:<{second}}  "
+        lines.append(line + (one.source if width is None else shortened(one.source, max(16, width - len(line)))))
+    return lines
 
 
 def shown_value(value: Any) -> str:

@@ -35,7 +35,7 @@ def size_up(recipe: Any, task: str, strategy: Strategy, on_gpu: bool) -> Sizes:
     recipe.architecture = None  # an option of plan
     subject = read_subject(recipe, task, on_gpu)
     states = resolved(strategy.name, strategy, subject).states(subject, strategy.batches.accumulation > 1)
-    state = states.weights + states.optimizer + max(states.gradients, states.gradients_later)
+    state = states.weights + states.optimizer + max(states.gradients, states.step.get("gradients", 0))
     weights = subject.weights
     return Sizes(
         parameters=weights.trained + weights.frozen,

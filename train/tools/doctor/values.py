@@ -31,6 +31,14 @@ COMMON = (
 )  # fmt: skip
 OF_STRATEGY = ("zero_optimization.stage", "zero_optimization.offload_optimizer.device",
                "zero_optimization.offload_param.device", "optimizer.type", "optimizer.params.torch_adam")  # fmt: skip
+# {value: the variable of accelerate that states it where there is no DeepSpeed JSON}
+IN_THE_SHELL = {
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
+    "deepspeed: zero_optimization.stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "deepspeed: zero_optimization.offload_optimizer.device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "deepspeed: zero_optimization.offload_param.device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+}
 DEFAULT, AT_START = "default", "zerofit or accelerate, from the model's size as the run starts"
 
 
@@ -57,13 +65,26 @@ def recipe_values(recipe: Any, strategy: Strategy | None, folder: Path) -> list[
             source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
         if name == "global_batch_size" and batches and value is None:
             value = batches.global_batch
-            source = f"{batches.micro_batch} x {batches.accumulation} accumulation x {batches.replicas}"
+            source = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} (see above)"
         if name == "output_dir" and value is None:
-            value, source = str(folder), "default, from the recipe's name"
-        is_common = (name in COMMON and value is not None) or source not in (DEFAULT, "this machine")
+            value = str(folder)
+        is_common = name in COMMON and value is not None and recipe.trains
+        is_common = is_common or source not in (DEFAULT, "this machine")
         values.append(Value(name, value, source, is_common))
     first = [value for name in COMMON for value in values if value.name == name]
     return [*first, *(value for value in values if value not in first)]
+
+
+def told_by_shell(values: list[Value], launch: Launch) -> list[Value]:
+    """The same, where a variable of the shell and not the YAML has set one."""
+    left = {name: f"{variable} (this shell)" for name, variable in IN_THE_SHELL.items()
+            if variable in launch.leftovers}  # fmt: skip
+    return [
+        dataclasses.replace(one, source=left[one.name])
+        if one.source == launch.config_file and one.name in left
+        else one
+        for one in values
+    ]
 
 
 def strategy_values(strategy: Strategy, recipe: Any) -> list[Value]:

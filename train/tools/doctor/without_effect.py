@@ -9,13 +9,16 @@ from train.tools.doctor.launcher import STANDARD, Launch
 from train.tools.doctor.report import NOTE, WARNING, Finding
 from train.tools.doctor.values import flat, stated_json
 
-LONG_RUN = 10**7  # updates of a run whose length is not known before its data are read
 CONSTANT = ("constant", "constant_with_warmup")
 # {options: (when they have no effect, what would change that)}
 IDLE = {
     ("report_to", "report_name"): (lambda recipe: not recipe.with_tracking, "Set with_tracking"),
     ("num_train_epochs",): (lambda recipe: recipe.max_train_steps, "max_train_steps goes before it: keep one of them"),
-    ("min_lr_ratio",): (
+    ("warmup_ratio", "num_warmup_steps"): (
+        lambda recipe: recipe.lr_scheduler_type == "constant",
+        "constant_with_warmup has a warm-up, constant has none",
+    ),
+    ("min_lr_ratio", "lr_decay_steps"): (
         lambda recipe: recipe.lr_scheduler_type in CONSTANT,
         "The learning rate stays constant: choose linear, cosine or wsd as lr_scheduler_type, or remove it",
     ),
@@ -48,12 +51,14 @@ def idle_options(recipe: Any) -> list[Finding]:
 
 
 def _of_schedule(recipe: Any) -> list[Finding]:
-    """What the schedule says of a run of that length."""
+    """What the schedule says of a run whose length is known."""
+    if not recipe.max_train_steps:
+        return []
     try:
-        _, warnings = make_schedule(recipe, recipe.max_train_steps or LONG_RUN)
+        _, warnings = make_schedule(recipe, recipe.max_train_steps)
     except UserError as error:
         return [Finding.of_message(problem) for problem in error.problems]
-    return [Finding(WARNING, text) for text in warnings]
+    return [Finding(WARNING, text) for text in warnings if "no effect" not in text]
 
 
 def idle_keys(launch: Launch) -> list[Finding]:
