@@ -612,7 +612,7 @@ def test_the_recipe_keeps_names_without_an_ending():
     [
         (["--trian_iters", "5"], "Did you mean train_iters?"),
         (["--num_layers", "24"], "--config_overrides"),
-        (["--tensor_model_parallel_size", "2"], "accelerate_configs/zero3.yaml"),
+        (["--tensor_model_parallel_size", "2"], "tp.yaml"),
         (["--min_lr", "1e-5"], "--min_lr_ratio"),
     ],
 )

@@ -458,7 +458,7 @@ def test_corpora(tmp_path, capsys):
         ("--attention-dropout", "attn_pdrop", "lora_dropout"),
         ("--deepspeed", "accelerate launch --config_file", "seed"),
         ("--recompute-activations", "selective", "Did you mean"),
-        ("--tensor-model-parallel-size", "ZeRO-3", "Did you mean"),
+        ("--tensor-model-parallel-size", "tp.yaml", "Did you mean"),
         ("--swiglu", "llama-2-7b", "Did you mean"),
         ("--lr-warmup-samples", "--num_warmup_steps", "Did you mean"),
         ("--hysteresis", "remove it", "Did you mean"),

@@ -57,7 +57,7 @@ TYPED = {  # flags that another option replaces
     "deepspeed": STRATEGY,
     "deepspeed_config": f"{STRATEGY}, which names the DeepSpeed JSON",
     "use_distributed_optimizer": f"{STRATEGY}; that flag is accelerate_configs/zero1.yaml",
-    "tensor_model_parallel_size": DEGREE,
+    "tensor_model_parallel_size": f"{STRATEGY}; of tp.yaml the JSON has the degree, tensor_parallel.autotp_size",
     "pipeline_model_parallel_size": DEGREE,
     "context_parallel_size": DEGREE,
     "ds_sequence_parallel_size": DEGREE,
