@@ -390,6 +390,13 @@ def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora,
     assert (found.weights, found.gradients, found.optimizer) == sizes
 
 
+def test_the_state_of_a_rank_that_has_half_of_each_layer():
+    strategy = SimpleNamespace(deepspeed={"zero_optimization": {"stage": 2}}, precision="bf16", tensor=2,
+                               layout=ParallelLayout(4, tensor=2))  # fmt: skip
+    found = sizes_of(strategy, ClmRecipe(), 100)
+    assert (found.weights, found.gradients, found.optimizer) == (100, 50, 300)
+
+
 def test_what_is_loaded_so_far_is_measured(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
     monkeypatch.setattr("train.health.out_of_memory.resident_bytes", lambda: 5 * GIB)

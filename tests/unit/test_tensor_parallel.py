@@ -16,6 +16,7 @@ from train.model.families import BY_MODEL_TYPE
 from train.model.parameters import count_parameters
 from train.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
 from train.model.tensor_parallel.draw import draw_share
+from train.model.tensor_parallel.read import stored_dtype
 from train.model.tensor_parallel.split import check_split, split_model
 from train.recipe import ClmRecipe
 from train.strategy.degrees import check_tensor_parallel, take_tensor_degree
@@ -225,6 +226,17 @@ def test_a_share_that_is_missing_is_noticed(tmp_path):
     assert torch.equal(ShardReader(tmp_path).weight("norm"), torch.arange(7.0))
     with pytest.raises(RuntimeError, match="of weight of rows, 24 elements are missing"):
         ShardReader(tmp_path).weight("rows")
+
+
+def test_the_dtype_of_stored_weights(tmp_path):
+    from safetensors.torch import save_file
+
+    assert stored_dtype(str(tmp_path)) is None
+    save_file({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "1.safetensors")
+    assert stored_dtype(str(tmp_path)) == torch.bfloat16
+    save_file({"b": torch.zeros(2)}, tmp_path / "2.safetensors")
+    assert stored_dtype(str(tmp_path)) is None
+    assert stored_dtype("a-name/on-the-hub") is None
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

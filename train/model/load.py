@@ -11,7 +11,8 @@ from train.model.configuration import from_hub_or_folder
 from train.model.lora import quantisation
 from train.model.nan_check import check_finite
 from train.model.parameters import true_shape
-from train.model.tensor_parallel.draw import build_share
+from train.model.tensor_parallel.draw import draw_share
+from train.model.tensor_parallel.read import read_share, stored_dtype
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 
@@ -35,13 +36,15 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
         UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
     build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters)
-    if strategy.tensor == 1:
-        return build()
-    return build_share(build, strategy.tensor_group(), is_drawn=not recipe.model_name_or_path)
-
-
-def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights: Sequence[str], num_parameters: int):
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
+    if strategy.tensor == 1:
+        return build(dtype)
+    if not recipe.model_name_or_path:
+        return draw_share(partial(build, dtype), strategy.tensor_group())
+    return read_share(build, strategy.tensor_group(), stored_dtype(recipe.model_name_or_path) or dtype, dtype)
+
+
+def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num_parameters: int, dtype: torch.dtype):
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
     if recipe.attn_implementation:
         common["attn_implementation"] = recipe.attn_implementation

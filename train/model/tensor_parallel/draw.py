@@ -17,19 +17,6 @@ from train.model.tensor_parallel.split import split_model
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 
 
-def build_share(build: Callable[[], nn.Module], tensor: TensorGroup, is_drawn: bool) -> nn.Module:
-    """This rank's share of the model that `build` makes.
-
-    Args:
-        is_drawn: its weights are random; pretrained ones are read in full first.
-    """
-    if is_drawn:
-        return draw_share(build, tensor)
-    model = build()
-    split_model(model, tensor)
-    return model
-
-
 def draw_share(make: Callable[[], nn.Module], tensor: TensorGroup) -> nn.Module:
     """This rank's share of the model that `make` draws.
 
