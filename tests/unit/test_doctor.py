@@ -282,6 +282,27 @@ def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
         assert words in said
 
 
+def test_everything_that_a_json_has_wrong(folder, capsys):
+    edit(folder / "ds_configs/zero2.json", overlap=True, gradient_clipping=0.5, optimizer={"type": "Lamb"},
+         scheduler={"type": "WarmupLRr"}, zero_optimization={"stage": 2, "overlap_com": True},
+         fp16={"enabled": True}, bf16={"enabled": False})  # fmt: skip
+    said = "\n".join(
+        texts(examined(capsys, *MINE, "--strategy", "zero2", "--max_grad_norm", "1", "--precision", "bf16"))
+    )
+    for words in (
+        "DeepSpeed knows no overlap ", "Did you mean overlap_comm?",
+        "gradient_clipping = 0.5, and max_grad_norm = 1.0",
+        "'Lamb'", "did you mean WarmupLR?", "fp16 (ds_configs/zero2.json) and bf16 (--precision)",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_the_layout(folder, capsys):
+    report = examined(capsys, *MINE, "--strategy", "tp_zero2")
+    assert report["exit_code"] == 0, texts(report)
+    assert values(report)["layout"] == ("tensor 2", "ds_configs/tp_zero2.json")
+
+
 def test_what_has_no_effect(folder, capsys):
     edit(folder / "accelerate_configs/zero2.yaml", fsdp_config={"fsdp_version": 2}, num_processes=4, machine_rank=1)
     edit(folder / "ds_configs/zero2.json", zero_optimization={"stage": 2, "stage3_max_live_parameters": 10},

@@ -2,7 +2,7 @@
 
 import json
 
-from train.recipe.errors import UserError
+from train.recipe.errors import Problems, UserError
 from train.strategy.batches import BatchSizes, resolve_batches
 from train.strategy.deepspeed_schedule import adopt_scheduler
 from train.strategy.layout import ParallelLayout
@@ -35,8 +35,11 @@ def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) ->
         resolver.problems.append(
             f"{source}: zero_optimization.stage = {stage}: it must be 1, 2 or 3. For 0 use ddp.yaml"
         )
+    of_schedule = Problems()
+    with of_schedule.collected():
+        adopt_scheduler(config, source, recipe)
+    resolver.problems += of_schedule.found
     resolver.raise_problems()
-    adopt_scheduler(config, source, recipe)
 
     batches = resolve_batches(recipe, layout.data_size, layout.replica_size)
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")

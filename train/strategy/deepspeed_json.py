@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from train.recipe.errors import UserError, nearest
+from train.recipe.errors import Problems, UserError, nearest
 from train.strategy.disk import look_at_disk
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 from train.strategy.monitors import look_at_monitors
@@ -46,8 +46,11 @@ EXAMPLES = {
 }
 
 
-def read_config(launch: Launch) -> tuple[dict[str, Any], str, list[str]]:
+def read_config(launch: Launch, found: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
     """(configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
+
+    Args:
+        found: takes the problems of a configuration that can be used but for them; by default they are raised.
 
     Raises:
         UserError: no such file, not JSON, numbers or truth values written as strings (where DeepSpeed does not read
@@ -82,8 +85,11 @@ def read_config(launch: Launch) -> tuple[dict[str, Any], str, list[str]]:
         config["bf16"] = config.pop("bfloat16")
     if "zero_optimization" not in config:
         problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
-    if problems:
+    has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
+    if problems and (found is None or not has_sections or "zero_optimization" not in config):
         raise UserError(problems)
+    if found is not None:
+        found.found += problems
     return config, str(path), notes
 
 

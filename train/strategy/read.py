@@ -66,7 +66,7 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
     """ZeRO of any stage. None: there are problems."""
     config = precision = None
     with problems.collected():
-        config, source, notes = read_config(launch)
+        config, source, notes = read_config(launch, problems)
     if config is None:
         return None
     with problems.collected():

@@ -142,6 +142,8 @@ class Examination:
         )
         if not (self.task and self.is_sound and self.recipe.trains):
             return needs
+        if strategy.layout.tensor > 1:  # no process holds a whole layer, which plan's states do not know
+            return needs
         from train.tools.doctor.size_up import size_up
 
         try:

@@ -146,7 +146,7 @@ def inspect_machine(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed:
         operations=operations,
         deepspeed_problem=problem,
         folders=tuple(_folder(*name, path) for name, path in folders.items()),
-        locks=tuple(abandoned_locks()),
+        locks=tuple(lock for lock in abandoned_locks() if Path(lock).parent.name in BUILDERS),
         accelerate=_of_accelerate(),
     )
 

@@ -96,6 +96,11 @@ def strategy_values(strategy: Strategy, recipe: Any) -> list[Value]:
     ]
     if strategy.deepspeed is None:
         return values
+    if strategy.layout.replica_size > 1:
+        degrees = {"data": strategy.layout.data_size, "tensor": strategy.layout.tensor,
+                   "pipeline": strategy.layout.pipeline, "sequence": strategy.layout.sequence}  # fmt: skip
+        shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        values.append(Value("layout", shown, strategy.source, common=True))
     raw = stated_json(strategy)
     written = {key.replace("bfloat16.", "bf16."): value for key, value in flat(raw)}
     for key, value in flat(strategy.deepspeed):
