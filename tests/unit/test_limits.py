@@ -17,8 +17,10 @@ from helpers import ROOT, refusal
 
 from train.data.collate import CausalCollator, ExampleCollator, PairCollator
 from train.recipe.parse import parse_recipe
+from train.tools.compare import guess as guess_module
 from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from train.tools.compare.finished import Finished
+from train.tools.compare.guess import largest
 from train.tools.compare.journal import Journal, key_of
 from train.tools.compare.machine import Limits, Machine, choose_limits
 from train.tools.compare.memory_limits import limit_device
@@ -40,11 +42,11 @@ GIB, MIB = 2**30, 2**20
 # -------------------------------------------------------------------------------------------------------------- search
 
 
-def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None):
+def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None, guess=0, per_sample=None):
     """(the largest size found, launches, the facts) of a process that takes base + each * size, and `growth` more for
     every size that it has met before."""
     random, sizes, facts, launches = Random(seed), sizes or list(range(1, 4097)), [], 0
-    while (step := next_step(SearchState(sizes, facts), limit)) is not None:
+    while (step := next_step(SearchState(sizes, facts), limit, (), guess, per_sample)) is not None:
         launches += 1
         state, grown, size = SearchState(sizes, facts), 0.0, step.first
         points, fits, fails = list(state.points), state.fits, state.fails
@@ -56,7 +58,7 @@ def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None):
             points.append((size, int(peak)))
             fits, grown = max(fits, size), grown + growth
             fails = fails if fails and fails > fits else None
-            size = None if step.only_first else next_size(sizes, fits, fails, points, limit)
+            size = None if step.only_first else next_size(sizes, fits, fails, points, limit, (), per_sample)
         assert launches < 60
     return SearchState(sizes, facts).fits, launches, facts
 
@@ -68,6 +70,46 @@ def test_the_exact_largest_size_is_found_in_few_launches(limit):
     assert found == true
     assert launches <= 4
     assert {(fact.size, fact.fits) for fact in facts if fact.fresh} >= {(true, True), (true + 1, False)}
+
+
+@pytest.mark.parametrize("limit", [1009, 1012, 1100, 1500, 3000, 10000, 30000])
+@pytest.mark.parametrize("error", [0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
+def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
+    true = int((limit - 1000) / 8.3)
+    guess = max(1, round(true * (1 + error)))
+    found, launches, facts = simulate(limit, 1000, 8.3, guess=guess, per_sample=8.3 * (1 + error))
+    assert found == true
+    assert {(fact.size, fact.fits) for fact in facts if fact.fresh} >= {(true, True), (true + 1, False)}
+    assert facts[0].size == guess
+    if guess == true:
+        assert launches == 2
+    else:
+        assert launches <= (4 if abs(error) < 0.05 and true < 1000 else 7)  # 3 or 4 without a prediction
+
+
+def test_the_largest_batch_is_predicted_from_a_few_peaks():
+    asked = []
+
+    def peak_at(size):
+        asked.append(size)
+        return 1000 + 8 * size + size // 100
+
+    found = largest(peak_at, list(range(1, 4097)), 3000)
+    assert (found.size, found.peak) == (249, 1000 + 8 * 249 + 2)
+    assert len(asked) <= 6
+    assert found.peak_at(250) == pytest.approx(peak_at(250), abs=2)
+    assert largest(peak_at, [4, 8, 16], 1000).size == 0
+    assert largest(peak_at, [4, 8, 16], 10**6).size == 16
+
+
+def test_a_prediction_that_fails_is_none(monkeypatch, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("config_name: no-such-model\ntrain_tokenizer_vocab_size: 99\n")
+    candidates = {"ddp": [str(ROOT / "accelerate_configs" / "ddp.yaml"), []]}
+    request = {"task": "clm", "recipe": str(tmp_path / "recipe.yaml"), "num_processes": 2, "kind": "cpu",
+               "limit": GIB, "sizes": [1, 2], "candidates": candidates}  # fmt: skip
+    assert guess_module._predictions(request) == {}
+    monkeypatch.setattr(guess_module.sys, "executable", "/no/such/python")
+    assert guess_module.guess(request) == {}
 
 
 @pytest.mark.parametrize("growth", [3, 10, 30])

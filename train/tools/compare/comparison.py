@@ -1,6 +1,7 @@
 """The comparison itself: launch after launch, until the largest batch of every candidate is known and confirmed."""
 
 import shutil
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from train.recipe.errors import UserError
 from train.record.terminal import duration, rounded, say
 from train.tools.compare.candidates import Candidate
+from train.tools.compare.guess import Guess, guess
 from train.tools.compare.journal import Journal, code_hash, key_of, peak_of
 from train.tools.compare.machine import Limits, Machine
 from train.tools.compare.results import Row, common_size, fact_of, outcome_text
@@ -50,6 +52,7 @@ class Comparison:
         """
         if self.journal.end_interrupted_launches():
             say("resumes where it was interrupted")
+        self._guess()
         for candidate in self.candidates:
             self._search(candidate)
         if len(self.problems) == len(self.candidates):
@@ -58,6 +61,25 @@ class Comparison:
             for candidate in self.candidates:
                 if candidate.name not in self.problems:
                     self._search(candidate, again=True)
+
+    def _guess(self) -> None:
+        """Predict what is searched and was not predicted before."""
+        new = [one for one in self.candidates if not self._guess_of(one) and not self._trials(one)]
+        limit = self.limits.device or min((device["total"] for device in self.machine.devices), default=None)
+        if self.options.sizes or not new or limit is None:
+            return
+        guesses = guess({
+            "task": self.options.task, "recipe": str(self.recipe), "num_processes": self.options.num_processes,
+            "kind": self.machine.kind, "limit": limit, "sizes": self.sizes,
+            "candidates": {one.name: [str(one.config), one.flags] for one in new},
+        })  # fmt: skip
+        for candidate in new:
+            if candidate.name in guesses:
+                self.journal.add("guess", key=self.keys[candidate.name], **asdict(guesses[candidate.name]))
+
+    def _guess_of(self, candidate: Candidate) -> Guess | None:
+        lines = self.journal.of(self.keys[candidate.name], "guess")
+        return Guess(**{field.name: lines[-1][field.name] for field in fields(Guess)}) if lines else None
 
     def _try_what_is_missing(self) -> bool:
         """Try the sizes of --batch_sizes that have no result, and the largest that all hold, in fresh processes.
@@ -89,7 +111,7 @@ class Comparison:
             rows.append(Row(
                 candidate.name, self.sizes, trials, ready[-1]["about"] if ready else {},
                 self.problems.get(candidate.name, ""), len(self.journal.of(key, "launch")),
-                sum(line["seconds"] or 0.0 for line in ends),
+                sum(line["seconds"] or 0.0 for line in ends), self._guess_of(candidate),
             ))  # fmt: skip
         return rows
 
@@ -97,7 +119,7 @@ class Comparison:
 
     def _search(self, candidate: Candidate, again: bool = False) -> None:
         died, launched = False, False
-        while (step := next_step(self._state(candidate), self.limits.device, self._sizes_to_try())) is not None:
+        while (step := self._next_step(candidate)) is not None:
             state, launched = self._state(candidate), True
             self._say_step(candidate, state, step)
             ending = self._launch(candidate, step, again=died)
@@ -109,6 +131,11 @@ class Comparison:
                 return
         if launched or not again:
             self._say_limit(candidate)
+
+    def _next_step(self, candidate: Candidate) -> Step | None:
+        predicted = self._guess_of(candidate)
+        more = (predicted.size, predicted.per_sample) if predicted else ()
+        return next_step(self._state(candidate), self.limits.device, self._sizes_to_try(), *more)
 
     def _state(self, candidate: Candidate) -> SearchState:
         return SearchState(self.sizes, list(map(fact_of, self._trials(candidate))))
@@ -125,14 +152,15 @@ class Comparison:
         return ending.text if ending.how in ("too_small", "refused") else ""
 
     def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> Ending:
-        state, options = self._state(candidate), self.options
+        state, options, predicted = self._state(candidate), self.options, self._guess_of(candidate)
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{step.first}"
         shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
         this_process = psutil.Process()
         request = TrialRequest(
             sizes=self.sizes, first=step.first, only_first=step.only_first, steps=self.steps, pid=this_process.pid,
             started=this_process.create_time(), fits=state.fits, fails=state.fails, must_try=self._sizes_to_try(),
-            points=state.points, memory_limit=self.limits.device, host_memory_limit=self.limits.host,
+            points=state.points, per_sample=predicted and predicted.per_sample, memory_limit=self.limits.device,
+            host_memory_limit=self.limits.host,
         )  # fmt: skip
         flags = (*candidate.flags, *candidate.trial_flags, "--per_device_train_batch_size", str(step.first))
         program = ("-m", "train.tools.compare.trial", options.task, str(request.write(folder)))
@@ -173,6 +201,8 @@ class Comparison:
     def _say_step(self, candidate: Candidate, state: SearchState, step: Step) -> None:
         predicted = predict(state.points, self.limits.device)
         what = f"from {step.first} up"
+        if not state.facts and self._guess_of(candidate):
+            what += ", the largest batch by prediction"
         if state.is_bracketed:
             what = f"{step.first} again, in a fresh process"
         elif state.fails:

@@ -11,7 +11,7 @@ from train.tools.launches import Launch
 
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_MEASURED_WITH = {
-    f"tools/compare/{name}.py" for name in ("report", "html_report", "plots", "results", "finish", "finished")
+    f"tools/compare/{name}.py" for name in ("report", "html_report", "plots", "results", "finish", "finished", "guess")
 } | {"cli.py"}
 
 
@@ -20,7 +20,7 @@ def code_hash() -> str:
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        if name not in NOT_MEASURED_WITH and not name.startswith("tools/verify/"):
+        if name not in NOT_MEASURED_WITH and not name.startswith(("tools/verify/", "tools/plan/")):
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -32,8 +32,8 @@ def key_of(**values: Any) -> str:
 
 
 class Journal:
-    """journal.jsonl. Lines of kind `launch` (it begins), `ready` (what its trials have in common), `size` (the result
-    of one: fits, out_of_memory or timed_out) and `end`."""
+    """journal.jsonl. Lines of kind `guess` (a prediction), `launch` (it begins), `ready` (what its trials have in
+    common), `size` (the result of one: fits, out_of_memory or timed_out) and `end`."""
 
     def __init__(self, file: Path):
         self.file = file

@@ -121,6 +121,19 @@ class Report:
             rows.append((row.name, *sizes, size(per_sample) if per_sample else "-", sure))
         return [head, *rows]
 
+    def predicted_table(self) -> list[tuple[str, ...]]:
+        """What was predicted before the first launch beside what was measured."""
+        head = ("strategy", "largest predicted", "largest measured", "peak predicted", "peak measured", "error",
+                "launches")  # fmt: skip
+        rows = []
+        for row in self.rows:
+            at = row.at(row.largest)
+            if row.guess and at:
+                predicted, measured = row.guess.peak_at(row.largest), peak_of(at)
+                rows.append((row.name, str(row.guess.size), str(row.largest), size(predicted), size(measured),
+                             f"{100 * (predicted / measured - 1):+.1f} %", str(row.launches)))  # fmt: skip
+        return [head, *rows]
+
     def trials_table(self) -> list[tuple[str, ...]]:
         """Every size that was tried, also those that do not fit."""
         head = ("strategy", "batch", "outcome", "fresh process", "allocated", "reserved", "total",
@@ -146,6 +159,8 @@ class Report:
             *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
               if self.finished else []),
             ("What a process holds", _ABOUT_HELD, self.held_table()),
+            *([("Predicted and measured", _ABOUT_PREDICTED, self.predicted_table())]
+              if any(row.guess for row in self.rows) else []),
             ("All trials", _ABOUT_TRIALS + _ABOUT_HOST * self.simulated, self.trials_table()),
         ]  # fmt: skip
 
@@ -237,6 +252,10 @@ _ABOUT_RUNS = (
     "to it by which that divides), and without the limit of the trials. Training is the sum of all updates' seconds, "
     "without evaluations and checkpoints; an evaluation reads all that is held out, and is the one of median "
     "duration; the loss is the last update's; the other figures are held out, of the weights that the run leaves."
+)
+_ABOUT_PREDICTED = (
+    "`zerofit plan` predicted the batch that the first launch of each strategy begins with. The peaks are those of "
+    "the largest batch that was measured."
 )
 _ABOUT_TRIALS = (
     "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.record.terminal import rounded
+from train.tools.compare.guess import Guess
 from train.tools.compare.journal import peak_of
 from train.tools.compare.search import Fact, SearchState
 
@@ -22,6 +23,7 @@ class Row:
         trials: the lines of the journal, one for each size that was tried.
         about: what its trials have in common (the `ready` line): numbers of samples, parameters and so on.
         problem: why there is no result; empty: there is one.
+        guess: what `zerofit plan` predicted; None: nothing.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Row:
     problem: str = ""
     launches: int = 0
     seconds: float = 0.0
+    guess: Guess | None = None
 
     @property
     def state(self) -> SearchState:

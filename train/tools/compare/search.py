@@ -82,16 +82,29 @@ class Step:
     only_first: bool = False
 
 
-def next_step(state: SearchState, limit: int | None, must_try: Sequence[int] = ()) -> Step | None:
+def next_step(
+    state: SearchState,
+    limit: int | None,
+    must_try: Sequence[int] = (),
+    guess: int = 0,
+    per_sample: float | None = None,
+) -> Step | None:
     """The launch that is needed next; None where the largest size is known and confirmed.
 
     Args:
         limit: bytes that a peak may have; None where it is not known.
         must_try: sizes that must not be skipped.
+        guess: the largest size that is predicted to fit: the first launch begins with it; 0: there is no prediction.
+        per_sample: bytes by which a peak is predicted to grow with each sample.
     """
     fits, fails = state.fits, state.fails
+    if guess and not state.facts:
+        return Step(_at_most(state.sizes, guess))
+    if guess and not fits and not state.is_bracketed and len(state.facts) < 3:  # it was too high: by a little, or more
+        part = (16, 4)[len(state.facts) - 1]
+        return Step(_at_most(_between(state.sizes, 0, fails), fails - max(1, fails // part)))
     if not state.is_bracketed:
-        return Step(next_size(state.sizes, fits, fails, state.points, limit, must_try))
+        return Step(next_size(state.sizes, fits, fails, state.points, limit, must_try, per_sample))
     if fails is not None and not state.is_confirmed(fails):
         return Step(fails)  # if it fits after all, the launch continues with larger ones
     if fits and not state.is_confirmed(fits):
@@ -106,6 +119,7 @@ def next_size(
     points: list[tuple[int, int]],
     limit: int | None,
     must_try: Sequence[int] = (),
+    per_sample: float | None = None,
 ) -> int | None:
     """The size to try after `fits`, below `fails`; None where none lies between.
 
@@ -113,35 +127,48 @@ def next_size(
         points: (size, peak bytes) of sizes that fit.
         limit: bytes; with two points it predicts the largest size.
         must_try: sizes that must not be skipped.
+        per_sample: bytes by which a peak is predicted to grow with each sample, for want of a second point.
     """
     open_sizes = _between(sizes, fits, fails)
     if not open_sizes:
         return None
     if not fits:
         return open_sizes[0]
-    predicted = predict(points, limit)
+    predicted = predict(points, limit, per_sample)
     halfway = 2 * fits if fails is None else (fits + fails) // 2
     if predicted is None or (fails is not None and predicted >= fails):  # no prediction, or a wrong one
         target = halfway
+    elif predicted > fits and len(points) == 1:  # the slope is not measured: a second point first, within the limit
+        target = fits + max(1, (predicted - fits) * 3 // 4)
     elif predicted > fits:
         target = predicted if fails is not None else min(predicted, halfway)
     else:  # the prediction was too low, or is exact: small steps that double
         last = fits - max((size for size, _ in points if size < fits), default=0)
         target = fits + (2 * last if last <= SMALL_STEP * fits else 1)
-    if fails is not None:  # each launch narrows the bracket by an eighth at least, even if predictions are wrong
+    if fails is not None and predicted is not None and predicted <= fits:
+        target = min(target, halfway)
+    elif fails is not None:  # each launch narrows the bracket by an eighth at least, even if predictions are wrong
         target = min(max(target, fits + (fails - fits) // 8), fails - (fails - fits) // 8)
     chosen = open_sizes[max(0, bisect_right(open_sizes, target) - 1)]
     return next((size for size in sorted(must_try) if fits < size < chosen and size in open_sizes), chosen)
 
 
-def predict(points: list[tuple[int, int]], limit: int | None) -> int | None:
-    """The largest size with a peak within the limit, by a straight line through the two largest sizes."""
+def predict(points: list[tuple[int, int]], limit: int | None, per_sample: float | None = None) -> int | None:
+    """The largest size with a peak within the limit, by a straight line through the two largest sizes, or through a
+    single one if the slope is known from elsewhere."""
+    if limit is not None and len(points) == 1 and per_sample:
+        ((size, peak),) = points
+        return size + int((limit - peak) / per_sample)
     if limit is None or len(points) < 2:
         return None
     (low, low_peak), (high, high_peak) = sorted(points)[-2:]
     if high_peak <= low_peak:
         return None
     return high + int((limit - high_peak) * (high - low) / (high_peak - low_peak))
+
+
+def _at_most(sizes: list[int], size: int) -> int:
+    return sizes[max(0, bisect_right(sizes, size) - 1)]
 
 
 def _between(sizes: list[int], fits: int, fails: int | None) -> list[int]:

@@ -125,7 +125,7 @@ class TrialTrainer(Trainer):
             size = (
                 None
                 if request.only_first
-                else next_size(request.sizes, fits, fails, points, self.limit, request.must_try)
+                else next_size(request.sizes, fits, fails, points, self.limit, request.must_try, request.per_sample)
             )
         self._answer(event="done")
 

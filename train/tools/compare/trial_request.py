@@ -24,6 +24,7 @@ class TrialRequest:
         fits, fails: the largest size that fits so far (0: none), and the smallest that does not (None: none).
         must_try: sizes below the next one that are tried too, so that strategies can be compared at the same size.
         points: (size, peak bytes) so far, from which the largest size is predicted.
+        per_sample: bytes by which a peak is predicted to grow with each sample; None: there is no prediction.
         steps: timed updates of each size.
         memory_limit: bytes that a rank may use of its device; None: all of it.
         host_memory_limit: bytes that a rank may use of its host, besides.
@@ -40,6 +41,7 @@ class TrialRequest:
     fails: int | None = None
     must_try: list[int] = field(default_factory=list)
     points: list[tuple[int, int]] = field(default_factory=list)
+    per_sample: float | None = None
     memory_limit: int | None = None
     host_memory_limit: int | None = None
 

@@ -1,0 +1,112 @@
+"""What `zerofit plan` predicts for a comparison: the size that a strategy's first launch begins with.
+
+It runs as another process (`python -m train.tools.compare.guess REQUEST`, JSON), since it imports torch and
+transformers. A comparison needs no prediction: what cannot be predicted is left out, whatever the reason.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from train.tools.compare.machine import PROGRAM_BYTES
+
+PATIENCE_S = 120
+MOST_PREDICTIONS = 6
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A prediction for a strategy.
+
+    Attributes:
+        size: the largest batch that fits; 0: none does.
+        peak: there (at the smallest batch, where none fits), in bytes as the limit counts it.
+        per_sample: bytes by which the peak grows with each sample.
+    """
+
+    size: int
+    peak: int
+    per_sample: float
+
+    def peak_at(self, size: int) -> int:
+        return round(self.peak + (size - max(self.size, 1)) * self.per_sample)
+
+
+def guess(request: dict[str, Any]) -> dict[str, Guess]:
+    """{name of a candidate: its prediction}; empty where there is none.
+
+    Args:
+        request: task, recipe (file), num_processes, kind of the device, limit (bytes of a process), sizes, and
+            candidates {name: [YAML, flags]}.
+    """
+    with contextlib.suppress(Exception):  # it is only a first guess
+        command = [sys.executable, "-m", "train.tools.compare.guess", json.dumps(request)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        return {name: Guess(**values) for name, values in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {}
+
+
+def largest(peak_at: Callable[[int], int], sizes: list[int], limit: int) -> Guess:
+    """The largest size whose peak is within the limit, from a few peaks: they grow almost in proportion."""
+    known = {size: peak_at(size) for size in dict.fromkeys((sizes[0], sizes[min(3, len(sizes) - 1)]))}
+    place = 0
+    while len(known) < MOST_PREDICTIONS:
+        low, high = sorted(known, key=lambda size: abs(known[size] - limit))[:2] if len(known) > 1 else (sizes[0],) * 2
+        slope = (known[high] - known[low]) / (high - low) if high != low else 0
+        if slope <= 0:
+            break
+        reached = low + (limit - known[low]) / slope
+        place = max(0, sum(size <= reached for size in sizes) - 1)
+        if sizes[place] in known:
+            break
+        known[sizes[place]] = peak_at(sizes[place])
+    fitting = [size for size in known if known[size] <= limit]
+    size = max(fitting, default=0)
+    near = sorted(known, key=lambda other: abs(other - size))[:2]
+    slope = (known[near[1]] - known[near[0]]) / (near[1] - near[0]) if len(near) > 1 else 0.0
+    return Guess(size, known[size or sizes[0]], slope)
+
+
+def _predictions(request: dict[str, Any]) -> dict[str, Guess]:
+    found = {}
+    for name, (config, flags) in request["candidates"].items():
+        with contextlib.suppress(Exception):
+            found[name] = largest(_peaks_of(request, config, flags), request["sizes"], request["limit"])
+    return found
+
+
+def _peaks_of(request: dict[str, Any], config: str, flags: list[str]) -> Callable[[int], int]:
+    """Peaks by batch size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
+    from dataclasses import replace
+
+    from train.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
+    from train.tools.plan.options import PlanOptions
+    from train.tools.plan.planner import Budget, Planner
+    from train.tools.plan.resolve import resolve
+    from train.tools.plan.subject import read_subject
+    from train.tools.tool_recipe import read_with_recipe
+
+    kind, ranks = request["kind"], request["num_processes"]
+    recipe = ["--task", request["task"], "--config", request["recipe"], *flags]
+    options, _ = read_with_recipe(PlanOptions, [*recipe, "--strategies", config, "--gpu_memory", "1GiB"], "guess")
+    subject = read_subject(options, request["task"], kind != "cpu")
+    if kind not in ("cpu", "cuda"):  # a simulated device
+        subject = replace(subject, cpu_kernels=True)
+    planner = Planner(options, subject, Budget(request["limit"], None, ranks, ranks))
+    resolved = resolve(config, options, subject, ranks, ranks)
+
+    def peak_at(size: int) -> int:
+        peak = planner.predict(resolved, size).peak
+        if kind == "cpu":
+            return peak.allocated + PROGRAM_BYTES
+        return peak.reserved if kind == "cuda" else peak.allocated - CUBLAS_WORKSPACE_BYTES
+
+    return peak_at
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: asdict(one) for name, one in _predictions(json.loads(sys.argv[1])).items()}))
