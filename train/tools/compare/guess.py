@@ -85,7 +85,8 @@ def _peaks_of(request: dict[str, Any], config: str, flags: list[str]) -> Callabl
 
     from train.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
     from train.tools.plan.options import PlanOptions
-    from train.tools.plan.planner import Budget, Planner
+    from train.tools.plan.planner import Planner
+    from train.tools.plan.prediction import Budget
     from train.tools.plan.resolve import resolve
     from train.tools.plan.subject import read_subject
     from train.tools.tool_recipe import read_with_recipe

@@ -92,7 +92,7 @@ def _moments(states: States, training: list[Step], evaluation: list[Step], accum
         engine.begin(first=number == 0, last=number == accumulation - 1 or number == 1)
         moment = _largest_of_pass(states, engine, training)
         yield Moment(moment.phase, _sum(held, moment.components))
-    gathered = states.gathered.width * states.gathered.most if states.gathered else 0
+    gathered = states.gathered.most_bytes if states.gathered else 0
     for step in evaluation:
         parts = {"gathered weights": gathered, ACTIVATIONS: step.start, WORKSPACE: step.rise}
         if isinstance(engine, DistributedEngine):

@@ -42,7 +42,10 @@ class Resolved:
         trained, frozen = subject.dtypes(self.precision, self.zero is not None)
         if self.zero is None:
             return torch_states(subject.weights, self.world_size, trained, frozen, subject.on_gpu)
-        return deepspeed_states(subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu)
+        keeps_layers = subject.task == "cls"  # the other tasks check their loss before training
+        return deepspeed_states(
+            subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu, keeps_layers
+        )
 
 
 def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node: int) -> Resolved:

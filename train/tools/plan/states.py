@@ -55,15 +55,19 @@ def torch_states(weights: Weights, world_size: int, trained_dtype, frozen_dtype,
     )
 
 
-def deepspeed_states(weights: Weights, zero: Any, world_size: int, dtype, accumulates: bool, on_gpu: bool) -> States:
+def deepspeed_states(
+    weights: Weights, zero: Any, world_size: int, dtype, accumulates: bool, on_gpu: bool, keeps_layers: bool = True
+) -> States:
     """ZeRO of any stage.
 
     Args:
         zero: DeepSpeed's own DeepSpeedZeroConfig of the resolved configuration: defaults are DeepSpeed's.
         accumulates: an update has more than one micro-batch.
+        keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (gathered.py).
     """
-    make = _third_stage if int(zero.stage) == 3 else _first_stages
-    return make(weights, zero, world_size, dtype.itemsize, dtype, accumulates, on_gpu)
+    if int(zero.stage) == 3:
+        return _third_stage(weights, zero, world_size, dtype.itemsize, on_gpu, keeps_layers)
+    return _first_stages(weights, zero, world_size, dtype.itemsize, dtype, accumulates, on_gpu)
 
 
 def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) -> States:
@@ -100,7 +104,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     )
 
 
-def _third_stage(weights, zero, world_size, width, dtype, accumulates, on_gpu) -> States:
+def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> States:
     """ZeRO-3 (stage3.py)."""
 
     def shard_of(group) -> int:
@@ -111,7 +115,7 @@ def _third_stage(weights, zero, world_size, width, dtype, accumulates, on_gpu) -
     persistent = weights.persistent(int(zero.param_persistence_threshold))
     offloads_weights = _device(zero.offload_param) != "none"
     offloads = _device(zero.offload_optimizer) != "none"
-    master = 0 if width == MASTER_BYTES else MASTER_BYTES  # in fp32 the weights themselves are the optimizer's
+    wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
     host: dict[str, int] = {}
     if offloads_weights:
         host["weights"] = _pinned(width * shard, zero.offload_param, on_gpu)
@@ -123,12 +127,12 @@ def _third_stage(weights, zero, world_size, width, dtype, accumulates, on_gpu) -
     sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
     return States(
         weights=width * (persistent + (0 if offloads_weights else shard)),
-        optimizer=0 if offloads else (master + MOMENTS_BYTES) * trained,
+        optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
         engine=lambda: ShardedEngine(weights, zero, world_size, width, offloads),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
-        gathered=Gathered(weights, zero, width),
-        step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + master) * sub_group)},
+        gathered=Gathered(weights, zero, width, keeps_layers),
+        step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
         load=width * (persistent + shard),
         host=host,
     )
