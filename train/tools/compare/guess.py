@@ -6,14 +6,17 @@ transformers. A comparison needs no prediction: what cannot be predicted is left
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from train.tools.compare.machine import PROGRAM_BYTES
 
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 120
 MOST_PREDICTIONS = 6
 
@@ -45,7 +48,9 @@ def guess(request: dict[str, Any]) -> dict[str, Guess]:
     """
     with contextlib.suppress(Exception):  # it is only a first guess
         command = [sys.executable, "-m", "train.tools.compare.guess", json.dumps(request)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
         return {name: Guess(**values) for name, values in json.loads(done.stdout.splitlines()[-1]).items()}
     return {}
 
