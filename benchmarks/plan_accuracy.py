@@ -9,7 +9,7 @@
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
 tries three micro-batches, and the allocator's peak starts anew at each. The simulated accelerator
-(tests/device/simulated) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
+(train/tools/simulate) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
 fragmentation and no cuBLAS workspace, so max_memory_allocated is compared with the prediction without that workspace.
 On a CPU the peak is what the memory limit counts, beyond what the process took before the model.
 
@@ -26,7 +26,6 @@ import json
 import random
 import shutil
 import statistics
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -242,10 +241,19 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
     command, log = trial.command(configuration.processes), folder / "log.txt"
     with launched(command, trial.output, log, environment=_environment(on, configuration.processes)) as launch:
         launch.wait(PATIENCE_S)
+    return peaks_in(folder, configuration, on)
+
+
+def peaks_in(folder: Path, configuration: Configuration, on: str) -> dict[str, int]:
+    """What a trial has answered.
+
+    Raises:
+        RuntimeError: it has not tried all sizes.
+    """
     lines = Answers(folder / ANSWERS).poll()
     fits = [line for line in lines if line["event"] == "fits"]
     if [line["size"] for line in fits] != configuration.tried:
-        raise RuntimeError(f"{configuration.name}: see {log}")
+        raise RuntimeError(f"{configuration.name}: see {folder}")
     (taken,) = (line["taken"] for line in lines if line["event"] == "started")
     counter, before = ("reserved", taken) if on == "cpu" else ("allocated", 0)
     evaluated = max(rank[counter] for rank in fits[0]["with_evaluation"])
@@ -255,8 +263,7 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
 def _environment(on: str, processes: int) -> dict[str, str]:
     if on == "cpu":
         return launch_environment(Machine("cpu", [], 0, 0, {}), processes) | {"OMP_NUM_THREADS": "1"}
-    sys.path.insert(0, str(ROOT / "tests" / "device" / "simulated"))
-    import simgpu_build
+    from train.tools.simulate import build as simgpu_build
 
     sizes = ",".join([str(16 * GIB)] * processes)
     return {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}

@@ -106,7 +106,7 @@ def test_a_prediction_that_fails_is_none(monkeypatch, tmp_path):
     (tmp_path / "recipe.yaml").write_text("config_name: no-such-model\ntrain_tokenizer_vocab_size: 99\n")
     candidates = {"ddp": [str(ROOT / "accelerate_configs" / "ddp.yaml"), []]}
     request = {"task": "clm", "recipe": str(tmp_path / "recipe.yaml"), "num_processes": 2, "kind": "cpu",
-               "limit": GIB, "sizes": [1, 2], "candidates": candidates}  # fmt: skip
+               "has_gpu_kernels": False, "limit": GIB, "sizes": [1, 2], "candidates": candidates}  # fmt: skip
     assert guess_module._predictions(request) == {}
     monkeypatch.setattr(guess_module.sys, "executable", "/no/such/python")
     assert guess_module.guess(request) == {}

@@ -71,6 +71,7 @@ class Comparison:
         guesses = guess({
             "task": self.options.task, "recipe": str(self.recipe), "num_processes": self.options.num_processes,
             "kind": self.machine.kind, "limit": limit, "sizes": self.sizes,
+            "has_gpu_kernels": self.machine.kind == "cuda" or bool(self.machine.simulated),
             "candidates": {one.name: [str(one.config), one.flags] for one in new},
         })  # fmt: skip
         for candidate in new:

@@ -43,8 +43,8 @@ def guess(request: dict[str, Any]) -> dict[str, Guess]:
     """{name of a candidate: its prediction}; empty where there is none.
 
     Args:
-        request: task, recipe (file), num_processes, kind of the device, limit (bytes of a process), sizes, and
-            candidates {name: [YAML, flags]}.
+        request: task, recipe (file), num_processes, kind of the device, has_gpu_kernels, limit (bytes of a process),
+            sizes, and candidates {name: [YAML, flags]}.
     """
     with contextlib.suppress(Exception):  # it is only a first guess
         command = [sys.executable, "-m", "train.tools.compare.guess", json.dumps(request)]
@@ -99,9 +99,9 @@ def _peaks_of(request: dict[str, Any], config: str, flags: list[str]) -> Callabl
     kind, ranks = request["kind"], request["num_processes"]
     recipe = ["--task", request["task"], "--config", request["recipe"], *flags]
     options, _ = read_with_recipe(PlanOptions, [*recipe, "--strategies", config, "--gpu_memory", "1GiB"], "guess")
-    subject = read_subject(options, request["task"], kind != "cpu")
-    if kind not in ("cpu", "cuda"):  # a simulated device
-        subject = replace(subject, cpu_kernels=True)
+    subject = replace(
+        read_subject(options, request["task"], kind != "cpu"), cpu_kernels=not request["has_gpu_kernels"]
+    )
     planner = Planner(options, subject, Budget(request["limit"], None, ranks, ranks))
     resolved = resolve(config, options, subject, ranks, ranks)
 
