@@ -76,7 +76,7 @@ def test_the_exact_largest_size_is_found_in_few_launches(limit):
 @pytest.mark.parametrize("error", [0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
 def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
     true = int((limit - 1000) / 8.3)
-    guess = max(1, round(true * (1 + error)))
+    guess = min(4096, max(1, round(true * (1 + error))))
     found, launches, facts = simulate(limit, 1000, 8.3, guess=guess, per_sample=8.3 * (1 + error))
     assert found == true
     assert {(fact.size, fact.fits) for fact in facts if fact.fresh} >= {(true, True), (true + 1, False)}
