@@ -4,8 +4,8 @@ A weight is fetched before its module runs, and more are fetched ahead: as many 
 After the forward pass it is kept if its backward pass is nearer than stage3_max_reuse_distance elements: up to half a
 billion weights all are gathered at the end of the forward pass, and the backward pass releases layer after layer.
 
-That holds for classifiers. Before a causal model or one of pairs is trained, its loss is checked by forward passes
-alone (train/model/preflight.py), and DeepSpeed remembers for each module what is released after it (lru_cache of
+That holds for classifiers and for the full loss. A loss in chunks is checked before training by forward passes alone
+(train/model/preflight.py), and DeepSpeed remembers for each module what is released after it (lru_cache of
 __params_to_release): then each layer is released as soon as it has run, and one layer, more or less, is fetched ahead.
 """
 

@@ -42,7 +42,8 @@ class Resolved:
         trained, frozen = subject.dtypes(self.precision, self.zero is not None)
         if self.zero is None:
             return torch_states(subject.weights, self.world_size, trained, frozen, subject.on_gpu)
-        keeps_layers = subject.task == "cls"  # the other tasks check their loss before training
+        # A loss in chunks is checked by forward passes before training.
+        keeps_layers = subject.task == "cls" or subject.rows.loss_kind == "full"
         return deepspeed_states(
             subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu, keeps_layers
         )
