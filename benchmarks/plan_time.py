@@ -25,25 +25,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = "PLAN_TIMES"  # a folder: this is a process of a launch
-GPT2 = ("--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=12,n_embd=768,n_positions=256,resid_pdrop=0,"
-        "embd_pdrop=0,attn_pdrop=0", "--block_size", "256")  # fmt: skip
+GPT2 = ("--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=12,n_embd=768,n_positions=128,resid_pdrop=0,"
+        "embd_pdrop=0,attn_pdrop=0", "--block_size", "128")  # fmt: skip
 LLAMA = ("--config_name", "llama-2-7b", "--config_overrides", "num_hidden_layers=4,hidden_size=512,"
          "intermediate_size=1408,num_attention_heads=8,num_key_value_heads=8", "--block_size", "128")  # fmt: skip
 FP32, BF16 = ("--precision", "fp32"), ("--precision", "bf16")
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # name: (strategy, micro-batch, flags of the recipe)
-    "gpt2 ddp": ("ddp", 4, (*GPT2, *FP32)),
-    "gpt2 zero2": ("zero2", 4, (*GPT2, *FP32)),
-    "gpt2 zero3": ("zero3", 4, (*GPT2, *FP32)),
-    "gpt2 ddp recomputed": ("ddp", 4, (*GPT2, *FP32, "--gradient_checkpointing")),
-    "gpt2 ddp lora": ("ddp", 4, (*GPT2, *FP32, "--lora")),
-    "gpt2 zero1 bf16": ("zero1", 2, (*GPT2, *BF16)),
-    "llama ddp": ("ddp", 8, (*LLAMA, *FP32)),
+    "gpt2 ddp": ("ddp", 2, (*GPT2, *FP32)),
+    "gpt2 zero2": ("zero2", 2, (*GPT2, *FP32)),
+    "gpt2 zero3": ("zero3", 2, (*GPT2, *FP32)),
+    "gpt2 ddp recomputed": ("ddp", 2, (*GPT2, *FP32, "--gradient_checkpointing")),
+    "gpt2 ddp lora": ("ddp", 2, (*GPT2, *FP32, "--lora")),
+    "gpt2 zero1 bf16": ("zero1", 1, (*GPT2, *BF16)),
+    "llama ddp": ("ddp", 4, (*LLAMA, *FP32)),
     "llama zero2": ("zero2", 2, (*LLAMA, *FP32)),
 }
 COMMON = ("--train_tokenizer_vocab_size", "4096", "--train_file", "{stdlib}/*.py", "--gradient_accumulation_steps",
           "2")  # fmt: skip
 NOT_KEPT = ("--save_strategy", "no", "--report_to", "none", "--eval_on_start", "false", "--max_eval_samples", "2",
-            "--sample_tokens", "0", "--max_train_steps", "8")  # fmt: skip
+            "--sample_tokens", "0", "--max_train_steps", "7")  # fmt: skip
 
 
 def measure(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> float:

@@ -11,6 +11,7 @@ from train.tools.plan.resolve import Resolved, resolve
 from train.tools.plan.subject import Subject
 from train.tools.plan.timing import Timing
 
+FURTHEST = 16  # times as large a batch as the largest that was seen to fit
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 
 
@@ -154,14 +155,18 @@ class Planner:
 
 
 def _next_place(made: dict[int, Prediction], candidates: list[int], fits: int, fails: int, limit: int) -> int:
-    """Where to look next: four times as large while all fits, then where the line through the bounds reaches the limit
-    and, every other time, halfway."""
-    if fails == len(candidates):
-        return min(4 * max(fits, 0) + 3 if made else 0, fails - 1)
-    if fits < 0 or len(made) % 2:
+    """Where to look next: the smallest, four times as many; then where the line through two predictions reaches the
+    limit (not too far beyond what was seen) and, every other time between two bounds, halfway."""
+    if fits < 0:
+        return 0 if not made else fails // 2
+    growing = fails == len(candidates)
+    further = [place for place in made if place < fits] if growing else [fails]
+    if not further:
+        return min(4 * fits + 3, fails - 1)
+    if not growing and len(made) % 2:
         return (fits + fails) // 2
-    low, high = made[fits], made[fails]
+    low, high = sorted((made[fits], made[further[-1]]), key=lambda one: one.micro_batch)
     slope = (high.peak.device - low.peak.device) / (high.micro_batch - low.micro_batch)
-    size = low.micro_batch + (limit - low.peak.device) / slope
+    size = high.micro_batch + (limit - high.peak.device) / slope if slope > 0 else candidates[-1]
     place = sum(candidate <= size for candidate in candidates) - 1
-    return min(max(place, fits + 1), fails - 1)
+    return min(max(place, fits + 1), fails - 1, FURTHEST * fits + 3 if growing else fails)

@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from train.model.loss import install_loss, loss_of_examples
-
 TASKS = {"clm": "AutoModelForCausalLM", "cls": "AutoModelForSequenceClassification",
          "seq2seq": "AutoModelForSeq2SeqLM"}  # fmt: skip
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
@@ -30,11 +28,15 @@ class Rows:
 
     def install(self, model: torch.nn.Module) -> None:
         """Give the model the loss that it is trained with."""
+        from train.model.loss import install_loss  # it imports torch's compiler, which takes two seconds
+
         if self.task != "cls":
             install_loss(model, self.loss_kind)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The summed loss of a batch, as the task computes it."""
+        from train.model.loss import loss_of_examples
+
         if self.task == "cls":
             labels = inputs["labels"]
             return loss_of_examples(model(**{name: one for name, one in inputs.items() if name != "labels"}).logits,

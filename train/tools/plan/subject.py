@@ -16,6 +16,7 @@ from train.recipe.paths import is_missing_folder
 from train.tools.plan.constants import NF4_BYTES
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
 from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
+from train.tools.plan.trace_cache import TraceCache, model_key
 from train.tools.plan.weights import Weight, Weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,8 +92,16 @@ class Subject:
         rows = self._rows(rows or self.rows, precision)
         key = (settings, rows)
         if key not in self._tracers:
-            self._tracers[key] = Tracer(self.config, self.full, self._build(settings, trained, rows), rows, settings)
+            build, cache = (
+                self._build(settings, trained, rows),
+                TraceCache((*self._model_key, settings, rows, trained)),
+            )
+            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings, cache)
         return self._tracers[key]
+
+    @cached_property
+    def _model_key(self) -> tuple:
+        return model_key(self.recipe, self.config)
 
     def _rows(self, rows: Rows, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.model import loss as losses
 from train.tools.plan.ledger import Ledger, Segment
 from train.tools.plan.operations import Operation
 from train.tools.plan.rows import Rows, make_inputs
+from train.tools.plan.trace_cache import TraceCache, Traces
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
 TRACED_LAYERS = 2
-MOST_CHUNKS, MOST_TRACED = 24, 2**20
+MOST_CHUNKS, MOST_TRACED = 8, 2**20
 ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
 
@@ -95,20 +95,42 @@ class Tracer:
     Args:
         build: (configuration) -> the model on "meta", with its adapter if it has one, in the dtype of its weights.
         full: the full model, on "meta".
+        cache: where traces are kept between runs; None: nowhere.
     """
 
-    def __init__(self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings):
-        self.settings, self.rows = settings, rows
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
-            self.model = build(_with_traced_attention(reduced_configuration(config), settings.gpu_kernels))
-        with self.mode:
-            _make_fake(self.model)
-        self.model.train(not settings.evaluated)
-        if settings.recomputed and not settings.evaluated:
-            self.model.activation_checkpointing_enable()
-        self.stacks = stacks_of(self.model, full)
+    def __init__(
+        self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings,
+        cache: TraceCache | None = None,
+    ):  # fmt: skip
+        self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
+        self.cache, self.kept = cache, cache.read() if cache else Traces()
+        if not self.kept.segments:
+            self.kept.stacks, self.kept.largest = stacks_of(self.model, full), self._largest_traced()
         self._steps: dict[int, list[Step]] = {}
+
+    @functools.cached_property
+    def mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    @functools.cached_property
+    def model(self) -> torch.nn.Module:
+        """The model with few layers, of fake tensors. It is made when it is needed: not where all traces are kept."""
+        with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
+            model = self.build(_with_traced_attention(reduced_configuration(self.config), self.settings.gpu_kernels))
+        with self.mode:
+            _make_fake(model)
+        model.train(not self.settings.evaluated)
+        if self.settings.recomputed and not self.settings.evaluated:
+            model.activation_checkpointing_enable()
+        return model
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        return self.kept.stacks
+
+    @property
+    def largest_traced(self) -> int:
+        return self.kept.largest
 
     def steps(self, batch_size: int) -> list[Step]:
         """The passes of the full model on `batch_size` rows, segment by segment."""
@@ -118,18 +140,27 @@ class Tracer:
                 self._steps[batch_size] = extrapolate(self.steps(largest // 2), largest // 2, self.steps(largest),
                                                       largest, batch_size)  # fmt: skip
             else:
-                self._steps[batch_size] = compose(self.trace(batch_size), self.stacks)
+                self._steps[batch_size] = compose(self._segments(batch_size), self.stacks)
         return self._steps[batch_size]
+
+    def _segments(self, batch_size: int) -> list[Segment]:
+        """Those that are kept, or new ones."""
+        if batch_size not in self.kept.segments:
+            self.kept.segments[batch_size] = self.trace(batch_size)
+            if self.cache:
+                self.cache.write(self.kept)
+        return self.kept.segments[batch_size]
 
     @property
     def traced_sizes(self) -> list[int]:
         """The batch sizes of which there is a trace."""
         return [size for size in self._steps if size <= self.largest_traced]
 
-    @property
-    def largest_traced(self) -> int:
+    def _largest_traced(self) -> int:
         """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
         proportion to the batch."""
+        from train.model import loss as losses
+
         head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
         if head is None or self.settings.loss != "chunked":
             return MOST_TRACED
@@ -172,6 +203,8 @@ class Tracer:
     @contextlib.contextmanager
     def _as_it_will_run(self) -> Iterator[None]:
         """Fake tensors; on behalf of a GPU, its way of multiplying in the loss and the casts of its autocast."""
+        from train.model import loss as losses
+
         multiplies = losses._has_half_matmul
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         try:
