@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from train.cli import main
 from train.record.meters import PEAK_HALF
-from train.tools.plan import calibration, measure, trace
+from train.tools.plan import calibration, measure, trace, trace_cache
 from train.tools.plan.calibration import Calibration, cpu_name, key_name, read_calibration
 from train.tools.plan.device_speeds import device_speeds
 from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
@@ -356,6 +356,22 @@ def test_a_wrong_variable_is_named(capsys, monkeypatch):
     monkeypatch.setenv("DEVICE_MEMORY_GB", "many")
     assert main(["plan", *RECIPE]) == 2
     assert "DEVICE_MEMORY_GB=many" in capsys.readouterr().err
+
+
+def test_traces_are_kept_and_a_changed_model_is_traced_anew(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
+    flags = [*ON_GPUS, "--strategies", "ddp", "--batch_sizes", "3"]
+    traced, run = [], Tracer.trace
+    monkeypatch.setattr(Tracer, "trace", lambda self, size: traced.append(size) or run(self, size))
+    first = planned(capsys, *flags)
+    assert len(traced) == 2  # of training and of evaluation
+    assert planned(capsys, *flags) == first
+    assert len(traced) == 2
+    assert planned(capsys, *flags, "--gradient_checkpointing") != first
+    assert len(traced) == 4
+    for file in tmp_path.rglob("*.pickle"):
+        file.write_bytes(b"damaged")
+    assert planned(capsys, *flags) == first
 
 
 # ----------------------------------------------------------------------------------------------------- the calibration
