@@ -42,7 +42,7 @@ COMMANDS = (
         "compare", "The largest batch that each strategy holds, by running it.", "train.tools.compare.compare:main"
     ),
     Command("doctor", "Who set what, and whether it can run here.", "train.tools.doctor.doctor:main"),
-    Command("plan", "What fits, predicted without a GPU.", "train.tools.plan.plan:main"),
+    Command("plan", "What fits and how fast, predicted without a GPU.", "train.tools.plan.plan:main"),
     Command(
         "verify", "Prove on a recipe: strategies agree, a killed run loses nothing.", "train.tools.verify.verify:main"
     ),

@@ -31,7 +31,6 @@ class Exchanges:
         micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
         step_moved: the same in the step, the optimizer's included.
         adam: elements that the host's Adam moves.
-        modules: times that a micro-batch gathers weights.
     """
 
     forward: list[Exchange] = field(default_factory=list)
@@ -45,7 +44,6 @@ class Exchanges:
     micro_moved: float = 0.0
     step_moved: float = 0.0
     adam: float = 0.0
-    modules: int = 0
 
 
 def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool) -> Exchanges:
@@ -111,7 +109,6 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, accum
         "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
         "up": fetched,
         "micro_moved": 2 * width * total * (1 + again) + 6 * width * weights.trained,
-        "modules": round(len(sharded) * (1 + again)),
     }
     if _is_offloaded(zero.offload_optimizer):
         up = 0 if _is_offloaded(zero.offload_param) else width * trained_shard

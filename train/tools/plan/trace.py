@@ -191,7 +191,7 @@ class Tracer:
                 if not self.settings.evaluated:
                     borders.backward = True
                     ledger.mark("backward of after")
-                    (loss * 1.0).backward()
+                    _run_backward(loss * 1.0)
                 del loss
         return ledger.close()
 
@@ -213,6 +213,13 @@ class Tracer:
                 yield
         finally:
             losses._has_half_matmul = multiplies
+
+
+def _run_backward(loss: torch.Tensor) -> None:
+    """loss.backward(), with CudaCasts in force: they would be off in it, and layers are computed again there."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class Borders:
