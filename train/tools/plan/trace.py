@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from train.tools.plan.casts import CudaCasts, run_backward
 from train.tools.plan.ledger import Ledger, Segment
 from train.tools.plan.operations import Operation
 from train.tools.plan.rows import Rows, make_inputs
@@ -191,7 +192,7 @@ class Tracer:
                 if not self.settings.evaluated:
                     borders.backward = True
                     ledger.mark("backward of after")
-                    _run_backward(loss * 1.0)
+                    run_backward(loss * 1.0)
                 del loss
         return ledger.close()
 
@@ -213,13 +214,6 @@ class Tracer:
                 yield
         finally:
             losses._has_half_matmul = multiplies
-
-
-def _run_backward(loss: torch.Tensor) -> None:
-    """loss.backward(), with CudaCasts in force: they would be off in it, and layers are computed again there."""
-    torch.autograd.graph._engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 class Borders:
@@ -327,24 +321,6 @@ def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second:
         replace(b, **{name: round(getattr(b, name) + part * (getattr(b, name) - getattr(a, name))) for name in sizes})
         for a, b in zip(first, second, strict=True)
     ]
-
-
-class CudaCasts(torch.overrides.TorchFunctionMode):
-    """Casts to fp32 what autocast casts on a GPU and not on a CPU (torch/amp, "Ops that autocast to float32")."""
-
-    FUNCTIONS = ("layer_norm", "softmax", "log_softmax", "pow", "rms_norm", "group_norm", "cumsum", "sum", "norm")
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(function, "__name__", "") in self.FUNCTIONS and torch.is_autocast_enabled("cpu"):
-            args = [_widened(value) for value in args]
-            kwargs = {name: _widened(value) for name, value in kwargs.items()}
-        return function(*args, **kwargs)
-
-
-def _widened(value):
-    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value
 
 
 def _with_traced_attention(config, gpu_kernels: bool):
