@@ -8,7 +8,7 @@ def peaks(lines: list[dict]) -> list[int]:
     return [line["peak_memory_bytes"] for line in updates(lines)]
 
 
-ALL = ["single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload_optimizer", "zero3_offload"]
+ALL = ["single", "ddp", "zero2", "zero3"]
 SHORT = ("single", "zero3")
 
 
