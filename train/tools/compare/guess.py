@@ -18,7 +18,7 @@ from train.tools.compare.machine import PROGRAM_BYTES
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 120
-MOST_PREDICTIONS = 6
+MOST_PREDICTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,8 @@ def largest(peak_at: Callable[[int], int], sizes: list[int], limit: int) -> Gues
     while len(known) < MOST_PREDICTIONS:
         low, high = sorted(known, key=lambda size: abs(known[size] - limit))[:2] if len(known) > 1 else (sizes[0],) * 2
         slope = (known[high] - known[low]) / (high - low) if high != low else 0
-        if slope <= 0:
-            break
-        reached = low + (limit - known[low]) / slope
+        # Where the optimizer's step needs most, small batches all need the same.
+        reached = low + (limit - known[low]) / slope if slope > 0 else 4 * max(known)
         place = max(0, sum(size <= reached for size in sizes) - 1)
         if sizes[place] in known:
             break
