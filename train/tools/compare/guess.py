@@ -60,7 +60,9 @@ def largest(peak_at: Callable[[int], int], sizes: list[int], limit: int) -> Gues
     known = {size: peak_at(size) for size in dict.fromkeys((sizes[0], sizes[min(3, len(sizes) - 1)]))}
     place = 0
     while len(known) < MOST_PREDICTIONS:
-        low, high = sorted(known, key=lambda size: abs(known[size] - limit))[:2] if len(known) > 1 else (sizes[0],) * 2
+        beyond = [size for size in known if known[size] > limit]
+        within = max(set(known) - set(beyond), default=min(known))
+        low, high = (within, min(beyond)) if beyond else sorted(known)[-2:] if len(known) > 1 else (within, within)
         slope = (known[high] - known[low]) / (high - low) if high != low else 0
         # Where the optimizer's step needs most, small batches all need the same.
         reached = low + (limit - known[low]) / slope if slope > 0 else 4 * max(known)
