@@ -25,6 +25,8 @@ SMALL = {
                    "--output", "{tmp}/saves.md"],
     "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
                 "1", "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
+    "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
+    "plan_time": ["plan_time", "--only", "ddp lora"],
 }  # fmt: skip
 LIBRARIES = {"candidates", "provenance", "startup"}  # that others import
 
@@ -48,6 +50,9 @@ def lay_out(folder, material) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs(tmp_path, material, name):
     lay_out(tmp_path, material)
+    if name == "plan_time":
+        calibration = [sys.executable, "-m", "train.cli", "plan", "--calibrate", "--num_gpus", "2"]
+        subprocess.run(calibration, cwd=ROOT, check=True, timeout=300, env=environment())
     script, *flags = (word.format(tmp=tmp_path, material=material) for word in SMALL[name])
     documents = {file: file.read_bytes() for file in (ROOT / "docs").rglob("*") if file.is_file()}
     command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *flags]

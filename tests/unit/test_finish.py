@@ -114,7 +114,7 @@ def comparison(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text("learning_rate: 0.001\n")
     candidates = read_candidates(["ddp", "zero2", "zero3"])
     rows = [row(8, "ddp"), row(16, "zero2"), row(None, "zero3")]
-    machine = SimpleNamespace(settings={"A": "1"}, devices=[], identity={"cores": 2})
+    machine = SimpleNamespace(settings={"A": "1"}, simulated={}, devices=[], identity={"cores": 2})
     return SimpleNamespace(
         options=SimpleNamespace(task="cls", num_processes=2, global_batch_size=None), candidates=candidates,
         rows=lambda: rows, machine=machine, journal=Journal(tmp_path / "journal.jsonl"), output=tmp_path,
