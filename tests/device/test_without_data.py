@@ -9,7 +9,7 @@ def peaks(lines: list[dict]) -> list[int]:
 
 
 ALL = ["single", "ddp", "zero2", "zero3"]
-SHORT = ("single", "zero3")
+SHORT = ("single",)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ def test_pairs_are_generated_from_too(material, tmp_path, cache):
         assert evaluated["reserved"] > trained["reserved"], "64 rows of the greatest length against 2"
 
 
-@pytest.mark.parametrize("strategies", ["ddp", pytest.param("ddp,zero2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategies", ["ddp", "ddp,zero2"])
 def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp_path, strategies):
     code, said = run(recipe, tmp_path / "low", "--strategies", strategies, "--memory_limit", "100MiB")
     assert code == 2

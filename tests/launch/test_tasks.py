@@ -331,6 +331,7 @@ PUBLISHED_SEQ2SEQ = """accelerate launch train/seq2seq.py --dataset_name "smangr
   --seed 25 --logging_steps 100 --with_tracking --report_to "wandb" --report_name "blenderbot_400M_finetuning" """
 
 
+@pytest.mark.long
 def test_the_published_dialogue_command(material, tmp_path, capfd):
     model = tmp_path / "facebook" / "blenderbot-400M-distill"
     tokenizer = BlenderbotTokenizer.from_pretrained(material / "tokenizers" / "blenderbot")
