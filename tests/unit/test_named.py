@@ -161,7 +161,7 @@ def test_threads_under_torchrun(torchrun, monkeypatch):
     for above, wish in (({}, False), ({"OMP_NUM_THREADS": "4"}, True)):
         parent = SimpleNamespace(environ=lambda above=above: above)
         monkeypatch.setattr(psutil, "Process", lambda parent=parent: SimpleNamespace(parent=lambda: parent))
-        assert launch_module.read_launch().threads_are_the_users == wish
+        assert launch_module.find_launch().threads_are_the_users == wish
 
 
 def test_nothing_named_is_nothing():

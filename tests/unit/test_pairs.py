@@ -12,7 +12,7 @@ from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
 from train.strategy.degrees import read_sequence_degree, take_tensor_degree
-from train.strategy.launch import Launch, read_launch
+from train.strategy.launch import Launch, check_launch, find_launch
 from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 
@@ -309,13 +309,13 @@ def test_the_launcher_is_known_under_each_of_its_names(words, is_one):
 def test_unknown_nested_keys_are_found(launched):
     launched({"deepspeed_config": {"zero_stage": 2, "offload_optimiser_device": "cpu"}})
     with pytest.raises(UserError, match=r"offload_optimiser_device\. Did you mean offload_optimizer_device\?"):
-        read_launch()
+        check_launch(find_launch())
 
 
 def test_a_setting_beside_the_json_is_refused(launched):
     launched({"deepspeed_config": {"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}})
     with pytest.raises(UserError, match=r"gradient_clipping = 1\.0 stands beside deepspeed_config_file"):
-        read_launch()
+        check_launch(find_launch())
 
 
 def test_precision_in_two_places(launched):

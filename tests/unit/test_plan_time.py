@@ -177,6 +177,15 @@ def test_volumes_are_those_of_the_papers():
     assert sums(deepspeed_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
 
 
+def test_layers_that_are_not_kept_are_gathered_again_and_embeddings_are_not():
+    """As the memory of gathered weights has it: one source says what stays between the passes."""
+    names = ("embed", "layers.0.a", "layers.1.a")
+    weights = Weights(tuple(Weight(name, 8 * MILLION, True, True) for name in names), stacks=("layers",))
+    settings = zero(3, stage3_param_persistence_threshold=0)
+    again = sums(deepspeed_exchanges(weights, settings, 8, 2, True, keeps_layers=False).backward)[ALL_GATHER]
+    assert again == pytest.approx(2 * 2 * 8 * MILLION)
+
+
 def test_offload_goes_down_and_up_and_to_the_hosts_adam():
     weights = Weights((Weight("a", 8 * MILLION, True, True),))
     offloaded = zero(2, offload_optimizer={"device": "cpu"})

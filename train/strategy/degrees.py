@@ -20,8 +20,8 @@ def read_sequence_degree(config: dict[str, Any], source: str) -> int:
         UserError: it is no such number.
     """
     degree = config.get(SEQUENCE, 1)
-    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-        raise UserError(f"{source}: {SEQUENCE} = {degree!r}: expected a number of processes, e.g. 2")
+    if problems := _degree_problems(f"{source}: {SEQUENCE}", degree):
+        raise UserError(problems)
     return degree
 
 
@@ -60,8 +60,7 @@ def take_tensor_degree(config: dict[str, Any], source: str) -> int:
         for key in sorted(section.keys() - {"autotp_size"})
     ]
     degree = section.get("autotp_size")
-    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-        problems.append(f"{source}: {TENSOR}.autotp_size = {degree!r}: expected a number of processes, e.g. 2")
+    problems += _degree_problems(f"{source}: {TENSOR}.autotp_size", degree)
     if problems:
         raise UserError(problems)
     return degree
@@ -83,6 +82,11 @@ def check_tensor_parallel(config: dict[str, Any], source: str, recipe, degree: i
         problems.append(f"{beside} loss = liger. Use --loss auto")
     if problems:
         raise UserError(problems)
+
+
+def _degree_problems(key: str, degree: Any) -> list[str]:
+    is_number = isinstance(degree, int) and not isinstance(degree, bool) and degree > 0
+    return [] if is_number else [f"{key} = {degree!r}: expected a number of processes, e.g. 2"]
 
 
 def _common_problems(config: dict[str, Any], recipe, beside: str, key: str) -> list[str]:

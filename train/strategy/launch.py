@@ -55,25 +55,11 @@ class Launch:
         return not self.config_file or bool(_option(self.command, "--mixed_precision"))
 
 
-def read_launch(named: Named | None = None) -> Launch:
-    """Read the environment that `accelerate launch` made, and the YAML file behind it, and check them.
+def find_launch(named: Named | None = None, config_file: str | None = None) -> Launch:
+    """Read the environment that `accelerate launch` made, and the YAML file behind it; check_launch checks them.
 
     Args:
         named: what the program's own command line names: the environment is made of it here.
-
-    Raises:
-        UserError: the YAML holds nested keys that accelerate would ignore, or a strategy that is not supported; the
-            launcher and the program name different ones.
-    """
-    launch = find_launch(named)
-    check_launch(launch)
-    return launch
-
-
-def find_launch(named: Named | None = None, config_file: str | None = None) -> Launch:
-    """The same without the checks.
-
-    Args:
         config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
 
     Raises:
@@ -102,7 +88,8 @@ def find_launch(named: Named | None = None, config_file: str | None = None) -> L
 
 
 def check_launch(launch: Launch) -> None:
-    """Raises UserError as read_launch does."""
+    """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
+    supported."""
     problems = _yaml_problems(launch)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         problems.append(f"{launch.source}: FSDP is not supported. Use one of accelerate_configs/, e.g. zero3.yaml")

@@ -21,6 +21,7 @@ from train.data.collate import within_documents
 from train.model.attention import added_mask
 from train.model.families import family_of
 from train.model.loss import IGNORE
+from train.model.tensor_parallel.layers import Summed
 from train.recipe.errors import UserError
 from train.strategy.grid import sequence_groups
 from train.strategy.layout import ParallelLayout
@@ -93,7 +94,7 @@ class SplitRows:
         width = inputs["input_ids"].shape[1]
         output = self._forward_in_full(**self._part(inputs))
         if torch.is_tensor(output):  # the loss
-            return _SumOverRanks.apply(output, self.group)
+            return Summed.apply(output, self.group)
         output.logits = self._joined(output.logits)[:, :width]
         return output
 
@@ -171,17 +172,3 @@ def _with_filler(inputs: dict[str, Any], width: int, fill: int) -> dict[str, Any
     ends = inputs["cu_seq_lens_q"]
     ends, longest = torch.cat([ends, ends.new_tensor([width])]), max(inputs["max_length_q"], fill)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group's ranks; each gets the gradient of its own summand."""
-
-    @staticmethod
-    def forward(ctx, own, group):
-        total = own.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None

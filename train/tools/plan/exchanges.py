@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.tools.plan.constants import NORM_BYTES
+from train.tools.plan.gathered import Gathered
 from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange
+from train.tools.plan.states import offload_device
 from train.tools.plan.time_constants import ADAM_BYTES
 from train.tools.plan.weights import Weights
 
@@ -60,10 +62,18 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool) -> Exchange
     )
 
 
-def deepspeed_exchanges(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
-    """ZeRO of any stage; `width` is the bytes of an element of weights and gradients."""
-    make = _third_stage if int(zero.stage) == 3 else _first_stages
-    return make(weights, zero, world_size, width, accumulates)
+def deepspeed_exchanges(
+    weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool, keeps_layers: bool = True
+) -> Exchanges:
+    """ZeRO of any stage.
+
+    Args:
+        width: bytes of an element of weights and gradients.
+        keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (gathered.py).
+    """
+    if int(zero.stage) == 3:
+        return _third_stage(weights, zero, world_size, width, keeps_layers)
+    return _first_stages(weights, zero, world_size, width, accumulates)
 
 
 def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
@@ -81,7 +91,7 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
         "hidden": bool(zero.overlap_comm),
         "micro_moved": 6 * size,  # into the bucket, divided, and out of it
     }
-    if _is_offloaded(zero.offload_optimizer):
+    if offload_device(zero.offload_optimizer) != "none":
         kept = width * shard if accumulates else 0  # what was accumulated goes up, is added to, and comes down
         return Exchanges(down=4 * shard + kept, up=kept, step_up=width * shard, adam=shard, **common)
     moved = (
@@ -90,18 +100,17 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
     return Exchanges(step_moved=moved * shard, **common)
 
 
-def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
+def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
     threshold, half = int(zero.param_persistence_threshold), width < 4
-    sharded = [weight.size for weight in weights.all if weight.size > threshold]
-    total, trained_shard = sum(sharded), weights.trained / world_size
-    # What is kept from the forward to the backward pass (max_reuse_distance) is gathered once.
-    kept = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
-    again = (total - kept) / total if total else 0
-    gathered = Exchange(ALL_GATHER, width * total, max(1, len(sharded)), half)
-    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * len(sharded))), half)
+    held = Gathered(weights, zero, width, keeps_layers)
+    total, trained_shard = held.total, weights.trained / world_size
+    count = sum(weight.size > threshold for weight in weights.all)
+    again = (total - held.kept) / total if total else 0  # of the weights; the others are gathered once
+    gathered = Exchange(ALL_GATHER, width * total, max(1, count), half)
+    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half)
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
     persistent = sum(size for size in weights.sizes.values() if size <= threshold)
-    fetched = width * total / world_size * (1 + again) if _is_offloaded(zero.offload_param) else 0
+    fetched = width * total / world_size * (1 + again) if offload_device(zero.offload_param) != "none" else 0
     common = {
         "forward": [gathered] if total else [],
         "backward": [regathered, Exchange(REDUCE_SCATTER, width * weights.trained, buckets, half)],
@@ -110,13 +119,8 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, accum
         "up": fetched,
         "micro_moved": 2 * width * total * (1 + again) + 6 * width * weights.trained,
     }
-    if _is_offloaded(zero.offload_optimizer):
-        up = 0 if _is_offloaded(zero.offload_param) else width * trained_shard
+    if offload_device(zero.offload_optimizer) != "none":
+        up = 0 if offload_device(zero.offload_param) != "none" else width * trained_shard
         return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, **common)
     moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
     return Exchanges(step_moved=moved * trained_shard, **common)
-
-
-def _is_offloaded(offload: Any) -> bool:
-    device = getattr(offload, "device", None) or "none"
-    return str(getattr(device, "value", device)) != "none"

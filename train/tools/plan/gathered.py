@@ -39,8 +39,9 @@ class Gathered:
         self.keeps, self.ahead = keeps, min(self.total, int(zero.prefetch_bucket_size))
         if not keeps:
             self.ahead = max(self.layers.values(), default=self.ahead)
-        kept = min(self.total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
-        self.most = min(self.total, kept + max(weights.layer, weights.largest) + self.ahead)
+        near = min(self.total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
+        self.kept = near if keeps else min(near, self.others)  # from the forward to the backward pass
+        self.most = min(self.total, near + max(weights.layer, weights.largest) + self.ahead)
 
     @property
     def most_bytes(self) -> int:

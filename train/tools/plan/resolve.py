@@ -9,7 +9,7 @@ from train.recipe.errors import UserError
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
-from train.tools.plan.states import States, deepspeed_states, torch_states
+from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
 from train.tools.plan.subject import Subject
 from train.tools.rank_environment import environment_of_a_rank, without_launcher
 
@@ -34,18 +34,17 @@ class Resolved:
         """How much is sharded and offloaded: what fits with less of it is faster."""
         if self.zero is None:
             return 0, 0
-        devices = [getattr(part, "device", None) for part in (self.zero.offload_optimizer, self.zero.offload_param)]
-        offloads = sum(str(getattr(device, "value", device) or "none") != "none" for device in devices)
+        offloads = sum(
+            offload_device(part) != "none" for part in (self.zero.offload_optimizer, self.zero.offload_param)
+        )
         return offloads, int(self.zero.stage)
 
     def states(self, subject: Subject, accumulates: bool) -> States:
         trained, frozen = subject.dtypes(self.precision, self.zero is not None)
         if self.zero is None:
             return torch_states(subject.weights, self.world_size, trained, frozen, subject.on_gpu)
-        # A loss in chunks is checked by forward passes before training.
-        keeps_layers = subject.task == "cls" or subject.rows.loss_kind == "full"
         return deepspeed_states(
-            subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu, keeps_layers
+            subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu, subject.keeps_layers
         )
 
 

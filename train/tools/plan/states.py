@@ -75,7 +75,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]
     shard, offload = sum(shards), zero.offload_optimizer
-    offloads = _device(offload) != "none"
+    offloads = offload_device(offload) != "none"
     held = width * shard * world_size + weights.frozen_bytes(dtype)
     common = {
         "weights": held,
@@ -113,8 +113,8 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     groups = [shard_of(group) for group in weights.groups]
     shard, trained = shard_of(weights.all), sum(groups)
     persistent = weights.persistent(int(zero.param_persistence_threshold))
-    offloads_weights = _device(zero.offload_param) != "none"
-    offloads = _device(zero.offload_optimizer) != "none"
+    offloads_weights = offload_device(zero.offload_param) != "none"
+    offloads = offload_device(zero.offload_optimizer) != "none"
     wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
     host: dict[str, int] = {}
     if offloads_weights:
@@ -138,7 +138,8 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     )
 
 
-def _device(offload: Any) -> str:
+def offload_device(offload: Any) -> str:
+    """none, cpu or nvme, of one of DeepSpeed's offload sections."""
     device = getattr(offload, "device", None) or "none"
     return str(getattr(device, "value", device))
 

@@ -69,6 +69,12 @@ class Subject:
             )  # fmt: skip
         return Weights(every, stacks, "".join(heads), max(layers, default=0), quantised, width)
 
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
+        checked by forward passes before training (gathered.py)."""
+        return self.task == "cls" or self.rows.loss_kind == "full"
+
     def dtypes(self, precision: str, with_deepspeed: bool) -> tuple[torch.dtype, torch.dtype]:
         """(of what is trained, of what is frozen): without DeepSpeed weights that are trained stay in fp32."""
         half = DTYPES[precision]

@@ -71,7 +71,12 @@ class Timing:
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.subject.on_gpu)
         return deepspeed_exchanges(
-            weights, resolved.zero, world_size, DTYPES[resolved.precision].itemsize, accumulates
+            weights,
+            resolved.zero,
+            world_size,
+            DTYPES[resolved.precision].itemsize,
+            accumulates,
+            self.subject.keeps_layers,
         )
 
     @property
