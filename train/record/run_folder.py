@@ -255,7 +255,7 @@ def describe_environment(command: list[str], device) -> dict[str, Any]:
 
     root = Path(__file__).resolve().parents[2]
     hardware: dict[str, Any] = {
-        "cpu": _cpu_name(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }  # fmt: skip
     if device.type != "cpu":
         versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
@@ -289,9 +289,10 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _cpu_name() -> str:
+def cpu_model() -> str:
+    """The processor of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        return platform.processor()
+        return platform.processor() or platform.machine()

@@ -5,6 +5,8 @@ import os
 
 import torch
 
+from train.strategy.host_memory import usable_cores
+
 
 @functools.cache
 def pins_memory(device: torch.device) -> bool:
@@ -73,7 +75,6 @@ def use_threads_of_share() -> None:
     DeepSpeed's CPU Adam is parallel through OpenMP, as torch is: it has torch's runtime where both have the same name
     (libgomp.so.1), and else one that is loaded later and reads the environment then.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)

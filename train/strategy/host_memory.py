@@ -1,9 +1,14 @@
-"""The memory of the host, or of the container that a process is in. Only the standard library is imported here, and
-psutil in one function: the watchdog process (train/health/watchdog_process.py) is to stay small."""
+"""The memory and the cores of the host, or of the container that a process is in. Only the standard library is
+imported here, and psutil in one function: the watchdog process (train/health/watchdog_process.py) is to stay small."""
 
 import os
 
 GIB = 2**30
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read(path: str) -> str:

@@ -14,7 +14,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -25,6 +24,7 @@ from train.record.terminal import say, screen_width
 from train.tools.doctor.options import DoctorOptions
 from train.tools.doctor.report import ERROR, Finding, Report, shown_value
 from train.tools.launches import TRAIN
+from train.tools.rank_environment import environment_replaced
 from train.tools.tool_recipe import TASKS, join_with_recipe
 
 PROG = "zerofit doctor"
@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the report, or write it. Returns 0; 1: it cannot run here; 2: bad input."""
     options, task, problems = read_options(list(argv or []))
     shell = dict(os.environ)
-    with _environment_kept(), contextlib.redirect_stdout(io.StringIO()):  # libraries talk
+    offline = environment_replaced(shell | {"HF_HUB_OFFLINE": "1"})
+    with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(options, task, problems, shell)
     found = json.dumps(report.to_json(), indent=2, default=str)
     if options.json == "-":
@@ -135,18 +136,6 @@ def _program(options: DoctorOptions, task: str | None) -> list[str]:
             values = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(() if value is True else map(shown_value, values))]
     return words
-
-
-@contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Nothing is asked of the network, and the environment is as before afterwards."""
-    before = dict(os.environ)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _write(path: Path, text: str) -> None:

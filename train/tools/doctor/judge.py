@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from train.record.terminal import size
 from train.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
+from train.tools.compare.machine import PROGRAM_BYTES
 from train.tools.doctor.machine import IMPOSSIBLE, TO_COMPILE, Folder, Machine
 from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding
 
-PROGRAM_BYTES = 400 * 2**20  # of host memory, for one rank before it has a model; tools/compare/machine.py
 SMALL_SHM = 512 * 2**20  # ds_report's limit
 FULL_DISK = 2**30
 NO_MEMORY_FREE = 0.9

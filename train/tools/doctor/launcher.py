@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import io
 import logging
-import os
 import shlex
 import warnings
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import yaml
 from train.recipe.errors import UserError, first_line
 from train.strategy.named import environment_of
 from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding
-from train.tools.rank_environment import RANKS, without_launcher
+from train.tools.rank_environment import RANKS, environment_replaced, without_launcher
 
 STANDARD = "standard"  # the launcher of several machines that this program is started with
 NOBODY = "127.0.0.1"  # in place of machine 0, whose address is not known here
@@ -84,20 +83,15 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
     launch.command = ["accelerate", "launch", *words, *(["--main_process_ip", address or "MACHINE_0"] * several)]
     words += ["--main_process_ip", address or NOBODY] if several else []
     made, clean = {}, {name: value for name, value in without_launcher(shell).items() if name not in RANKS}
-    before = dict(os.environ)
-    try:
-        os.environ.clear()
-        os.environ.update(clean | {"HF_HUB_OFFLINE": "1"})
-        made = _of_accelerate(launch, words)
-    except (Exception, SystemExit) as error:  # whatever it is, the launch would end with it
-        launch.findings.append(Finding(
-            ERROR, f"accelerate launch refuses {config_file}: {_said(error)}",
-            "The files in accelerate_configs/ are accepted; `accelerate config` writes a new one"))  # fmt: skip
-        with contextlib.suppress(UserError):
-            made = environment_of(launch.content, str(config_file))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with environment_replaced(clean | {"HF_HUB_OFFLINE": "1"}):
+        try:
+            made = _of_accelerate(launch, words)
+        except (Exception, SystemExit) as error:  # whatever it is, the launch would end with it
+            launch.findings.append(Finding(
+                ERROR, f"accelerate launch refuses {config_file}: {_said(error)}",
+                "The files in accelerate_configs/ are accepted; `accelerate config` writes a new one"))  # fmt: skip
+            with contextlib.suppress(UserError):
+                made = environment_of(launch.content, str(config_file))
     launch.environment = {**shell, **made}
     launch.findings += _leftovers(launch, shell, made)
     return launch

@@ -17,7 +17,7 @@ from train.recipe.paths import cannot_be_written
 from train.record.terminal import size
 from train.strategy.build_locks import abandoned_locks, extensions_folder
 from train.strategy.gpus import gpus_of_the_machine
-from train.strategy.host_memory import host_memory
+from train.strategy.host_memory import host_memory, usable_cores
 
 # {operation of DeepSpeed: the class of its builder}
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder",
@@ -130,7 +130,7 @@ def inspect_machine(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed:
 
         compiler = shutil.which(get_cxx_compiler().split()[0])
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_free=free,
         memory_total=total,
         shm=shutil.disk_usage(SHM).total if SHM.is_dir() else None,

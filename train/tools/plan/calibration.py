@@ -1,13 +1,13 @@
 """What `zerofit plan --calibrate` has measured on this machine, kept in the cache of prepared data."""
 
 import json
-import os
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from train.recipe.cache import cache_root
+from train.record.run_folder import cpu_model
+from train.strategy.host_memory import usable_cores
 from train.tools.plan.links import MeasuredLinks
 from train.tools.plan.speeds import Curve, Speeds
 from train.tools.plan.time_constants import CONTENTION, CONTENTION_CPU
@@ -75,14 +75,7 @@ def place_of(device: str) -> Path:
 
 def cpu_name() -> str:
     """The processor of this machine and the cores that this process may use: one cache may serve several machines."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"cpu {model} {cores} cores"
+    return f"cpu {cpu_model()} {usable_cores()} cores"
 
 
 def key_name(kind: str, half: bool) -> str:

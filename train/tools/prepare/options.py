@@ -1,17 +1,12 @@
 """The options of `zerofit prepare`: text to corpora in Megatron's format, and what is done with such corpora."""
 
-import os
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
 from train.recipe.data_options import unknown_encoding
 from train.recipe.fields import option
 from train.recipe.model_options import wrong_vocabulary_files
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from train.strategy.host_memory import usable_cores
 
 
 @dataclass
