@@ -1,7 +1,10 @@
 """Shared by all tests: an own cache, no hub, and the data that tests read."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,9 @@ PUBLISHED = {  # what takes the place of the material's parts; others have the s
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["WANDB_MODE"] = "offline"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the user's own cache stays as it is; workers have that of the session
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="zerofit-tests-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 sys.path.insert(0, str(ROOT / "tests"))  # helpers.py, material
 
 

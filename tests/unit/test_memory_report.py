@@ -184,6 +184,39 @@ def test_one_process_shares_nothing():
     assert sorted(re.findall(r"/(\w+)\.yaml", " ".join(pairs))) == ["zero2_offload", "zero3_offload"]
 
 
+def saved_by(situation: Situation, pair: str) -> float | None:
+    """GiB; None: it is not proposed."""
+    return next((saved for option, saved in options(situation).items() if f"/{pair}.yaml" in option), None)
+
+
+def test_two_processes_share_layers_or_split_rows():
+    both = replace(DDP, can_share_layers=True, can_split_rows=True)
+    assert saved_by(both, "tp") == pytest.approx(4 + 4 + 12 + 32 * 24 / 34 / 2)  # 3/4 of the optimizer
+    assert saved_by(both, "sp") == pytest.approx(6 + 6 + 12 + 16)
+    assert any("tp.yaml --gradient_accumulation_steps 4" in option for option in options(both))
+    third = replace(both, stage=3, held=Held(2 * GIB, 2 * GIB, 4 * GIB, 30 * GIB))
+    assert saved_by(third, "tp_zero3") == pytest.approx(32 * 24 / 34 / 2)  # the shards stay as they are
+    assert saved_by(third, "sp") == 16
+    assert saved_by(replace(both, phase="load"), "tp") == 4 + 4 + 12
+    assert saved_by(replace(both, phase="load"), "sp") is None
+    for not_possible in (DDP, replace(both, tensor=2), replace(both, sequence=2), replace(both, world_size=3)):
+        assert not any(remedy.what.startswith("2 processes") for remedy in remedies(not_possible))
+
+
+def test_only_models_that_ranks_can_share_are_shared(tiny_run):
+    recipe, strategy, engine = tiny_run
+    found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
+    assert (found.can_share_layers, found.can_split_rows) == (True, True)
+    before = take_stock(MemoryError(), "load", None, recipe, strategy)  # by the recipe's configuration
+    assert before.can_share_layers
+    adapted = recipe.draft()
+    adapted.lora = True
+    assert not take_stock(MemoryError(), "forward", 1, adapted, strategy, engine).can_split_rows
+    engine.module.config.n_head = 3
+    odd = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
+    assert (odd.can_share_layers, odd.can_split_rows) == (False, False)
+
+
 def test_remedies_belong_to_the_phase():
     for phase in ("update", "load", "save"):
         assert not any("batch_size" in option or "loss" in option for option in options(replace(DDP, phase=phase)))
@@ -234,9 +267,10 @@ def test_every_pair_that_is_proposed_exists():
     for stage in range(4):
         for offload in (False, True) if stage > 1 else (False,):
             for where in ("device", "host"):
-                situation = replace(DDP, stage=stage, offload_optimizer=offload, where=where)
+                situation = replace(DDP, stage=stage, offload_optimizer=offload, where=where, can_share_layers=True,
+                                    can_split_rows=True)  # fmt: skip
                 named |= set(re.findall(r"--config_file (\S+)", " ".join(options(situation))))
-    assert len(named) >= 6
+    assert len(named) >= 10
     assert all((ROOT / name).is_file() for name in named), named
 
 

@@ -220,6 +220,14 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     assert completed[0] == completed[1]
 
 
+def test_an_evaluated_layer_keeps_nothing(monkeypatch):
+    rows = Rows("clm", 48)
+    composed = tracer(gpt2(5), rows, dtype=torch.bfloat16, evaluated=True).steps(2)
+    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    every = tracer(gpt2(5), rows, dtype=torch.bfloat16, evaluated=True).steps(2)
+    assert max(one.start + one.rise for one in composed) == max(one.start + one.rise for one in every)
+
+
 def test_every_gradient_is_counted_once():
     config = gpt2()
     steps = tracer(config, Rows("clm", 48), dtype=torch.float32).steps(1)
@@ -312,7 +320,7 @@ def test_the_report_ranks_and_says_what_does_not_fit(capsys):
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
         (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
         (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
-        (["--gpu", "h100-80gb", "--num_gpus", "2", "--strategies", "sp"], "sequence parallelism is not predicted"),
+        (["--gpu", "h100-80gb", "--num_gpus", "1", "--strategies", "sp"], "1 processes are no multiple of"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):

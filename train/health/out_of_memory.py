@@ -13,7 +13,7 @@ import traceback
 from train.health.out_of_memory_message import about_the_model, report
 from train.health.remedies import Held, Situation, remedies
 from train.model.parameters import true_numel
-from train.recipe.errors import first_line
+from train.recipe.errors import UserError, first_line
 from train.strategy.host_memory import GIB, field, host_memory, read
 
 EXIT_OUT_OF_MEMORY = 87
@@ -149,6 +149,7 @@ def take_stock(
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, tensor=strategy.tensor,
+        sequence=strategy.layout.sequence, **_can_be_shared(engine, recipe, any(offloads.values())),
         pretrained=bool(recipe.model_name_or_path) and strategy.tensor == 1,
         dataloader_workers=recipe.dataloader_num_workers,
         copies=_copies(recipe, copied), parameters=parameters,
@@ -283,6 +284,38 @@ def _copies(recipe, copied: int) -> dict[str, int]:
         with contextlib.suppress(psutil.Error):
             copies["dataloader_num_workers"] = sum(child.memory_info().rss for child in psutil.Process().children())
     return {name: size for name, size in copies.items() if size}
+
+
+def _can_be_shared(engine, recipe, offloads: bool) -> dict[str, bool]:
+    """Whether two processes can share the model's layers, and whether they can split its rows."""
+    from train.model.tensor_parallel.split import check_split
+    from train.recipe.tasks import ClmRecipe
+    from train.strategy.degrees import MASKS_ONLY
+    from train.strategy.sequence import check_model
+
+    if not isinstance(recipe, ClmRecipe) or recipe.lora or recipe.torch_compile or offloads:
+        return {}
+    with contextlib.suppress(Exception):  # before there is a model, its configuration may be out of reach
+        config = engine.module.config if engine is not None else _configuration(recipe)
+        return {
+            "can_share_layers": recipe.loss != "liger" and _passes(check_split, config),
+            "can_split_rows": recipe.attn_implementation not in MASKS_ONLY and _passes(check_model, config),
+        }
+    return {}
+
+
+def _configuration(recipe):
+    from train.model.configuration import load_configuration
+
+    return load_configuration(recipe)
+
+
+def _passes(check, config) -> bool:
+    try:
+        check(config.get_text_config(), 2, "")
+    except UserError:
+        return False
+    return True
 
 
 def _of_model(engine, strategy, recipe, row_tokens: int) -> dict[str, int | bool]:

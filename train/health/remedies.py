@@ -8,6 +8,7 @@ named.
 from dataclasses import dataclass, field
 
 WORKING = ("forward", "loss", "backward")  # phases that hold activations for a backward pass
+IN_SHARES = 24 / 34  # of a layer's activations, what ranks that share it divide (Korthikanti et al. 2022, section 4.2)
 NEGLIGIBLE = 0.01  # of what is held: a remedy that saves less is not worth its line
 
 
@@ -50,6 +51,9 @@ class Situation:
     update: int | None = None
     world_size: int = 1
     tensor: int = 1  # processes that share each layer
+    sequence: int = 1  # processes that split each row
+    can_share_layers: bool = False  # two processes could
+    can_split_rows: bool = False
     local_processes: int = 1
     asked: int | None = None
     free: int | None = None
@@ -147,7 +151,7 @@ def remedies(s: Situation) -> list[Remedy]:
             applicable += _of_evaluation(s)
         elif s.phase == "load":
             applicable += _of_loading(s)
-        applicable += _of_state(s)
+        applicable += _of_state(s) + _of_replicas(s)
     applicable += _of_allocator(s) if s.where == "device" else _of_host(s)
     least = NEGLIGIBLE * max(s.held.total, s.asked or 0, s.weights)
     applicable = [remedy for remedy in applicable if remedy.saves is None or remedy.saves > least]
@@ -234,6 +238,29 @@ def _of_state(s: Situation) -> list[Remedy]:
     if s.pretrained and not s.lora and s.phase != "load":
         what = "no gradients and no optimizer state but the adapter's"
         applicable.append(Remedy("--lora", what, s.gradients + optimizer if known else None))
+    return applicable
+
+
+def _of_replicas(s: Situation) -> list[Remedy]:
+    """Two processes that hold a replica together: they share each layer, or split each row. There are half as many
+    replicas then, and each accumulates twice as much."""
+    if s.world_size % 2 or s.tensor * s.sequence > 1:
+        return []
+    more = "" if s.global_batch_is_set else f" --gradient_accumulation_steps {2 * s.accumulation}"
+    activations = s.activations if s.phase in WORKING else 0
+    stage, shared = max(1, s.stage), 1 - 1 / s.world_size
+    optimizer = 0 if s.stage else s.optimizer * shared
+    applicable = []
+    if s.can_share_layers:
+        state = optimizer + (s.gradients / 2 if stage < 2 else 0) + (s.weights / 2 if stage < 3 else 0)
+        name = "tp" if stage == 1 else f"tp_zero{stage}"
+        what = "2 processes share each layer: half of its weights, and of most activations"
+        saved = round(state + activations * IN_SHARES / 2)
+        applicable.append(Remedy(_pair(name) + more, what, saved if s.weights else None))
+    if s.can_split_rows and activations:
+        state = optimizer + (s.gradients * shared if s.stage < 2 else 0) + (s.weights * shared if s.stage < 3 else 0)
+        what = "2 processes split each row: half of the activations; the rest as under zero3"
+        applicable.append(Remedy(_pair("sp") + more, what, round(state + activations / 2) if s.weights else None))
     return applicable
 
 

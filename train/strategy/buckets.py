@@ -14,8 +14,11 @@ def fill_bucket_size(zero: dict, model: torch.nn.Module) -> None:
     pass, which still overlap with it; its two buffers take an eighth of what the gradients of the whole model would.
     An adapter's gradients are few, and go in one.
     """
-    if zero.get("stage") not in (1, 2) or zero.get("reduce_bucket_size", "auto") != "auto":
-        return
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    zero["reduce_bucket_size"] = max(1, min(trained, sum(size for size, _ in sizes) // SHARE_OF_MODEL, MOST))
+    fill_by_sizes(zero, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes))
+
+
+def fill_by_sizes(zero: dict, trained: int, total: int) -> None:
+    """The same for a rank's elements: of what is trained, and of all."""
+    if zero.get("stage") in (1, 2) and zero.get("reduce_bucket_size", "auto") == "auto":
+        zero["reduce_bucket_size"] = max(1, min(trained, total // SHARE_OF_MODEL, MOST))

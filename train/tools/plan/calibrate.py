@@ -16,8 +16,7 @@ from train.record.terminal import rounded, say
 from train.strategy.devices import device_name
 from train.strategy.gpus import num_devices
 from train.tools.plan.calibration import VERSION, Calibration, cpu_name
-from train.tools.plan.links import ALL_REDUCE
-from train.tools.plan.operations import MATRIX, MEMORY
+from train.tools.plan.operations import ALL_REDUCE, MATRIX, MEMORY
 
 LIMIT_S = 400  # it takes 20 to 40 on an idle machine
 

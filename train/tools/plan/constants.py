@@ -6,7 +6,7 @@ GIB = 2**30
 # `zerofit compare` allows for it (docs/compare.md: up to 640 MiB a process).
 CUDA_CONTEXT_BYTES = 640 * 2**20
 
-# Buffers of NCCL's communicators, for each process of a launch of several. Source: NCCL's documentation of
+# Buffers of an NCCL communicator, in each process of a group of several. Source: NCCL's documentation of
 # NCCL_BUFFSIZE (4 MiB for each channel and peer; rings of 16 to 32 channels, send and receive). An estimate.
 NCCL_BYTES = 256 * 2**20
 

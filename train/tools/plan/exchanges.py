@@ -10,7 +10,8 @@ from typing import Any
 
 from train.tools.plan.constants import NORM_BYTES
 from train.tools.plan.gathered import Gathered
-from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange
+from train.tools.plan.links import Exchange
+from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from train.tools.plan.states import offload_device
 from train.tools.plan.time_constants import ADAM_BYTES
 from train.tools.plan.weights import Weights

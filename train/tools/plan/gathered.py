@@ -11,7 +11,7 @@ __params_to_release): then each layer is released as soon as it has run, and one
 
 from typing import Any
 
-from train.tools.plan.trace import Step
+from train.tools.plan.steps import Step
 from train.tools.plan.weights import Weights
 
 AFTER = "backward of after"  # of head and loss

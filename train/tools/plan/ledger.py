@@ -95,10 +95,13 @@ class Ledger(TorchDispatchMode):
                     self._follow(storage, self._rounded(storage.nbytes()))
         if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
             self._resize(result.untyped_storage(), self._rounded(result.numel()))
-        operation = operation_of(function, args, kwargs or {}, result)
+        self.note(operation_of(function, args, kwargs or {}, result))
+        return result
+
+    def note(self, operation: Operation | None) -> None:
+        """An operation was computed now; None: one that costs nothing."""
         if operation and self.segments:
             self.segments[-1].operations.append(operation)
-        return result
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounding) * self.rounding

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from train.tools.plan.speeds import Curve
 from train.tools.plan.time_constants import (
     BASE_S,
@@ -14,14 +15,12 @@ from train.tools.plan.time_constants import (
     TREE_HOP_S,
 )
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
-
 
 class Exchange(NamedTuple):
     """Collectives of one kind, one after another.
 
     Attributes:
-        bytes: of the full buffers, all of them together.
+        bytes: of the full buffers, all of them together; of an all-to-all, of what each process has.
         count: how many collectives they are.
     """
 
@@ -92,7 +91,8 @@ class MeasuredLinks:
             return 0.0
         each = exchange.bytes / exchange.count
         factor = bus_factor(exchange.kind, world_size)
-        within = each / self.curves[exchange.kind, exchange.half].at(each) / bus_factor(exchange.kind, self.world_size)
+        measured = ALL_GATHER if exchange.kind == ALL_TO_ALL else exchange.kind  # of as many bytes
+        within = each / self.curves[measured, exchange.half].at(each) / bus_factor(exchange.kind, self.world_size)
         between = 0.0
         if world_size > per_machine:
             between = each / (OF_NETWORK * self.network * per_machine)

@@ -17,8 +17,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from train.strategy.devices import synchronise, use_threads_of_share
 from train.tools.plan.calibration import key_name
-from train.tools.plan.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from train.tools.plan.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
+from train.tools.plan.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ATTENTION,
+    MATH,
+    MATRIX,
+    MEMORY,
+    RANDOM,
+    REDUCE_SCATTER,
+)
 
 SECONDS = 0.1  # of each measurement
 LEAST = 3  # repetitions

@@ -13,7 +13,7 @@ from train.tools.plan.constants import (
 )
 from train.tools.plan.engines import DistributedEngine, Engine
 from train.tools.plan.states import States
-from train.tools.plan.trace import Step
+from train.tools.plan.steps import Step
 
 ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
 
@@ -55,7 +55,7 @@ def find_peak(
     training: list[Step],
     evaluation: list[Step],
     accumulation: int,
-    world_size: int,
+    num_groups: int,
     on_gpu: bool,
     with_deepspeed: bool = False,
 ) -> Peak:
@@ -64,6 +64,7 @@ def find_peak(
     Args:
         training: the forward and backward pass of a micro-batch.
         evaluation: the forward pass of an evaluation batch; empty where nothing is evaluated.
+        num_groups: groups of processes that this one communicates in; 0: it is alone.
     """
     moments = [*_moments(states, training, evaluation, accumulation)]
     host = sum(states.host.values())
@@ -78,7 +79,7 @@ def find_peak(
     allocated = largest.total + CUBLAS_WORKSPACE_BYTES
     components[WORKSPACE] = components.get(WORKSPACE, 0) + CUBLAS_WORKSPACE_BYTES
     reserved = int(allocated * (1 + FRAGMENTATION))
-    context = CUDA_CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+    context = CUDA_CONTEXT_BYTES + NCCL_BYTES * num_groups
     return Peak(largest.phase, components, allocated, reserved, reserved + context, host)
 
 

@@ -9,7 +9,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 aten = torch.ops.aten
 
 MATRIX, ATTENTION, MEMORY, MATH, RANDOM = "matrix products", "attention", "memory", "functions", "random numbers"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+EXCHANGES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)  # between ranks; their bytes are of the full buffers
 BY_FLOPS = (MATRIX, ATTENTION)  # what they take is counted in FLOPs, of the others in bytes
+ROWS_EXCHANGED = "dim_zero_all_to_all"  # DeepSpeed's operator of Ulysses (deepspeed/sequence/layer.py)
 KINDS = (*BY_FLOPS, MEMORY, MATH, RANDOM)
 FLASH, FLASH_BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu,
@@ -52,6 +55,8 @@ def operation_of(function: Any, args: tuple, kwargs: dict[str, Any], result: Any
     """
     packet = getattr(function, "_overloadpacket", None)
     name = getattr(packet, "__name__", "")
+    if name == ROWS_EXCHANGED:
+        return Operation(ALL_TO_ALL, _is_half(args, result), 0, _bytes(result))
     if packet is None or function.namespace != "aten" or function.is_view or name in FREE:  # prim: a question
         return None
     flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, _tensors((result,))))

@@ -49,10 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     subject = read_subject(options, options.task, on_gpu)
     speeds, links, known = device_speeds(options, gpu, on_gpu)
     planner = Planner(options, subject, budget, Timing(subject, budget, speeds, links, options.mean_length))
-    outcomes = [
-        planner.plan(name, options.sizes, options.max_batch_size, lambda resolved: _objection(resolved, gpu, on_gpu))
-        for name in names
-    ]
+    outcomes = []
+    for name in names:
+        outcomes += planner.plan(
+            name, options.sizes, options.max_batch_size, lambda resolved: _objection(resolved, gpu, on_gpu)
+        )
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
     best = [outcome.best for outcome in ranked(outcomes)][: options.top]
@@ -113,7 +114,7 @@ def _reasons(outcomes: list[Outcome]) -> list[str]:
     """Why nothing is possible: each reason once, with the strategies that have it."""
     reasons: dict[str, list[str]] = {}
     for outcome in outcomes:
-        reasons.setdefault(outcome.refused, []).append(outcome.strategy)
+        reasons.setdefault(outcome.refused, []).append(outcome.label)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import CHECKPOINT_BYTES
+from train.tools.plan.layouts import possible_degrees, read_pair
 from train.tools.plan.memory import find_peak
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
-from train.tools.plan.resolve import Resolved, resolve
+from train.tools.plan.resolve import Resolved, resolve_with
 from train.tools.plan.subject import Subject
 from train.tools.plan.timing import Timing
 
@@ -27,55 +28,66 @@ class Planner:
 
     def plan(
         self, name: str, sizes: list[int] | None, max_batch_size: int, check: Callable[[Resolved], str]
-    ) -> Outcome:
-        """The named micro-batches, or the largest that fits and the fastest.
+    ) -> list[Outcome]:
+        """For each layout of a strategy the named micro-batches, or the largest that fits and the fastest.
 
         Args:
             check: says what stands against a resolved strategy on this device; empty if nothing does.
         """
-        outcome = Outcome(name)
-        try:
-            outcome.resolved = resolve(
-                name, self._resolved_recipe(), self.subject, self.budget.num_gpus, self.budget.gpus_per_node
-            )
-        except UserError as error:
-            outcome.refused = "; ".join(error.problems)
-            return outcome
-        outcome.refused = check(outcome.resolved)
-        if outcome.refused:
-            return outcome
-        candidates = self._possible(sizes or range(1, max_batch_size + 1))
+        pair, recipe, budget = read_pair(name), self._resolved_recipe(), self.budget
+        outcomes = []
+        for degrees in possible_degrees(name, pair, budget.local_ranks):
+            outcome = Outcome(name, degrees)
+            outcomes.append(outcome)
+            try:
+                outcome.resolved = resolve_with(
+                    name, pair, degrees, recipe, self.subject, budget.num_gpus, budget.gpus_per_node
+                )
+            except UserError as error:
+                outcome.refused = "; ".join(error.problems)
+            outcome.refused = outcome.refused or check(outcome.resolved)
+            if not outcome.refused:
+                self._find(outcome, sizes, max_batch_size)
+        return outcomes
+
+    def _find(self, outcome: Outcome, sizes: list[int] | None, max_batch_size: int) -> None:
+        """Add the predictions of a layout, or why there are none."""
+        replicas = outcome.resolved.layout.data_size
+        candidates = self._possible(sizes or range(1, max_batch_size + 1), replicas)
         if not candidates:
-            outcome.refused = self._no_batch(sizes)
+            outcome.refused = self._no_batch(sizes, outcome.resolved.layout)
         elif sizes:
             outcome.predictions = [self.predict(outcome.resolved, size) for size in candidates]
         else:
             outcome.predictions = self._search(outcome.resolved, candidates)
             self._add_fastest(outcome, candidates)
-        return outcome
 
     def predict(self, resolved: Resolved, micro_batch: int) -> Prediction:
         """One micro-batch under one strategy."""
-        accumulation = self.accumulation(micro_batch)
+        layout = resolved.layout
+        accumulation = self.accumulation(micro_batch, layout.data_size)
         states = resolved.states(self.subject, accumulation > 1)
         with_deepspeed = resolved.zero is not None
-        training = self.subject.tracer(resolved.precision, with_deepspeed).steps(micro_batch)
-        evaluation = self.subject.tracer(resolved.precision, with_deepspeed, evaluated=True).steps(
+        training = self.subject.tracer(resolved.precision, with_deepspeed, layout).steps(micro_batch)
+        evaluation = self.subject.tracer(resolved.precision, with_deepspeed, layout, evaluated=True).steps(
             self.recipe.per_device_eval_batch_size
         )
         on_gpu = self.subject.on_gpu
-        peak = find_peak(states, training, evaluation, accumulation, self.budget.num_gpus, on_gpu, with_deepspeed)
+        peak = find_peak(states, training, evaluation, accumulation, _num_groups(layout), on_gpu, with_deepspeed)
         host = peak.host * self.budget.local_ranks
         lacking = max(0, peak.device - self.budget.device)
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
         return Prediction(
-            resolved.name, resolved.precision, ParallelLayout(self.budget.num_gpus), micro_batch, accumulation,
+            resolved.name, resolved.precision, layout, micro_batch, accumulation,
             self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking, self._speed(resolved, micro_batch),
         )  # fmt: skip
 
     def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
-        return self.timing and self.timing.predict(resolved, micro_batch, self.accumulation(micro_batch))
+        if self.timing is None:
+            return None
+        accumulation = self.accumulation(micro_batch, resolved.layout.data_size)
+        return self.timing.predict(resolved, micro_batch, accumulation)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -83,12 +95,12 @@ class Planner:
 
     # -------------------------------------------------------------------------------------------------- global batches
 
-    def accumulation(self, micro_batch: int) -> int:
+    def accumulation(self, micro_batch: int, replicas: int) -> int:
         """Micro-batches of an update: what the recipe says, or what makes the global batch."""
         total = self.recipe.max_global_batch_size or self.recipe.global_batch_size
         if total is None:
             return self.recipe.gradient_accumulation_steps or 1
-        return total // (micro_batch * self.budget.num_gpus)
+        return total // (micro_batch * replicas)
 
     def _resolved_recipe(self):
         """Without the recipe's own global batch where there is only a limit to it."""
@@ -99,25 +111,26 @@ class Planner:
             recipe.reset_option(name)
         return recipe
 
-    def _possible(self, sizes) -> list[int]:
+    def _possible(self, sizes, replicas: int) -> list[int]:
         """Those that make the global batch, if there is one, or stay within its limit."""
-        total, most, processes = self.recipe.global_batch_size, self.recipe.max_global_batch_size, self.budget.num_gpus
+        total, most = self.recipe.global_batch_size, self.recipe.max_global_batch_size
         if most:
-            return [size for size in sizes if size * processes <= most]
-        return [size for size in sizes if total is None or total % (size * processes) == 0]
+            return [size for size in sizes if size * replicas <= most]
+        return [size for size in sizes if total is None or total % (size * replicas) == 0]
 
-    def _no_batch(self, sizes: list[int] | None) -> str:
-        least = self.budget.num_gpus * (sizes[0] if sizes else 1)
+    def _no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
+        least = layout.data_size * (sizes[0] if sizes else 1)
+        several = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
+        holders = f"{layout.data_size} GPUs" if layout.replica_size == 1 else several
         if self.recipe.max_global_batch_size:
             return (
                 f"max_global_batch_size = {self.recipe.max_global_batch_size}: {sizes[0] if sizes else 1} on each of "
-                f"{self.budget.num_gpus} GPUs are more. Set --max_global_batch_size to at least {least}, or a smaller "
-                "--num_gpus"
+                f"{holders} are more. Set --max_global_batch_size to at least {least}, or a smaller --num_gpus"
             )
         return (
             f"global_batch_size = {self.recipe.global_batch_size} cannot be made of "
             f"{'micro-batches of ' + ', '.join(map(str, sizes)) if sizes else 'whole micro-batches'} on "
-            f"{self.budget.num_gpus} GPUs: set --global_batch_size to a multiple of {least}"
+            f"{holders}: set --global_batch_size to a multiple of {least}"
         )
 
     # ---------------------------------------------------------------------------------------------------------- search
@@ -152,6 +165,11 @@ class Planner:
             outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
             if found.fits:
                 return
+
+
+def _num_groups(layout: ParallelLayout) -> int:
+    """Groups of processes that each one communicates in."""
+    return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
 
 
 def _next_place(made: dict[int, Prediction], candidates: list[int], fits: int, fails: int, limit: int) -> int:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from train.strategy.layout import ParallelLayout
+from train.tools.plan.layouts import Degrees, labelled
 from train.tools.plan.memory import Peak
 from train.tools.plan.resolve import Resolved
 from train.tools.plan.update_time import UpdateTime
@@ -72,6 +73,15 @@ class Prediction:
     speed: Speed | None = None
 
     @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.layout.tensor, self.layout.pipeline, self.layout.sequence)
+
+    @property
+    def label(self) -> str:
+        """The strategy, with its degrees where it has some."""
+        return labelled(self.strategy, self.degrees)
+
+    @property
     def global_batch(self) -> int:
         return self.micro_batch * self.accumulation * self.layout.data_size
 
@@ -105,19 +115,24 @@ class Prediction:
 
 @dataclass
 class Outcome:
-    """What was found of one strategy.
+    """What was found of one strategy in one layout.
 
     Attributes:
         largest: the prediction of the largest micro-batch that fits; None: not even the smallest one does.
         best: the fastest that fits; where speed is not known, the largest.
         smallest_misfit: the prediction of the smallest micro-batch that does not fit; None: all that were tried do.
-        refused: why this strategy is not possible at all.
+        refused: why this is not possible at all.
     """
 
     strategy: str
+    degrees: Degrees = field(default_factory=Degrees)
     resolved: Resolved | None = None
     predictions: list[Prediction] = field(default_factory=list)
     refused: str = ""
+
+    @property
+    def label(self) -> str:
+        return labelled(self.strategy, self.degrees)
 
     @property
     def largest(self) -> Prediction | None:

@@ -35,10 +35,10 @@ def for_terminal(outcomes: list[Outcome], planner: Planner, top: int, width: int
         lines += [
             "the parts of the peak:",
             "",
-            _parts({one.strategy: one.peak.components for one in fitting}, _size, width),
+            _parts({one.label: one.peak.components for one in fitting}, _size, width),
         ]
         if timed:
-            spent = {one.strategy: one.speed.time.parts for one in fitting if one.speed}
+            spent = {one.label: one.speed.time.parts for one in fitting if one.speed}
             lines += ["", "the parts of an update, in seconds:", "", _parts(spent, _seconds, width)]
         lines.append("")
     misfits = [one.smallest_misfit for one in outcomes if one.smallest_misfit]
@@ -46,7 +46,7 @@ def for_terminal(outcomes: list[Outcome], planner: Planner, top: int, width: int
         lines += ["does not fit:", *(f"  {_misfit(one)}" for one in misfits), ""]
     refused = [one for one in outcomes if one.refused]
     if refused:
-        lines += ["not possible:", *(f"  {one.strategy}: {one.refused}" for one in refused), ""]
+        lines += ["not possible:", *(f"  {one.label}: {one.refused}" for one in refused), ""]
     lines.append(f"A checkpoint takes {size(planner.checkpoint_bytes)} of disk.")
     return "\n".join(lines)
 
@@ -58,7 +58,7 @@ def to_json(outcomes: list[Outcome], planner: Planner) -> dict[str, Any]:
         "predictions": [one.to_dict() for outcome in outcomes for one in outcome.predictions],
         "best": [_place(one.best) for one in order],
         "largest": [_place(one.largest) for one in order],
-        "refused": {one.strategy: one.refused for one in outcomes if one.refused},
+        "refused": {one.label: one.refused for one in outcomes if one.refused},
         "checkpoint_bytes": planner.checkpoint_bytes,
         "parameters": weights.trained + weights.frozen,
         "trained_parameters": weights.trained,
@@ -120,6 +120,6 @@ def _misfit(one: Prediction) -> str:
     parts = sorted(one.peak.components.items(), key=lambda item: -item[1])[:3]
     listed = ", ".join(f"{name} {size(count)}" for name, count in parts)
     return (
-        f"{one.strategy}, micro-batch {one.micro_batch}: {size(one.peak.device)} in {one.peak.phase}, "
+        f"{one.label}, micro-batch {one.micro_batch}: {size(one.peak.device)} in {one.peak.phase}, "
         f"{size(one.lacking)} too many ({listed})"
     )

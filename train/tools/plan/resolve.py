@@ -2,13 +2,17 @@
 
 import copy
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
-from train.strategy.buckets import fill_bucket_size
+from train.strategy.buckets import fill_by_sizes
+from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
+from train.tools.plan.layouts import Degrees, Pair
 from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
 from train.tools.plan.subject import Subject
 from train.tools.rank_environment import environment_of_a_rank, without_launcher
@@ -25,7 +29,7 @@ class Resolved:
     """A strategy with nothing left open. `zero` is DeepSpeed's own object of its configuration; None without it."""
 
     name: str
-    world_size: int
+    layout: ParallelLayout
     precision: str
     zero: Any
 
@@ -41,10 +45,11 @@ class Resolved:
 
     def states(self, subject: Subject, accumulates: bool) -> States:
         trained, frozen = subject.dtypes(self.precision, self.zero is not None)
+        weights, sharers = subject.weights_of(self.layout), self.layout.shard_size
         if self.zero is None:
-            return torch_states(subject.weights, self.world_size, trained, frozen, subject.on_gpu)
+            return torch_states(weights, sharers, trained, frozen, subject.on_gpu)
         return deepspeed_states(
-            subject.weights, self.zero, self.world_size, trained, accumulates, subject.on_gpu, subject.keeps_layers
+            weights, self.zero, sharers, trained, accumulates, subject.on_gpu, subject.keeps_layers
         )
 
 
@@ -52,8 +57,8 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
     """The strategy as read_strategy has it in a process of such a launch.
 
     Raises:
-        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch; a
-            strategy that is not predicted.
+        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch; degrees of
+            parallelism that the model or the task does not have.
     """
     recipe = recipe.draft()
     # A GPU that is here and that torch does not see is no matter.
@@ -63,20 +68,61 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
-    if strategy.sequence > 1:
-        raise UserError(f"sequence_parallel_size = {strategy.sequence}: sequence parallelism is not predicted")
-    if strategy.tensor > 1:
-        raise UserError(f"tensor_parallel.autotp_size = {strategy.tensor}: tensor parallelism is not predicted")
+    _check_model(strategy, subject)
     return resolved(name, strategy, subject)
+
+
+def resolve_with(
+    name: str, pair: Pair, degrees: Degrees, recipe, subject: Subject, world_size: int, gpus_per_node: int
+) -> Resolved:
+    """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read.
+
+    Raises:
+        UserError: as resolve.
+    """
+    if degrees == pair.degrees:
+        return resolve(name, recipe, subject, world_size, gpus_per_node)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{pair.source.stem}.yaml"
+        pair.with_degrees(degrees).write(file)
+        try:
+            found = resolve(str(file), recipe, subject, world_size, gpus_per_node)
+        except UserError as error:
+            named = {str(file): str(pair.source), str(file.with_suffix(".json")): str(pair.json_file)}
+            raise UserError(_replaced(problem, named) for problem in error.problems) from None
+    return Resolved(name, found.layout, found.precision, found.zero)
+
+
+def _replaced(text: str, words: dict[str, str]) -> str:
+    for word, other in words.items():
+        text = text.replace(word, other)
+    return text
+
+
+def _check_model(strategy: Strategy, subject: Subject) -> None:
+    """See that the ranks of a replica can share such a model."""
+    layout = strategy.layout
+    if layout.replica_size == 1:
+        return
+    from train.model.tensor_parallel.split import check_split
+    from train.strategy.sequence import check_model
+
+    if subject.task != "clm":
+        kind = "tensor" if layout.tensor > 1 else "sequence"
+        raise UserError(f"{strategy.source}: train/{subject.task}.py does not support {kind} parallelism")
+    if layout.tensor > 1:
+        check_split(subject.config, layout.tensor, strategy.source)
+    if layout.sequence > 1:
+        check_model(subject.config, layout.sequence, strategy.source)
 
 
 def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:
     """With what follows from the model: sizes of buckets and thresholds."""
-    world_size = strategy.launch.world_size
     if strategy.deepspeed is None:
-        return Resolved(name, world_size, strategy.precision, None)
+        return Resolved(name, strategy.layout, strategy.precision, None)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
-    fill_bucket_size(section, subject.full)
+    weights = subject.weights_of(strategy.layout)
+    fill_by_sizes(section, weights.trained, weights.trained + weights.frozen)
     hidden = _hidden_size(subject.config)
     for key, value_of in BY_HIDDEN_SIZE.items():
         if section.get(key) == "auto":
@@ -84,7 +130,7 @@ def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     section = {key: value for key, value in section.items() if value != "auto"}
-    return Resolved(name, world_size, strategy.precision, DeepSpeedZeroConfig(**section))
+    return Resolved(name, strategy.layout, strategy.precision, DeepSpeedZeroConfig(**section))
 
 
 def _hidden_size(config) -> int:

@@ -55,8 +55,12 @@ class Rows:
         return replace(self, length=max(1, round(part * self.length)), target_length=target)
 
 
-def make_inputs(config, rows: Rows, batch_size: int) -> dict[str, torch.Tensor]:
+def make_inputs(config, rows: Rows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
     """Inputs of a pass; call it inside a fake tensor mode.
+
+    Args:
+        makes_masks: rows are split, and the mask of packed documents is made of their positions
+            (train/strategy/sequence.py).
 
     Shapes: input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or (B, 1, T, T).
     """
@@ -64,8 +68,9 @@ def make_inputs(config, rows: Rows, batch_size: int) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
-        inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
-        if rows.masked:
+        if rows.masked or not makes_masks:
+            inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
+        if rows.masked and not makes_masks:
             inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=torch.bool)
         return inputs
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)

@@ -13,9 +13,11 @@ from train.model.families import family_of
 from train.model.families.family import ALL_LINEAR
 from train.recipe.errors import UserError
 from train.recipe.paths import is_missing_folder
+from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import NF4_BYTES
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
-from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings
+from train.tools.plan.shared import split_layers
+from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings, reduced_configuration
 from train.tools.plan.trace_cache import TraceCache, model_key
 from train.tools.plan.weights import Weight, Weights
 
@@ -47,6 +49,21 @@ class Subject:
 
     def __post_init__(self):
         self._tracers: dict[tuple[TraceSettings, Rows], Tracer] = {}
+        self._shares: dict[int, Weights] = {}
+
+    def weights_of(self, layout: ParallelLayout) -> Weights:
+        """Those of the rank that has most; before ZeRO shards them."""
+        if layout.tensor not in self._shares:
+            shares = self._share_sizes(layout.tensor) if layout.tensor > 1 else {}
+            self._shares[layout.tensor] = self.weights.shared(shares) if shares else self.weights
+        return self._shares[layout.tensor]
+
+    def _share_sizes(self, tensor: int) -> dict[str, int]:
+        """{name of a parameter: elements of a rank's share}, of the model with few layers."""
+        with torch.device("meta"):
+            model = make_model(reduced_configuration(self.config), self.task, torch.float32, None, traced=False)
+        split_layers(model, tensor)
+        return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
     @cached_property
     def weights(self) -> Weights:
@@ -81,8 +98,9 @@ class Subject:
         return (half if with_deepspeed else torch.float32), half
 
     def tracer(
-        self, precision: str, with_deepspeed: bool, evaluated: bool = False, rows: Rows | None = None
-    ) -> Tracer:
+        self, precision: str, with_deepspeed: bool, layout: ParallelLayout, evaluated: bool = False,
+        rows: Rows | None = None,
+    ) -> Tracer:  # fmt: skip
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
         trained, frozen = self.dtypes(precision, with_deepspeed)
         autocast = None if with_deepspeed or precision == "fp32" else torch.bfloat16
@@ -94,6 +112,8 @@ class Subject:
             recomputed=self.recipe.gradient_checkpointing,
             loss=self.rows.loss_kind,
             evaluated=evaluated,
+            tensor=layout.tensor,
+            sequence=layout.sequence,
         )
         rows = self._rows(rows or self.rows, precision)
         key = (settings, rows)
@@ -120,6 +140,7 @@ class Subject:
         def build(config):
             model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
             add_lora(model, self.recipe, self.task)
+            split_layers(model, settings.tensor)
             for parameter in model.parameters():
                 if self.recipe.lora and parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)

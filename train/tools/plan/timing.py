@@ -1,10 +1,14 @@
 """The time of updates of one subject on one device."""
 
 import bisect
+import functools
+from collections.abc import Callable
 
 from train.model.parameters import flops_per_pair_token, flops_per_token
+from train.strategy.layout import ParallelLayout
 from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
-from train.tools.plan.links import Links, MeasuredLinks
+from train.tools.plan.links import Exchange, Links, MeasuredLinks
+from train.tools.plan.operations import Operation
 from train.tools.plan.prediction import Budget, Speed
 from train.tools.plan.resolve import Resolved
 from train.tools.plan.speeds import Speeds
@@ -33,32 +37,34 @@ class Timing:
     def predict(self, resolved: Resolved, micro_batch: int, accumulation: int) -> Speed | None:
         """The speed of an update; None where it is not known."""
         half = resolved.precision != "fp32"
-        world_size = self.budget.num_gpus
+        layout = resolved.layout
+        world_size = layout.world_size
         if self.speeds is None or (self.links is None and world_size > 1) or not self.speeds.computes(half):
             return None
         passes = self.passes(resolved, micro_batch)
         time = update_time(
-            passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation, world_size,
-            self.budget.gpus_per_node, half,
+            passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation,
+            layout.shard_size, max(1, self.budget.gpus_per_node // layout.tensor), half, layout.pipeline,
         )  # fmt: skip
-        tokens_per_s = self.rows.tokens * micro_batch * accumulation * world_size / time.seconds
+        tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
         mfu = tokens_per_s * self.flops_per_token / (peak * world_size) if peak else None
         return Speed(time, tokens_per_s, mfu)
 
     def passes(self, resolved: Resolved, micro_batch: int) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
-        tracer = self.subject.tracer(resolved.precision, resolved.zero is not None, rows=self.rows)
+        tracer = self.subject.tracer(resolved.precision, resolved.zero is not None, resolved.layout, rows=self.rows)
+        timed = functools.partial(pass_time, speeds=self.speeds, exchanged=self._exchanged(resolved.layout))
         times = self._times.setdefault(tracer, {})
         for size in tracer.traced_sizes:
             if size not in times:
-                times[size] = pass_time(tracer.steps(size), self.speeds)
+                times[size] = timed(tracer.steps(size))
         largest = tracer.largest_traced
         wanted = [micro_batch] if micro_batch <= largest else [largest // 2, largest]
         if len(times) < 2 or micro_batch > largest:
             for size in wanted:
                 if size not in times:
-                    times[size] = pass_time(tracer.steps(size), self.speeds)
+                    times[size] = timed(tracer.steps(size))
         if micro_batch in times:
             return times[micro_batch]
         sizes = sorted(times)
@@ -66,8 +72,18 @@ class Timing:
         low, high = sizes[place - 1], sizes[place]
         return times[low].towards(times[high], (micro_batch - low) / (high - low))
 
+    def _exchanged(self, layout: ParallelLayout) -> Callable[[Operation], float]:
+        """Seconds of a collective of the ranks that share layers or rows, which stand side by side."""
+        together = layout.tensor * layout.sequence
+
+        def seconds(operation: Operation) -> float:
+            exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)
+            return self.links.seconds(exchange, together, self.budget.gpus_per_node)
+
+        return seconds
+
     def exchanges(self, resolved: Resolved, accumulates: bool) -> Exchanges:
-        weights, world_size = self.subject.weights, self.budget.num_gpus
+        weights, world_size = self.subject.weights_of(resolved.layout), resolved.layout.shard_size
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.subject.on_gpu)
         return deepspeed_exchanges(

@@ -8,22 +8,22 @@ any depth are put together from the same segments.
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.tools.plan.casts import CudaCasts, run_backward
 from train.tools.plan.ledger import Ledger, Segment
-from train.tools.plan.operations import Operation
 from train.tools.plan.rows import Rows, make_inputs
+from train.tools.plan.shared import Collectives, rows_split
+from train.tools.plan.steps import Step, compose, extrapolate
 from train.tools.plan.trace_cache import TraceCache, Traces
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
-TRACED_LAYERS = 2
+TRACED_LAYERS = 2  # of each stack
 MOST_CHUNKS, MOST_TRACED = 8, 2**20
 ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
@@ -38,6 +38,8 @@ class TraceSettings:
         dtype: of the weights.
         on_gpu: blocks of a GPU's allocator, and the casts of its autocast.
         cpu_kernels: the kernels of a CPU, although the device is another one: a simulated accelerator.
+        tensor: ranks that share each layer; the traced one has the largest share.
+        sequence: ranks that split each row.
     """
 
     dtype: torch.dtype
@@ -47,26 +49,12 @@ class TraceSettings:
     loss: str = "chunked"
     evaluated: bool = False
     cpu_kernels: bool = False
+    tensor: int = 1
+    sequence: int = 1
 
     @property
     def gpu_kernels(self) -> bool:
         return self.on_gpu and not self.cpu_kernels
-
-
-@dataclass(frozen=True)
-class Step:
-    """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are complete."""
-
-    phase: str
-    name: str
-    place: tuple[str, int] | None  # (stack, number of the layer)
-    start: int
-    rise: int  # of the peak above the start
-    end: int  # alive after it
-    head: int  # of `start`, what head and loss hold
-    completed: str = ""  # the parameter of the full model whose gradient is completed at its end
-    gradient: int = 0  # of that gradient
-    operations: tuple[Operation, ...] = ()
 
 
 def reduced_configuration(config):
@@ -166,13 +154,13 @@ class Tracer:
         if head is None or self.settings.loss != "chunked":
             return MOST_TRACED
         rows = max(losses.SMALLEST_CHUNK, losses.CHUNK_BYTES // (4 * head.weight.shape[0]))
-        return max(4, MOST_CHUNKS * rows // (self.rows.target_length or self.rows.length))
+        return max(4, MOST_CHUNKS * rows * self.settings.sequence // (self.rows.target_length or self.rows.length))
 
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
         ledger = Ledger(rounding=512 if self.settings.on_gpu else 1, thin_masks=self.settings.on_gpu)
-        with self._as_it_will_run(), contextlib.ExitStack() as hooks:
-            inputs = make_inputs(self.model.config, self.rows, batch_size)
+        with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
+            inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
             borders = Borders(ledger)
@@ -202,15 +190,17 @@ class Tracer:
         return torch.autocast("cpu", self.settings.autocast)
 
     @contextlib.contextmanager
-    def _as_it_will_run(self) -> Iterator[None]:
-        """Fake tensors; on behalf of a GPU, its way of multiplying in the loss and the casts of its autocast."""
+    def _as_it_will_run(self, ledger: Ledger) -> Iterator[None]:
+        """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its way of multiplying in the loss
+        and the casts of its autocast."""
         from train.model import loss as losses
 
         multiplies = losses._has_half_matmul
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
+        collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
         try:
             losses._has_half_matmul = lambda device: self.settings.gpu_kernels
-            with self.mode, casts:
+            with collectives.in_place(), rows_split(self.model, self.settings.sequence, ATTENTION), self.mode, casts:
                 yield
         finally:
             losses._has_half_matmul = multiplies
@@ -263,64 +253,6 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 def _first_tensor(values) -> torch.Tensor | None:
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
-
-
-def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
-    """The passes of the full model: the second layer of each stack is repeated."""
-    steps, live, head, backward = [], 0, 0, False
-    runs = [list(run) for _, run in itertools.groupby(segments, key=lambda segment: segment.name)]
-    for at, run in enumerate(runs):
-        name, *where = _title(run)
-        backward = backward or name.startswith("backward")
-        is_last_of_forward = not backward and (at + 1 == len(runs) or _title(runs[at + 1])[0].startswith("backward"))
-        phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
-        operations = [tuple(segment.operations) for segment in run]
-        for place in _places(where, stacks, backward):
-            for segment, computed in zip(run, operations):
-                completed = _renamed(segment.completed, where, place)
-                end = live + segment.delta
-                steps.append(
-                    Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient, computed)
-                )
-                if is_last_of_forward:
-                    head = max(0, segment.delta)
-                elif name == "backward of after":
-                    head = max(0, head + segment.delta)
-                live = end
-    return steps
-
-
-def _title(run: list[Segment]) -> tuple:
-    return run[0].name if isinstance(run[0].name, tuple) else (run[0].name,)
-
-
-def _places(where: list, stacks: dict[str, int], backward: bool) -> list[tuple[str, int] | None]:
-    """The layers of the full model that a traced one stands for, in the order of the pass."""
-    if len(where) < 2:
-        return [None]
-    stack, index = where
-    if index < TRACED_LAYERS - 1:
-        return [(stack, index)]
-    numbers = range(TRACED_LAYERS - 1, stacks[stack])
-    return [(stack, number) for number in (reversed(numbers) if backward else numbers)]
-
-
-def _renamed(parameter: str, where: list, place: tuple[str, int] | None) -> str:
-    """The parameter's name in the full model."""
-    if place is None or not parameter:
-        return parameter
-    traced, full = (f"{place[0]}.{number}." for number in (where[1], place[1]))
-    return full + parameter.removeprefix(traced) if parameter.startswith(traced) else parameter
-
-
-def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
-    """The steps of a larger batch, on the line through those of two smaller ones."""
-    part = (batch_size - at_second) / (at_second - at_first)
-    sizes = ("start", "rise", "end", "head")
-    return [
-        replace(b, **{name: round(getattr(b, name) + part * (getattr(b, name) - getattr(a, name))) for name in sizes})
-        for a, b in zip(first, second, strict=True)
-    ]
 
 
 def _with_traced_attention(config, gpu_kernels: bool):

@@ -16,7 +16,7 @@ from train.recipe.cache import cache_root
 from train.recipe.model_options import LoraOptions, ModelOptions
 
 TRAIN = Path(__file__).resolve().parents[2]
-TRACED_CODE = ("model/**/*.py", "tools/plan/*.py")  # whose change may change a trace
+TRACED_CODE = ("model/**/*.py", "strategy/sequence.py", "tools/plan/*.py")  # whose change may change a trace
 
 
 @dataclasses.dataclass

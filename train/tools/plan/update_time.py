@@ -1,13 +1,14 @@
 """The predicted time of an update: passes, communication, what is copied to and from the host, the optimizer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from train.tools.plan.exchanges import Exchanges
 from train.tools.plan.links import Exchange
+from train.tools.plan.operations import EXCHANGES, Operation
 from train.tools.plan.speeds import Speeds
-from train.tools.plan.trace import Step
+from train.tools.plan.steps import Step
 
 STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
     "starting operations", "communication", "optimizer step", "host", "pipeline bubble",
@@ -53,15 +54,22 @@ class UpdateTime:
         return max(self.parts, key=self.parts.get)
 
 
-def pass_time(steps: list[Step], speeds: Speeds) -> PassTime:
-    """Sum up the operations of the passes. Where starting one takes longer than its work, that is what counts."""
+def pass_time(
+    steps: list[Step], speeds: Speeds, exchanged: Callable[[Operation], float] = lambda operation: 0.0
+) -> PassTime:
+    """Sum up the operations of the passes. Where starting one takes longer than its work, that is what counts.
+
+    Args:
+        exchanged: seconds of a collective within the passes, which wait for it: that of ranks which share layers or
+            rows.
+    """
     times = {"forward": 0.0, "backward": 0.0}
     parts: dict[str, float] = {}
     known: dict[int, tuple[float, dict[str, float]]] = {}
     for step in steps:
         key = id(step.operations)
         if key not in known:
-            known[key] = _segment_time(step.operations, speeds)
+            known[key] = _segment_time(step.operations, speeds, exchanged)
         seconds, of_kinds = known[key]
         times["backward" if step.phase == "backward" else "forward"] += seconds
         for kind, one in of_kinds.items():
@@ -69,9 +77,16 @@ def pass_time(steps: list[Step], speeds: Speeds) -> PassTime:
     return PassTime(times["forward"], times["backward"], parts)
 
 
-def _segment_time(operations: Iterable, speeds: Speeds) -> tuple[float, dict[str, float]]:
+def _segment_time(
+    operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float]
+) -> tuple[float, dict[str, float]]:
     total, parts = 0.0, {}
     for operation in operations:
+        if operation.kind in EXCHANGES:
+            seconds = exchanged(operation)
+            total += seconds
+            parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + seconds
+            continue
         seconds = speeds.seconds(operation)
         started = speeds.operation_s if not speeds.is_queued else seconds * (seconds <= speeds.operation_s)
         total += seconds
@@ -90,7 +105,9 @@ def update_time(
     copied to and from the host counts likewise. The bubble is that of 1F1B: Narayanan et al. 2021, (p - 1) / m.
 
     Args:
-        pipeline: stages; 1 as long as no strategy has more.
+        world_size: ranks that hold the same weights, and exchange gradients.
+        per_machine: of these, on one machine.
+        pipeline: stages.
     """
     local = min(world_size, per_machine)
 
@@ -120,5 +137,7 @@ def update_time(
     computed = accumulation * (passes.forward + passes.backward) + engine
     bubble = computed * (pipeline - 1) / accumulation
     beside = {COMMUNICATION: communication, OPTIMIZER: optimizer, HOST: host, BUBBLE: bubble}
-    parts |= {name: seconds for name, seconds in beside.items() if seconds}
+    for name, seconds in beside.items():
+        if seconds:
+            parts[name] = parts.get(name, 0.0) + seconds
     return UpdateTime(computed + sum(beside.values()), parts)

@@ -1,6 +1,6 @@
 """The parameters of the full model, in elements, and how ZeRO-1 and 2 lay them out over the ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -63,12 +63,43 @@ class Weights:
         groups = [[weight for weight in trained if weight.is_matrix is kind] for kind in (True, False)]
         return [group for group in groups if group]
 
+    def shared(self, shares: dict[str, int]) -> "Weights":
+        """Those of one rank of several that share each layer.
+
+        Args:
+            shares: {name: elements}, also of a model with fewer layers: the last one stands for those that follow.
+        """
+        most = {stack: max(_number(name, stack) for name in shares if name.startswith(f"{stack}."))
+                for stack in self.stacks}  # fmt: skip
+
+        def share_of(weight: Weight) -> int:
+            for stack, last in most.items():
+                if weight.name.startswith(f"{stack}."):
+                    number = _number(weight.name, stack)
+                    rest = weight.name.removeprefix(f"{stack}.{number}.")
+                    return shares[f"{stack}.{min(number, last)}.{rest}"]
+            return shares[weight.name]
+
+        every = tuple(replace(weight, size=share_of(weight)) for weight in self.all)
+        layers: dict[tuple[str, int], int] = {}
+        for weight in every:
+            for stack in self.stacks:
+                if weight.name.startswith(f"{stack}."):
+                    place = stack, _number(weight.name, stack)
+                    layers[place] = layers.get(place, 0) + weight.size
+        return replace(self, all=every, layer=max(layers.values(), default=0))
+
     def persistent(self, threshold: int) -> int:
         """Elements of the parameters that ZeRO-3 never shards."""
         return sum(weight.size for weight in self.all if weight.size <= threshold)
 
     def frozen_bytes(self, dtype: torch.dtype) -> int:
         return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * self.quantised_bytes)
+
+
+def _number(name: str, stack: str) -> int:
+    """Of the layer that a weight belongs to."""
+    return int(name[len(stack) + 1 :].partition(".")[0])
 
 
 class FlatGroup:

@@ -1,17 +1,14 @@
 """`zerofit plan --write DIR`: the pair and the command of what was predicted, to be launched as they are."""
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from train.recipe.errors import UserError
 from train.record.terminal import rounded, size
-from train.strategy.pairs import ROOT, find_strategies
 from train.tools.launch.launch import program_of
+from train.tools.plan.layouts import labelled, read_pair
 from train.tools.plan.prediction import Prediction
 
 EACH_MACHINE = "On each of the {} machines, with MACHINE_RANK=0, 1, ... and MAIN_PROCESS_IP, the address of machine 0."
@@ -20,7 +17,7 @@ SET_HERE = ("per_device_train_batch_size", "gradient_accumulation_steps", "globa
 
 
 def write_pairs(predictions: list[Prediction], folder: Path, options: Any, recipe: type) -> list[Path]:
-    """NAME.yaml, NAME.json (of ZeRO) and NAME.sh of each prediction.
+    """NAME.yaml, NAME.json (of ZeRO) and NAME.sh of each prediction; NAME has the degrees of parallelism: tp_x4.
 
     Args:
         options: of the plan and the recipe, whose flags go into the command.
@@ -40,20 +37,13 @@ def write_pairs(predictions: list[Prediction], folder: Path, options: Any, recip
 
 
 def _write_pair(prediction: Prediction, folder: Path, options: Any, flags: list[str]) -> Path:
-    source = find_strategies([prediction.strategy])[prediction.strategy]
-    file = folder / f"{source.stem}.yaml"
-    if file.resolve() == source.resolve():
+    pair = read_pair(prediction.strategy)
+    file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
+    if file.resolve() == pair.source.resolve():
         raise UserError(f"write = {str(folder)!r}: {file} is the strategy itself. Set --write to another folder")
     machines, said = -(-prediction.layout.world_size // options.gpus_per_node), _said(prediction)
-    content = yaml.safe_load(source.read_text(encoding="utf-8"))
-    section = content.get("deepspeed_config") or {}
-    if "deepspeed_config_file" in section:
-        json_file = file.with_suffix(".json")
-        config = json.loads(_json_of(section["deepspeed_config_file"], source).read_text(encoding="utf-8"))
-        json_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        section["deepspeed_config_file"] = str(json_file)
-    content |= {"num_machines": machines, "num_processes": prediction.layout.world_size, "machine_rank": 0}
-    file.write_text(f"# {said}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    processes = {"num_machines": machines, "num_processes": prediction.layout.world_size, "machine_rank": 0}
+    pair.with_degrees(prediction.degrees).write(file, f"# {said}\n", processes)
     script = file.with_suffix(".sh")
     program = shlex.join([*program_of([options.task]), *flags, *batch_flags(prediction, options)])
     script.write_text(_script(said, file, machines, program), encoding="utf-8")
@@ -84,15 +74,6 @@ def recipe_flags(options: Any, recipe: type) -> list[str]:
             values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
             words += [f"--{field.name}", *map(str, values)]
     return words
-
-
-def _json_of(name: str, source: Path) -> Path:
-    """The DeepSpeed JSON that a pair names: from here, or beside the pair's folder as a run finds it."""
-    places = (Path(name), source.resolve().parents[1] / name, ROOT / name)
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise UserError(f"{source}: deepspeed_config_file = {name!r}: there is no such file")
-    return found
 
 
 def _said(one: Prediction) -> str:

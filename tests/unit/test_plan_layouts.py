@@ -1,0 +1,156 @@
+"""`zerofit plan`, layouts: shares of layers and rows in a trace, what ranks exchange, and the search of degrees."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+from train.cli import main
+from train.strategy.layout import ParallelLayout
+from train.tools.plan.layouts import Degrees, possible_degrees, read_pair
+from train.tools.plan.operations import ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX
+from train.tools.plan.options import PlanOptions
+from train.tools.plan.subject import Subject, read_subject
+from train.tools.tool_recipe import read_with_recipe
+
+GPT2 = ["--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,vocab_size=301,"
+        "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"]  # fmt: skip
+LLAMA = ["--config_name", "llama-2-7b", "--config_overrides", "num_hidden_layers=3,hidden_size=64,"
+         "intermediate_size=128,num_attention_heads=8,num_key_value_heads=4,vocab_size=512"]  # fmt: skip
+COMMON = ["--task", "clm", "--block_size", "64", "--precision", "fp32", "--gpu_memory", "8GiB"]
+ALONE, SHARED, SPLIT = ParallelLayout(), ParallelLayout(2, tensor=2), ParallelLayout(2, sequence=2)
+
+
+def subject_of(*flags: str) -> Subject:
+    options, _ = read_with_recipe(PlanOptions, [*COMMON, *flags], "test")
+    return read_subject(options, "clm", on_gpu=True)
+
+
+def steps_of(subject: Subject, layout: ParallelLayout, batch_size: int = 2):
+    return subject.tracer("fp32", True, layout).steps(batch_size)
+
+
+def total(steps, kind: str, attribute: str) -> int:
+    return sum(getattr(one, attribute) for step in steps for one in step.operations if one.kind == kind)
+
+
+def exchanged(steps, kind: str, phase: str) -> list[int]:
+    return [one.bytes for step in steps if step.phase == phase for one in step.operations if one.kind == kind]
+
+
+# ------------------------------------------------------------------------------------------------- one rank of several
+
+
+def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
+    """docs/strategies.md: 68,288 of the 127,552 parameters; the last rank has one row of the vocabulary more."""
+    subject = subject_of(*GPT2)
+    assert subject.weights.trained == 127_552
+    assert subject.weights_of(SHARED).trained == 68_288 + 64
+    assert subject.weights_of(SPLIT) == subject.weights
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA])
+def test_products_are_shared_and_layers_meet_four_times(model):
+    """Shoeybi et al. 2019, Megatron-LM: two all-reduces of (B, T, H) a layer in each pass."""
+    subject = subject_of(*model)
+    alone, shared = steps_of(subject, ALONE), steps_of(subject, SHARED)
+    assert total(shared, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
+    assert total(shared, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
+    hidden, layers = 2 * 64 * 64 * 4, subject.config.num_hidden_layers
+    for phase, others in (("forward", 1), ("backward", 0)):  # the embedding
+        meetings = exchanged(shared, ALL_REDUCE, phase)
+        columns = {"gpt2": 2, "llama": 5}[subject.config.model_type]  # each adds up the gradients of its input
+        in_layer = 2 if phase == "forward" else columns
+        assert meetings == (in_layer * layers + others) * [hidden]
+    assert not exchanged(steps_of(subject, ALONE), ALL_REDUCE, "forward")
+
+
+def test_a_recomputed_layer_meets_again_once():
+    """Nothing is kept of what follows its last sum, and so torch does not compute that anew."""
+    subject = subject_of(*GPT2, "--gradient_checkpointing")
+    assert len(exchanged(steps_of(subject, SHARED), ALL_REDUCE, "backward")) == 2 * (2 + 1)
+
+
+def test_rows_that_are_split_exchange_heads_and_keep_half():
+    subject = subject_of(*LLAMA, "--packing", "none")
+    alone, split = steps_of(subject, ALONE), steps_of(subject, SPLIT)
+    assert total(split, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
+    assert total(split, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
+    query, keys = 2 * 32 * 64 * 4, 2 * 32 * 32 * 4  # of this rank's half of the rows
+    assert exchanged(split, ALL_TO_ALL, "forward") == 3 * [query, keys, keys, query]
+    assert sorted(exchanged(split, ALL_TO_ALL, "backward")) == sorted(3 * [query, keys, keys, query])
+    most = [max(step.start + step.rise for step in steps) for steps in (alone, split)]
+    assert 0.4 < most[1] / most[0] < 0.75
+
+
+def test_packed_documents_keep_a_mask_of_rows_in_full():
+    subject = subject_of(*LLAMA, "--packing", "documents")
+    masked, free = (max(step.start for step in steps_of(one, SPLIT))
+                    for one in (subject, subject_of(*LLAMA, "--packing", "none")))  # fmt: skip
+    assert masked - free >= 2 * 64 * 64 * 4
+
+
+# ------------------------------------------------------------------------------------------------------------- degrees
+
+
+def test_degrees_divide_the_processes_of_a_machine(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = possible_degrees("tp_zero2", read_pair("tp_zero2"), 8)
+    assert [(one.tensor, one.sequence) for one in found] == [(2, 1), (4, 1), (8, 1)]
+    assert possible_degrees("sp", read_pair("sp"), 6)[1] == Degrees(sequence=3)
+    assert possible_degrees("zero3", read_pair("zero3"), 8) == [Degrees()]
+    named = "accelerate_configs/tp.yaml"
+    assert possible_degrees(named, read_pair(named), 8) == [Degrees(tensor=2)]
+
+
+def planned(capsys, *flags: str) -> dict:
+    assert main(["plan", *COMMON, *flags, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_layouts_are_searched_and_those_that_the_model_does_not_have_are_refused(capsys):
+    found = planned(capsys, *LLAMA, "--num_gpus", "16", "--gpu", "a100-40gb", "--strategies", "zero1,tp,sp",
+                    "--global_batch_size", "16", "--max_batch_size", "8")  # fmt: skip
+    layouts = {(one["strategy"], one["layout"]["tensor"], one["layout"]["sequence"], one["layout"]["data"])
+               for one in found["predictions"]}  # fmt: skip
+    assert layouts == {("zero1", 1, 1, 16), ("tp", 2, 1, 8), ("tp", 4, 1, 4), ("sp", 1, 2, 8), ("sp", 1, 4, 4),
+                       ("sp", 1, 8, 2)}  # fmt: skip
+    assert list(found["refused"]) == ["tp x8"]
+    assert "num_key_value_heads = 4" in found["refused"]["tp x8"]
+    for one in found["predictions"]:
+        replicas = one["layout"]["data"]
+        assert one["per_device_train_batch_size"] * one["gradient_accumulation_steps"] * replicas == 16
+        assert one["layout"]["pipeline"] == 1
+
+
+def test_more_ranks_a_replica_need_less_memory_each(capsys):
+    found = planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", "zero1,tp,sp", "--packing", "none",
+                    "--batch_sizes", "4", "--gpu", "a100-40gb")["predictions"]  # fmt: skip
+    peaks = {(one["strategy"], one["layout"]["data"]): one["peak_allocated_bytes"] for one in found}
+    assert peaks["zero1", 4] > peaks["tp", 2] > peaks["tp", 1]
+    assert peaks["zero1", 4] > peaks["sp", 2] > peaks["sp", 1]
+    assert all(one["tokens_per_s"] > 0 and one["seconds"]["communication"] > 0 for one in found)
+
+
+def test_written_pairs_have_the_degree_that_was_found(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", "tp,sp", "--batch_sizes", "1", "--write", str(tmp_path))
+    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert {name: (config.get("tensor_parallel"), config.get("sequence_parallel_size"))
+            for name, config in written.items()} == {
+        "tp_x2": ({"autotp_size": 2}, None), "tp_x4": ({"autotp_size": 4}, None), "sp_x2": (None, 2),
+        "sp_x4": (None, 4),
+    }  # fmt: skip
+    again = planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", str(tmp_path / "tp_x4.yaml"), "--batch_sizes",
+                    "1")["predictions"]  # fmt: skip
+    assert [one["layout"]["tensor"] for one in again] == [4]
+    assert Path(tmp_path / "tp_x4.sh").read_text().count("train/clm.py") == 1
+
+
+def test_other_tasks_share_no_layers(capsys):
+    flags = ["--task", "cls", "--model_type", "bert", "--gpu_memory", "8GiB", "--num_gpus", "2", "--strategies"]
+    assert main(["plan", *flags, "tp,sp"]) == 2
+    said = capsys.readouterr().err
+    assert "train/cls.py does not support tensor parallelism" in said
+    assert "train/cls.py does not support sequence parallelism" in said

@@ -1,0 +1,126 @@
+"""The layouts that a pair may have: its degrees of tensor, pipeline and sequence parallelism, and others instead.
+
+The degrees stand in the pair's DeepSpeed JSON. A pair that has some is planned for each number of ranks that divides
+the GPUs of a machine, so that ranks which share layers or rows are on one machine. What a model, its heads above all,
+does not allow is refused as a run would refuse it (resolve.py).
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.recipe.errors import UserError
+from train.strategy.degrees import SEQUENCE, TENSOR
+from train.strategy.pairs import ROOT, find_strategies
+
+FILE = "deepspeed_config_file"  # of an accelerate YAML
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks share each layer (tensor), how many stages there are (pipeline), and how many ranks split each
+    row (sequence)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+
+    @property
+    def label(self) -> str:
+        """Of those that are more than one: 4, or 2x4."""
+        return "x".join(str(degree) for degree in (self.tensor, self.pipeline, self.sequence) if degree > 1)
+
+
+def labelled(strategy: str, degrees: Degrees) -> str:
+    """tp with 4 ranks a layer: tp x4."""
+    return f"{strategy} x{degrees.label}" if degrees.label else strategy
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An accelerate YAML and its DeepSpeed JSON, as they stand in their files.
+
+    Attributes:
+        source: the YAML's file.
+        config: the JSON; None: the YAML names none.
+    """
+
+    source: Path
+    content: dict[str, Any]
+    config: dict[str, Any] | None
+    json_file: Path | None
+
+    @property
+    def degrees(self) -> Degrees:
+        config = self.config or {}
+        found = {"tensor": (config.get(TENSOR) or {}).get("autotp_size"), "sequence": config.get(SEQUENCE)}
+        return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
+
+    def with_degrees(self, degrees: Degrees) -> "Pair":
+        """The same with these degrees, in place of those that it has."""
+        changed = {TENSOR: {"autotp_size": degrees.tensor}, SEQUENCE: degrees.sequence}
+        config = {key: changed.get(key, value) for key, value in (self.config or {}).items()}
+        return replace(self, config=config) if self.config is not None else self
+
+    def write(self, yaml_file: Path, head: str = "", changes: dict[str, Any] | None = None) -> None:
+        """Write NAME.yaml, and NAME.json beside it where there is one.
+
+        Args:
+            changes: of the YAML's keys.
+        """
+        content = {**self.content, **(changes or {})}
+        if self.config is not None:
+            json_file = yaml_file.with_suffix(".json")
+            json_file.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            content["deepspeed_config"] = {**content["deepspeed_config"], FILE: str(json_file)}
+        yaml_file.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def read_pair(name: str) -> Pair:
+    """A pair by its name in accelerate_configs/, or by its .yaml file.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    source = find_strategies([name])[name]
+    content = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    named = (content.get("deepspeed_config") or {}).get(FILE)
+    if not named:
+        return Pair(source, content, None, None)
+    json_file = _find_json(named, source)
+    try:
+        config = json.loads(json_file.read_text(encoding="utf-8"))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{json_file}: expected an object with DeepSpeed's settings, as JSON")
+    return Pair(source, content, config, json_file)
+
+
+def _find_json(name: str, source: Path) -> Path:
+    """The DeepSpeed JSON that a pair names: from here, or beside the pair's folder as a run finds it."""
+    places = (Path(name), source.resolve().parents[1] / name, ROOT / name)
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(f"{source}: {FILE} = {name!r}: there is no such file")
+    return found
+
+
+def possible_degrees(name: str, pair: Pair, local_ranks: int) -> list[Degrees]:
+    """The degrees to plan a pair with. A .yaml file is planned as it is.
+
+    Args:
+        local_ranks: processes of one machine.
+    """
+    own = pair.degrees
+    if own == Degrees() or name.endswith((".yaml", ".yml")):
+        return [own]
+    divisors = [count for count in range(2, local_ranks + 1) if local_ranks % count == 0]
+    searched = [kind for kind in ("tensor", "sequence") if getattr(own, kind) > 1]
+    found = [own]
+    for kind in searched:
+        found = [replace(one, **{kind: count}) for one in found for count in divisors]
+    return found or [own]

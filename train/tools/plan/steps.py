@@ -1,0 +1,96 @@
+"""The passes of the full model, put together from the segments of a trace of few layers."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+from train.tools.plan.ledger import Segment
+from train.tools.plan.operations import Operation
+
+
+@dataclass(frozen=True)
+class Step:
+    """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are complete."""
+
+    phase: str
+    name: str
+    place: tuple[str, int] | None  # (stack, number of the layer)
+    start: int
+    rise: int  # of the peak above the start
+    end: int  # alive after it
+    head: int  # of `start`, what head and loss hold
+    completed: str = ""  # the parameter of the full model whose gradient is completed at its end
+    gradient: int = 0  # of that gradient
+    operations: tuple[Operation, ...] = ()
+
+
+def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
+    """The passes of the full model: the last layer that was traced of each stack is repeated.
+
+    Args:
+        stacks: {name of a stack: its layers in the full model}.
+    """
+    steps, live, head, backward = [], 0, 0, False
+    traced: dict[str, int] = {}  # the last layer
+    for _, *where in map(_title, ([segment] for segment in segments)):
+        if len(where) == 2:
+            traced[where[0]] = max(where[1], traced.get(where[0], 0))
+    trains = any(_title([segment])[0].startswith("backward") for segment in segments)
+    runs = [list(run) for _, run in itertools.groupby(segments, key=lambda segment: segment.name)]
+    for at, run in enumerate(runs):
+        name, *where = _title(run)
+        backward = backward or name.startswith("backward")
+        is_last_of_forward = not backward and (at + 1 == len(runs) or _title(runs[at + 1])[0].startswith("backward"))
+        phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
+        operations = [tuple(segment.operations) for segment in run]
+        places = _places(where, traced, stacks, backward)
+        for place in places:
+            before = live
+            for segment, computed in zip(run, operations):
+                completed = _renamed(segment.completed, where, place)
+                end = live + segment.delta
+                steps.append(
+                    Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient, computed)
+                )
+                if is_last_of_forward:
+                    head = max(0, segment.delta)
+                elif name == "backward of after":
+                    head = max(0, head + segment.delta)
+                live = end
+            if not trains and place != places[-1]:  # only a backward pass needs what went into a layer
+                live = before
+    return steps
+
+
+def _title(run: list[Segment]) -> tuple:
+    return run[0].name if isinstance(run[0].name, tuple) else (run[0].name,)
+
+
+def _places(
+    where: list, traced: dict[str, int], stacks: dict[str, int], backward: bool
+) -> list[tuple[str, int] | None]:
+    """The layers of the full model that a traced one stands for, in the order of the pass."""
+    if len(where) < 2:
+        return [None]
+    stack, index = where
+    if index < traced[stack]:
+        return [(stack, index)]
+    numbers = range(index, stacks[stack])
+    return [(stack, number) for number in (reversed(numbers) if backward else numbers)]
+
+
+def _renamed(parameter: str, where: list, place: tuple[str, int] | None) -> str:
+    """The parameter's name in the full model."""
+    if place is None or not parameter:
+        return parameter
+    traced, full = (f"{place[0]}.{number}." for number in (where[1], place[1]))
+    return full + parameter.removeprefix(traced) if parameter.startswith(traced) else parameter
+
+
+def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
+    """The steps of a larger batch, on the line through those of two smaller ones."""
+    part = (batch_size - at_second) / (at_second - at_first)
+    sizes = ("start", "rise", "end", "head")
+    return [
+        replace(b, **{name: round(getattr(b, name) + part * (getattr(b, name) - getattr(a, name))) for name in sizes})
+        for a, b in zip(first, second, strict=True)
+    ]
