@@ -105,10 +105,13 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     )
     if not recipe.trains:
         return trainer.answer(task)
-    meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length))
+    meter = make_meter(engine, flops_per_token(engine.whole, data.train.stats.mean_length))
     trainer.train(task, meter, data.tokenizer)
     trainer.export()
-    if recipe.sample_tokens and not trainer.stopped:
+    if recipe.sample_tokens and not trainer.stopped and engine.layout.pipeline > 1:
+        command = f"zerofit generate --model {trainer.folder.model} --prompt TEXT"
+        trainer.say(f"note      no sample: no rank of a pipeline has all layers. Use {command}")
+    elif recipe.sample_tokens and not trainer.stopped:
         text = sample(engine, recipe, data.tokenizer, data.is_chat)
         trainer.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
     return trainer.close()

@@ -40,7 +40,9 @@ class Alone:
 
     def __init__(self):
         torch.manual_seed(0)
-        self.module = self.model = torch.nn.Linear(480, 700).to(DEVICE)  # 1.3 MiB: pinned by itself it takes 2
+        self.module = self.model = self.whole = torch.nn.Linear(480, 700).to(
+            DEVICE
+        )  # 1.3 MiB: pinned by itself it takes 2
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
         self.state = WholeState(self)
         self.module(torch.ones(1, 480, device=DEVICE)).sum().backward()

@@ -48,9 +48,15 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "tp x dp": ("tp", 4, 2),
     "tp_zero2 x dp": ("tp_zero2", 4, 2),
     "tp_zero3 x dp": ("tp_zero3", 4, 2),
+    "pp": ("pp", 2, 2),
+    "pp x dp": ("pp", 4, 2),
+    "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT = {"sp": ("packed", "padded"), "tp": ("packed", "padded", "gpt2", "neox")}  # the cases of model parallelism
+SPLIT_ROWS, SPLIT_LAYERS = ("packed", "padded"), ("packed", "padded", "untied", "gpt2", "neox")
+SPLIT = {  # of model parallelism: processes of a replica, and the cases
+    "sp": (2, SPLIT_ROWS), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
+}  # fmt: skip
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
@@ -75,10 +81,14 @@ CASES = {
     "packed": Case("clm", 22, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
         "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
-    ), ("ddp", "sp", "tp")),
+    ), ("ddp", "sp", "tp", "pp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt",
         "--max_eval_samples", "17", "--block_size", "192", "--packing", "none", "--max_train_samples", "100",
+    )),
+    "untied": Case("clm", 12, (
+        "--model_type", "llama", "--config_overrides", "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,"
+        "num_key_value_heads=2,intermediate_size=160,max_position_embeddings=128,tie_word_embeddings=false", *SCRATCH,
     )),
     "gpt2": Case("clm", 12, (  # its vocabulary is tied, and 2 does not divide it
         "--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,resid_pdrop=0,"
@@ -117,7 +127,7 @@ def table(*names: str, layouts: Iterable[str] = OTHERS) -> list:
 
 def _is_possible(name: str, layout: str) -> bool:
     strategy = LAYOUTS[layout][0]
-    return strategy[:2] not in ("sp", "tp") or name in SPLIT[strategy[:2]]
+    return strategy[:2] not in SPLIT or name in SPLIT[strategy[:2]][1]
 
 
 def _is_core(name: str, layout: str) -> bool:
@@ -368,6 +378,10 @@ LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
     ("tp", [(8, "single", 1), (16, "zero2", 2)]),
     ("zero2", [(8, "tp", 2), (16, "sp", 2)]),
     ("tp_zero3 x dp", [(8, "tp_zero2", 4), (16, "zero3", 2)]),
+    ("pp", [(8, "zero2", 2), (16, "single", 1)]),
+    ("zero2", [(8, "single", 1), (16, "pp", 2)]),
+    ("3d", [(8, "zero3", 2), (16, "pp", 4)]),
+    ("zero2", [(8, "3d", 4), (16, "tp", 2)]),
 )
 LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 
@@ -405,7 +419,7 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
 
 
 def replicas(strategy: str, processes: int) -> int:
-    return processes // 2 if strategy[:2] in ("sp", "tp") else processes
+    return processes // SPLIT.get(strategy[:2], (1, ()))[0]
 
 
 ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed")

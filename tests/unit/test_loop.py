@@ -12,6 +12,7 @@ from train.data.collate import Batch
 from train.health.anomaly import AnomalyDetector
 from train.recipe import ClmRecipe
 from train.strategy.batches import BatchSizes
+from train.strategy.engine import Engine as RealEngine
 from train.strategy.layout import ParallelLayout
 from train.training.best_metric import BestMetricTracker
 from train.training.length import run_length
@@ -38,6 +39,7 @@ class Engine:
     """Two ranks that see the same, without processes; it notes what makes the host wait for the device."""
 
     layout, is_main, device = ParallelLayout(2, 0), True, torch.device("cpu")
+    run = RealEngine.run
 
     def __init__(self, spoilt: tuple[int, ...] = ()):
         torch.manual_seed(0)

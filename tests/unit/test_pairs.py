@@ -11,7 +11,7 @@ from train.strategy import launch as launch_module
 from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
-from train.strategy.degrees import read_sequence_degree, take_tensor_degree
+from train.strategy.degrees import read_pipeline_degree, read_sequence_degree, take_tensor_degree
 from train.strategy.launch import Launch, check_launch, find_launch
 from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
@@ -19,7 +19,7 @@ from train.strategy.read import read_strategy
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
-         "zero2_plain", "sp", "tp", "tp_zero2", "tp_zero3"}  # fmt: skip
+         "zero2_plain", "sp", "tp", "tp_zero2", "tp_zero3", "pp", "3d"}  # fmt: skip
 
 
 def recipe(**options) -> ClmRecipe:
@@ -34,9 +34,9 @@ def launch(json_path=None, world_size=2, **changes) -> Launch:
     return Launch(**{**settings, **changes})
 
 
-def layout_of(config: dict) -> ParallelLayout:
-    tensor, sequence = take_tensor_degree(config, "mine.json"), read_sequence_degree(config, "mine.json")
-    return ParallelLayout(2, 0, tensor, sequence=sequence)
+def layout_of(config: dict, world_size: int = 2) -> ParallelLayout:
+    degrees = [read(config, "mine.json") for read in (take_tensor_degree, read_pipeline_degree, read_sequence_degree)]
+    return ParallelLayout(world_size, 0, *degrees)
 
 
 def test_the_pairs_are_there():
@@ -72,8 +72,10 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
 
     config, source, _ = read_config(launch(path))
     options = recipe(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
-    layout = layout_of(config)
-    assert (layout.tensor > 1) == path.stem.startswith("tp")
+    layout = layout_of(config, 4)
+    assert (layout.tensor > 1) == path.stem.startswith(("tp", "3d"))
+    assert (layout.pipeline > 1) == (path.stem in ("pp", "3d"))
+    assert (layout.sequence > 1) == (path.stem == "sp")
     resolved, batches = resolve_config(config, source, options, layout)
     resolved["bf16"] = {"enabled": precision == "bf16"}
     left_to_accelerate = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
@@ -196,7 +198,9 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         ({"sequence_parallel_size": "2"}, ["sequence_parallel_size", "2 without quotes"]),
         ({"sequence_parallel_size": 0}, ["sequence_parallel_size = 0", "e.g. 2"]),
         ({"sequence_parallel_size": 3}, ["2 processes are no multiple of", "= 3. Start a multiple of 3"]),
-        ({"pipeline": {"stages": 2}}, ["pipeline is not supported"]),
+        ({"pipeline": 2}, ["pipeline = 2", 'e.g. {"stages": 2}']),
+        ({"pipeline": {"stages": 3}}, ["2 processes are no multiple of", "= 3. Start a multiple of 3"]),
+        ({"pipeline": {"stages": "auto"}}, ["pipeline.stages = 'auto': expected a number"]),
         ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning is not supported", "order of samples"]),
         ({"data_efficiency": {"enabled": True}}, ["data_efficiency is not supported"]),
         ({"amp": {"enabled": True}}, ["amp is not supported: DeepSpeed 0.19 has removed it"]),

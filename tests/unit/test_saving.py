@@ -23,7 +23,9 @@ class Alone:
 
     def __init__(self, seed: int = 0, width: int = 16):
         torch.manual_seed(seed)
-        self.module = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+        self.module = self.whole = torch.nn.Sequential(
+            torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
+        )
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2, weight_decay=0.1)
         self.layout, self.is_main = ParallelLayout(), True
         self.state = WholeState(self)

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
         torch.manual_seed(7)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-    whole, own = make(), draw_share(make, tensor)
+    whole, own = make(), draw_share(make, partial(split_model, tensor=tensor))
     split_model(whole, tensor)
     assert (whole.lm_head.weight is whole.get_input_embeddings().weight) == config.tie_word_embeddings
     assert (own.lm_head.weight is own.get_input_embeddings().weight) == config.tie_word_embeddings

@@ -44,7 +44,7 @@ class ModelExporter:
         """
         if in_thread and self._tokenizer_of_thread is None:
             self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
-        module, is_adapter = self._engine.module, self._adapter is not None
+        module, is_adapter = self._engine.whole, self._adapter is not None
         card = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
         write = self._adapter.save if is_adapter else export_model
         write(module, state, self._tokenizer_of_thread if in_thread else self._tokenizer, folder, card)

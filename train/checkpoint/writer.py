@@ -46,7 +46,7 @@ class AsyncCheckpointWriter:
 
     def __init__(self, checkpoints: CheckpointDirectory, engine, whole: bool = True, asynchronous: bool | None = None):
         self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
-        parameters, trained = list(engine.module.parameters()), list(engine.state.parameters.values())
+        parameters, trained = list(engine.whole.parameters()), list(engine.state.whole.values())
         self._exported, self._whole = parameters if whole else trained, whole
         self._state_has_all = len(self._exported) == len(trained)
         self._asynchronous: bool | None = None
@@ -101,7 +101,7 @@ class AsyncCheckpointWriter:
             progress = {**progress, "steps": steps, "loss_scale": scale}
         rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
-        dtypes = {name: parameter.dtype for name, parameter in engine.state.parameters.items()} if from_state else {}
+        dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
         self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
         if copied:
             self._save.stood_still = time.perf_counter() - began
@@ -110,8 +110,8 @@ class AsyncCheckpointWriter:
 
     def _buffers_of_the_model(self) -> dict[str, torch.Tensor]:
         """What belongs to the exported model and is no parameter."""
-        buffers = dict(self.engine.module.named_buffers()) if self._whole else {}
-        kept = self.engine.module.state_dict().keys() if buffers else ()
+        buffers = dict(self.engine.whole.named_buffers()) if self._whole else {}
+        kept = self.engine.whole.state_dict().keys() if buffers else ()
         return {name: buffer for name, buffer in buffers.items() if name in kept}
 
     def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ class AsyncCheckpointWriter:
 
     def bytes_of_a_checkpoint(self, with_state: bool) -> int:
         """About what one checkpoint takes on the disk."""
-        state = 4 * len(KINDS) * sum(true_numel(parameter) for parameter in self.engine.state.parameters.values())
+        state = 4 * len(KINDS) * sum(true_numel(parameter) for parameter in self.engine.state.whole.values())
         return self._bytes_of_weights() + (state if with_state else 0)
 
     def wait(self) -> bool:
@@ -220,7 +220,7 @@ class AsyncCheckpointWriter:
         state = self.engine.state
         try:
             progress, files = read_progress(folder / STATE), ShardReader(folder / STATE)
-            problems = files.problems(state.parameters)
+            problems = files.problems(state.whole)
             if not problems:
                 state.load(files.read, progress["steps"])
         except (SafetensorError, KeyError, ValueError, OSError) as error:

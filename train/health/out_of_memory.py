@@ -150,7 +150,7 @@ def take_stock(
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, tensor=strategy.tensor,
         sequence=strategy.layout.sequence, **_can_be_shared(engine, recipe, any(offloads.values())),
-        pretrained=bool(recipe.model_name_or_path) and strategy.tensor == 1,
+        pretrained=bool(recipe.model_name_or_path) and strategy.layout.model_size == 1,
         dataloader_workers=recipe.dataloader_num_workers,
         copies=_copies(recipe, copied), parameters=parameters,
         element=_element(strategy, recipe), is_sure=NO_HANDLE not in str(error),
@@ -209,7 +209,7 @@ def sizes_of(strategy, recipe, parameters: int) -> Held:
     quantised = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}.get(recipe.quantised)
     zero = (strategy.deepspeed or {}).get("zero_optimization", {})
     stage, ranks = zero.get("stage", 0), strategy.layout.shard_size
-    parameters //= strategy.tensor
+    parameters //= strategy.layout.model_size
     trained = 0 if recipe.lora else parameters
     element = _element(strategy, recipe)
     weights = int(parameters * (quantised or element)) // (ranks if stage == 3 else 1)

@@ -11,8 +11,10 @@ from train.model.configuration import from_hub_or_folder
 from train.model.lora import quantisation
 from train.model.nan_check import check_finite
 from train.model.parameters import true_shape
+from train.model.stages import keep_stage
 from train.model.tensor_parallel.draw import draw_share
 from train.model.tensor_parallel.read import read_share, stored_dtype
+from train.model.tensor_parallel.split import split_model
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 
@@ -30,18 +32,26 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
         ignored_weights: names of pretrained weights that are not loaded.
         num_parameters: from size_of_model; with it the strategy decides whether each rank draws full random weights.
 
-    Returns: the model; under tensor parallelism this rank's share of it.
+    Returns: the model; under tensor and pipeline parallelism this rank's share of it.
 
     Raises:
         UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
     build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters)
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
-    if strategy.tensor == 1:
+    if strategy.keeps_all_layers:
         return build(dtype)
+    keep = partial(_keep_share, strategy, dtype)
     if not recipe.model_name_or_path:
-        return draw_share(partial(build, dtype), strategy.tensor_group())
-    return read_share(build, strategy.tensor_group(), stored_dtype(recipe.model_name_or_path) or dtype, dtype)
+        return draw_share(partial(build, dtype), keep)
+    return read_share(build, keep, stored_dtype(recipe.model_name_or_path) or dtype, dtype)
+
+
+def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
+    if strategy.pipeline > 1:
+        keep_stage(model, strategy.layout.stage, strategy.pipeline, dtype)
+    if strategy.tensor > 1:
+        split_model(model, strategy.tensor_group())
 
 
 def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num_parameters: int, dtype: torch.dtype):

@@ -85,6 +85,9 @@ class DeepSpeedEngine(Engine):
                 f"update {number + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
             )
         self._norm, self._accept_update = None, accept_update
+        self._take_step()
+
+    def _take_step(self) -> None:
         self.engine.step()
 
     @property
@@ -125,14 +128,18 @@ class DeepSpeedEngine(Engine):
     def _joined_state(self):
         """The same under tensor parallelism: one parameter after another is joined, on every rank for a moment."""
         self._before_gathering()
-        tensor, state = self.strategy.tensor_group(), {}
+        state = {}
         for name, parameter in self.module.named_parameters():
             with self.strategy.gathered(parameter, written=False):
-                cut = getattr(parameter, "cut", None)
-                whole = parameter.detach() if cut is None else join_shares(parameter.detach(), cut, tensor)
+                whole = self._joined(parameter)
                 if self.is_main:
                     state[name] = whole.to("cpu", copy=True)
         if not self.is_main:
             return None
         kept = self.module.state_dict().keys()
         return state | {name: buffer.cpu() for name, buffer in self.module.named_buffers() if name in kept}
+
+    def _joined(self, parameter):
+        """The full parameter, on all ranks that share its layer."""
+        share, cut = parameter.detach(), getattr(parameter, "cut", None)
+        return share if cut is None else join_shares(share, cut, self.strategy.tensor_group())

@@ -25,12 +25,12 @@ KNOWN_KEYS = {
     "train_micro_batch_size_per_gpu", "wandb", "wall_clock_breakdown", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization", "zenflow", "load_universal_checkpoint", "comet",
     "weight_quantization", "vocabulary_size", "load_from_fp32_weights", "sequence_parallel_size",
-    "seq_parallel_communication_data_type", "tensor_parallel",
+    "seq_parallel_communication_data_type", "tensor_parallel", "pipeline",
 }  # fmt: skip
 _ONE_DIMENSION = "every process is a data-parallel one here, and would count samples that others count too"
 _DATA = "it belongs to DeepSpeed's own data loader, and the order of samples is this program's"
 REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot be used
-    "pipeline": _ONE_DIMENSION, "expert_parallel": _ONE_DIMENSION,
+    "expert_parallel": _ONE_DIMENSION,
     "use_data_before_expert_parallelism": _ONE_DIMENSION, "data_efficiency": _DATA, "curriculum_learning": _DATA,
     **dict.fromkeys(("amp", "compression_training", "eigenvalue", "elasticity", "nebula", "progressive_layer_drop",
                      "sparse_attention", "sparse_gradients"), "DeepSpeed 0.19 has removed it"),
@@ -42,6 +42,7 @@ EXAMPLES = {
     "zero_optimization": '{"stage": 2}',
     "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
     "tensor_parallel": '{"autotp_size": 2}',
+    "pipeline": '{"stages": 2}',
     "scheduler": '{"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}',
 }
 

@@ -1,5 +1,6 @@
 """The degrees of model parallelism in a DeepSpeed JSON, under DeepSpeed's own names, and what does not go with it."""
 
+import json
 from typing import Any
 
 from train.recipe.errors import UserError
@@ -9,7 +10,12 @@ ZERO_PLUS_PLUS = {  # and the value that means: not used
     "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_gradients": False,
     "mics_shard_size": -1,
 }  # fmt: skip
-SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel"
+SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel", "pipeline"
+PIPELINE_KEYS = {  # and the only value that the engine has a use for
+    "use_reentrant": False,  # transformers recomputes activations, as option gradient_checkpointing says
+    "pipe_partitioned": False,  # DeepSpeed remembers the shape of the first micro-batch, and rows differ in length
+    "grad_partitioned": False,
+}
 MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
 
 
@@ -82,6 +88,65 @@ def check_tensor_parallel(config: dict[str, Any], source: str, recipe, degree: i
         problems.append(f"{beside} loss = liger. Use --loss auto")
     if problems:
         raise UserError(problems)
+
+
+def read_pipeline_degree(config: dict[str, Any], source: str) -> int:
+    """The number of stages that share the layers. What DeepSpeed reads beside it is filled in.
+
+    Raises:
+        UserError: it is no such number, or there are settings beside it that have no effect or do harm.
+    """
+    if PIPELINE not in config:
+        return 1
+    section = config[PIPELINE]
+    degree = section.get("stages")
+    problems = _degree_problems(f"{source}: {PIPELINE}.stages", degree)
+    for key in sorted(section.keys() - {"stages"}):
+        if key not in PIPELINE_KEYS:
+            problems.append(f"{source}: {PIPELINE}.{key} has no effect here. Remove it")
+        elif section[key] is not PIPELINE_KEYS[key]:
+            problems.append(f"{source}: {PIPELINE}.{key} = {json.dumps(section[key])} is not supported. Write false")
+    if problems:
+        raise UserError(problems)
+    config[PIPELINE] = {"stages": degree, **PIPELINE_KEYS}
+    return degree
+
+
+def check_pipeline(config: dict[str, Any], source: str, recipe, degree: int) -> None:
+    """Check that nothing is asked for that does not go together with pipeline parallelism.
+
+    Raises:
+        UserError: all that does not.
+    """
+    if degree == 1:
+        return
+    beside = f"{source}: {PIPELINE}.stages = {degree} does not go together with"
+    problems = _common_problems(config, recipe, beside, PIPELINE)
+    stage = config["zero_optimization"].get("stage")
+    if stage in (2, 3):
+        problems.append(
+            f"{beside} zero_optimization.stage = {stage}: gradients of many micro-batches are added up in full. "
+            "Write 1"
+        )
+    if config.get(SEQUENCE, 1) != 1:
+        problems.append(f"{beside} {SEQUENCE}. Remove one of them")
+    if not recipe.trains:
+        problems.append(f"{beside} evaluate_only or predict_file. Use a pair without it, such as tp or zero3")
+    if problems:
+        raise UserError(problems)
+
+
+def idle_note(stages: int, micro_batches: int) -> str | None:
+    """A warning about a pipeline that idles for want of micro-batches: a stage waits for (p - 1) of the (m + p - 1)
+    steps that an update takes (Huang et al. 2019, GPipe)."""
+    if micro_batches >= stages:
+        return None
+    share = (stages - 1) / (micro_batches + stages - 1)
+    return (
+        f"warning: gradient_accumulation_steps = {micro_batches} is below the {stages} stages of the pipeline, which "
+        f"stand idle (p - 1)/(m + p - 1) = {share:.0%} of the time. Use a smaller --per_device_train_batch_size, or a "
+        "larger --global_batch_size"
+    )
 
 
 def _degree_problems(key: str, degree: Any) -> list[str]:

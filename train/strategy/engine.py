@@ -1,12 +1,13 @@
 """The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from train.model.stages import whole_model
 from train.recipe.options import OptimizerOptions
 from train.strategy.layout import ParallelLayout
 from train.strategy.sequence import SplitRows
@@ -14,9 +15,11 @@ from train.strategy.state import OptimizerState
 from train.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
+    from train.data.collate import Batch
     from train.recipe.schedule import Schedule
 
 AcceptUpdate = Callable[[float], bool]
+LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss summed over the batch's targets
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -31,14 +34,21 @@ def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Engine:
-    """Common to all strategies. Gradients of `backward` are averaged over ranks and summed over micro-batches."""
+    """Common to all strategies.
+
+    Attributes:
+        module: the model of transformers; of a pipeline this rank's stage of it.
+        whole: the model with all its weights' names; of a pipeline one that has no memory.
+        model: what is called: the module, wrapped as the strategy says.
+    """
 
     def __init__(self, strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule"):
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
+        self.whole = whole_model(model)
         self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
         self.alive: Callable[[], None] = lambda: None  # a sign of life within what may take long
         self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
-        self.model = self._prepare(model, recipe)  # what is called: the wrapped model
+        self.model = self._prepare(model, recipe)
         self.state = self._state()
 
     @property
@@ -52,6 +62,34 @@ class Engine:
     @property
     def is_main(self) -> bool:
         return self.layout.is_main
+
+    def run(
+        self, batches: Sequence["Batch"], loss_sum: LossSum, scale: float, phase: Callable[[str], None]
+    ) -> list[torch.Tensor]:
+        """Forward and backward over an update's micro-batches: gradients are averaged over replicas and summed over
+        micro-batches.
+
+        Args:
+            scale: what losses are multiplied by before the backward pass.
+            phase: is told "forward" and "backward", as each begins.
+
+        Returns: the loss sum of each, fp32 scalars; of a pipeline zeros on all stages but the last.
+        """
+        losses = []
+        for index, batch in enumerate(batches):
+            with self.accumulate(last=index == len(batches) - 1):
+                phase("forward")
+                loss = loss_sum(self.model, batch.to(self.device))
+                losses.append(loss.detach().float())
+                phase("backward")
+                self.backward(loss * scale)
+        return losses
+
+    @torch.no_grad()
+    def losses(self, batches: Iterable["Batch"], loss_sum: LossSum) -> Iterator[tuple["Batch", torch.Tensor]]:
+        """Each batch with its loss sum, an fp32 scalar; of a pipeline 0 on all stages but the last."""
+        for batch in batches:
+            yield batch, loss_sum(self.model, batch).float()
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
@@ -197,6 +235,7 @@ class Engine:
             "num_processes": self.layout.world_size,
             "data_parallel": self.layout.data_size,
             "tensor_parallel": self.layout.tensor,
+            "pipeline_parallel": self.layout.pipeline,
             "sequence_parallel": self.layout.sequence,
             "num_machines": self.layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world_size)),
             "backend": str(state.backend),

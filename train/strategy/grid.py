@@ -20,41 +20,43 @@ def sequence_groups(layout: ParallelLayout):
     """DeepSpeed's module of the groups that split rows; the first call makes them, on all ranks together."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    with _patient_groups():
+    with patient_groups():
         parallel_state_sp.initialize_sequence_parallel(layout.sequence)
     return parallel_state_sp
 
 
 @functools.cache
-def tensor_groups(layout: ParallelLayout):
+def layer_groups(layout: ParallelLayout):
     """DeepSpeed's grid of the groups that share layers; the first call makes them, on all ranks together."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=layout.tensor, num_dp=layout.data_size)
-    with _patient_groups(), contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
+    topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data_size)
+    with patient_groups(), contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
         return PipelineParallelGrid(topology=topology)
 
 
 def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager:
     """The context in which accelerate builds the engine: DeepSpeed learns there which ranks hold the same weights."""
-    if layout.replica_size == 1:
+    if layout.replica_size == 1 or layout.pipeline > 1:  # a pipeline's module brings the groups itself
         return contextlib.nullcontext()
     import deepspeed
 
     # accelerate 1.15 calls it without an mpu (accelerator.py, _prepare_deepspeed).
-    groups = tensor_groups(layout) if layout.tensor > 1 else sequence_groups(layout)
-    return _replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
+    groups = layer_groups(layout) if layout.tensor > 1 else sequence_groups(layout)
+    return replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
 
 
-def _patient_groups() -> AbstractContextManager:
+def patient_groups() -> AbstractContextManager:
+    """The context in which process groups are made that wait for each other as long as a rank may take."""
     import torch
 
     patient = functools.partial(torch.distributed.new_group, timeout=COLLECTIVE_TIMEOUT)
-    return _replaced(torch.distributed, "new_group", patient)
+    return replaced(torch.distributed, "new_group", patient)
 
 
 @contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[None]:
+def replaced(module: ModuleType, name: str, function: Callable) -> Iterator[None]:
+    """The context in which a module has another function, or class, of this name."""
     before = getattr(module, name)
     setattr(module, name, function)
     try:

@@ -39,6 +39,11 @@ class ParallelLayout:
         return self.tensor * self.pipeline * self.sequence
 
     @property
+    def model_size(self) -> int:
+        """Ranks that share the layers: each has about one of so many parts of the weights."""
+        return self.tensor * self.pipeline
+
+    @property
     def data_size(self) -> int:
         """Replicas: each reads samples of its own."""
         return self.world_size // self.replica_size

@@ -9,8 +9,11 @@ from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import refuse_another_optimizer, resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
 from train.strategy.degrees import (
+    check_pipeline,
     check_sequence_parallel,
     check_tensor_parallel,
+    idle_note,
+    read_pipeline_degree,
     read_sequence_degree,
     take_tensor_degree,
 )
@@ -73,18 +76,21 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
     with problems.collected():
         tensor, sequence = take_tensor_degree(config, source), read_sequence_degree(config, source)
-        layout = ParallelLayout(launch.world_size, launch.rank, tensor, sequence=sequence)
+        pipeline = read_pipeline_degree(config, source)
+        layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
         check_sequence_parallel(resolved, source, recipe, sequence)
         check_tensor_parallel(resolved, source, recipe, tensor)
+        check_pipeline(resolved, source, recipe, pipeline)
         if precision is not None:
             refuse_another_optimizer(resolved, source, precision)
     if problems.found:
         return None
     recipe.precision = precision
+    notes += filter(None, [idle_note(pipeline, batches.accumulation)])
     strategy = Strategy(
-        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor=tensor, sequence=sequence
+        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
     )
     strategy = strategy.with_precision(precision)
     return strategy if recipe.trains else strategy.without_optimizer()

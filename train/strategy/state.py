@@ -67,7 +67,8 @@ class OptimizerState:
 
     def __init__(self, engine):
         self.engine, self.optimizer = engine, engine.torch_optimizer
-        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self.parameters = _trained(engine.module)
+        self.whole = _trained(engine.whole)  # of all stages of a pipeline
 
     def held(self) -> list[Piece]:
         """What this rank holds, and so has to read."""
@@ -75,9 +76,10 @@ class OptimizerState:
 
     def own(self) -> list[Piece]:
         """What this rank writes: of all ranks together, every element once. What tensor parallelism does not cut is
-        the same on all ranks that share a layer, and the first writes it."""
+        the same on all ranks that share a layer, and the first writes it; so is a tied weight on a pipeline's ends."""
         is_first = self.engine.layout.tensor_rank == 0
-        return [piece for piece in self.held() if is_first or piece.cut is not None]
+        return [piece for piece in self.held() if (is_first or piece.cut is not None)
+                and not getattr(self.parameters[piece.name], "ds_pipe_replicated", False)]  # fmt: skip
 
     def piece(self, name: str, start: int, stop: int) -> Piece:
         """A range of what this rank's replica has of a parameter."""
@@ -151,6 +153,10 @@ class OptimizerState:
 
     def _weights_follow(self, read: Read) -> None:
         """Give the model the weights that were read, where it has its own copy of them."""
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class WholeState(OptimizerState):

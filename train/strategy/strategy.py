@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.recipe.errors import UserError
 from train.strategy.batches import BatchSizes
-from train.strategy.grid import tensor_groups
+from train.strategy.grid import layer_groups
 from train.strategy.host_memory import host_memory
 from train.strategy.launch import Launch
 from train.strategy.layout import ParallelLayout
@@ -40,6 +40,7 @@ class Strategy:
     notes: tuple[str, ...] = ()
     stated: tuple[Stated, ...] = ()  # every place that states the precision
     tensor: int = 1  # ranks that share each layer
+    pipeline: int = 1  # stages that share the layers
     sequence: int = 1  # ranks that split each row
 
     gather = staticmethod(everyones)
@@ -47,7 +48,12 @@ class Strategy:
     @property
     def layout(self) -> ParallelLayout:
         """Which part of the model, and which samples, this process works on."""
-        return ParallelLayout(self.launch.world_size, self.launch.rank, self.tensor, sequence=self.sequence)
+        return ParallelLayout(self.launch.world_size, self.launch.rank, self.tensor, self.pipeline, self.sequence)
+
+    @property
+    def keeps_all_layers(self) -> bool:
+        """Whether no layer is split, and none is on another rank."""
+        return self.tensor == 1 and self.pipeline == 1
 
     @property
     def shards_parameters(self) -> bool:
@@ -67,7 +73,7 @@ class Strategy:
             return self.launch.pair
         if self.deepspeed is not None:
             stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
-            degrees = {"tp": self.tensor, "sp": self.sequence}
+            degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
             return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
         return "ddp" if self.launch.world_size > 1 else "single"
 
@@ -84,8 +90,9 @@ class Strategy:
         processes, launch = self.launch.world_size, self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.pair or not file else f"{self.name} ({file})"
-        degrees = {"tensor": self.tensor, "sequence": self.sequence}
-        split = [f"{kind} {degree} x data {self.layout.data_size}" for kind, degree in degrees.items() if degree > 1]
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
+        split = [f"{kind} {degree}" for kind, degree in degrees.items() if degree > 1]
+        split = [" x ".join([*split, f"data {self.layout.data_size}"])] if split else []
         return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
@@ -138,7 +145,7 @@ class Strategy:
     def device_of_weights(self):
         """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
         device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
-        device, keeps_all = current_device(), self.tensor == 1 and not self.shards_parameters
+        device, keeps_all = current_device(), self.keeps_all_layers and not self.shards_parameters
         return device if keeps_all and device is not None and device.type != "cpu" else None
 
     @property
@@ -196,7 +203,7 @@ class Strategy:
         """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
         from train.model.tensor_parallel.cut import TensorGroup
 
-        groups = tensor_groups(self.layout)
+        groups = layer_groups(self.layout)
         return TensorGroup(groups.get_slice_parallel_group(), groups.get_slice_parallel_rank(), self.tensor)
 
 

@@ -56,11 +56,12 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
         strategy = read_strategy(recipe, config_file, keep_global_batch)
     problems.raise_found()
     with problems.collected():
-        kind = {strategy.sequence > 1: "sequence", strategy.tensor > 1: "tensor"}.get(True)
-        if task != "clm" and kind is not None:
+        degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
+        kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
+        if task != "clm" and kinds:
             raise UserError(
-                f"{strategy.source}: train/{task}.py does not support {kind} parallelism. Use a pair without it, such "
-                "as zero3"
+                f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
+                "such as zero3"
             )
     with problems.collected():
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
@@ -79,3 +80,25 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, (*notes, *plan.notes))
+
+
+def check_layout(config, strategy) -> None:
+    """Check that a model can be laid out as the strategy says.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        UserError: ranks cannot split its rows or its layers, or share its layers.
+    """
+    from train.model.stages import check_stages
+    from train.model.tensor_parallel.split import check_split
+    from train.strategy.sequence import check_model
+
+    checks = ((strategy.sequence, check_model), (strategy.tensor, check_split), (strategy.pipeline, check_stages))
+    problems = Problems()
+    for degree, check in checks:
+        if degree > 1:
+            with problems.collected():
+                check(config, degree, strategy.source)
+    problems.raise_found()

@@ -63,8 +63,8 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Loss (nats a token) and perplexity over all batches of all ranks."""
     loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
-    for batch in batches:
-        loss += loss_sum(engine.model, batch).float()
+    for batch, own in engine.losses(batches, loss_sum):
+        loss += own
         targets += batch.num_targets
     mean = mean_over_replicas(engine, loss, targets)
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}

@@ -104,21 +104,13 @@ class TrainStep:
             current.totals = engine.sum_over_replicas(current.counts)
         targets, tokens, positions = current.totals
         scale = engine.layout.data_size / max(targets, 1.0)
-        loss_sum, losses = torch.zeros((), dtype=torch.float32, device=engine.device), []
-        for index, batch in enumerate(current.batches):
-            with engine.accumulate(last=index == len(current.batches) - 1):
-                self.phase("forward", update)
-                loss = task.loss_sum(engine.model, batch.to(engine.device))
-                losses.append(loss.detach().float())
-                loss_sum += losses[-1]
-                self.phase("backward", update)
-                engine.backward(loss * scale)
+        losses = engine.run(current.batches, task.loss_sum, scale, lambda phase: self.phase(phase, update))
         self.phase("data", update)
         following = prefetch()
         result = StepResult(update, {}, positions)
 
         def accept_update(grad_norm: float) -> bool:
-            total, norm = self._exchange(result, following, loss_sum.item(), grad_norm)
+            total, norm = self._exchange(result, following, float(sum(losses)), grad_norm)
             figures = {"loss": total / max(targets, 1.0), "grad_norm": norm}
             reason = self.detector.anomaly(figures)
             if reason:

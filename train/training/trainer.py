@@ -34,7 +34,7 @@ from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.machines import check_same
 from train.strategy.processes import start_processes
 from train.training.best_metric import make_best_tracker
-from train.training.configuration import resolve
+from train.training.configuration import check_layout, resolve
 from train.training.length import run_length
 from train.training.loop import Run, train
 from train.training.machine_checks import check_machines, check_output_folder
@@ -80,14 +80,9 @@ class Trainer:
             UserError: there is no such model, or the strategy cannot split it.
         """
         from train.model.configuration import load_configuration
-        from train.model.tensor_parallel.split import check_split
-        from train.strategy.sequence import check_model
 
         config = load_configuration(self.recipe, auto_class)
-        if self.strategy.sequence > 1:
-            check_model(config, self.strategy.sequence, self.strategy.source)
-        if self.strategy.tensor > 1:
-            check_split(config, self.strategy.tensor, self.strategy.source)
+        check_layout(config, self.strategy)
         return config
 
     def use_precision(self, precision: str, warning: str | None) -> str | None:
@@ -179,6 +174,7 @@ class Trainer:
 
         from train.model.parameters import count_parameters
         from train.model.preflight import enable_gradient_checkpointing
+        from train.model.stages import whole_model
         from train.strategy.prepare import prepare_engine
 
         recipe = self.recipe
@@ -188,7 +184,7 @@ class Trainer:
             enable_gradient_checkpointing(model)
         if recipe.torch_compile:
             model.compile()
-        self.parameters, self.trainable = count_parameters(model)
+        self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine = prepare_engine(self.strategy, self.accelerator, model, recipe, self.schedule)
         self.engine.alive = self.watchdog.alive
         set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank

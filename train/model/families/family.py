@@ -38,6 +38,23 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """Where the parts of a decoder are, so that the stages of a pipeline can have some of them each.
+
+    Args:
+        layers: the list of layers, an attribute of the body (`model.base_model`).
+        before: attributes of the body that work on tokens, or on hidden states before the first layer.
+        added: those of them whose output is added to the hidden states.
+        after: attributes of the body that work on hidden states behind the last layer.
+    """
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family, or those members of one that have the same properties.
 
@@ -55,6 +72,7 @@ class Family:
         derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
             other fields, after the overrides changed these.
         tensor_plan: how tensor parallelism cuts the layers; None: it does not.
+        stage_plan: how a pipeline's stages share the layers; None: they do not.
     """
 
     model_types: tuple[str, ...] = ()
@@ -69,3 +87,4 @@ class Family:
     splits_rows: bool = False
     derive_sizes: Callable[[Any, Mapping[str, Any]], None] = derive_nothing
     tensor_plan: TensorPlan | None = None
+    stage_plan: StagePlan | None = None

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from train.model.families.family import Family, TensorPlan
+from train.model.families.family import Family, StagePlan, TensorPlan
 from train.model.folders import has_tokenizer
 from train.recipe.errors import UserError, first_line
 
@@ -28,6 +28,7 @@ FAMILIES = (
             widths=widths,
             own_widths=("split_size",),
         ),
+        stage_plan=StagePlan(layers="h", before=("wte", "wpe", "drop"), after=("ln_f",), added=("wpe",)),
     ),
 )
 

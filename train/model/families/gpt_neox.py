@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from train.model.families.family import Family, TensorPlan
+from train.model.families.family import Family, StagePlan, TensorPlan
 
 
 def widths(config) -> dict[str, int]:
@@ -21,6 +21,7 @@ GPT_NEOX = replace(
     tensor_plan=TensorPlan(
         columns={"query_key_value": 1, "dense_h_to_4h": 1}, rows=("dense", "dense_4h_to_h"), widths=widths
     ),
+    stage_plan=StagePlan(layers="layers", before=("embed_in", "emb_dropout"), after=("final_layer_norm",)),
 )
 
 FAMILIES = (GPT_NEOX, RELATIVES)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from train.model.families.family import Family, TensorPlan
+from train.model.families.family import Family, StagePlan, TensorPlan
 
 
 def widths(config) -> dict[str, int]:
@@ -26,6 +26,7 @@ SPLIT_ALIKE = replace(
         rows=("o_proj", "down_proj"),
         widths=widths,
     ),
+    stage_plan=StagePlan(layers="layers", before=("embed_tokens",), after=("norm",)),
 )
 # Meta's own code and published folders begin every text with the beginning-of-text token.
 LLAMA = replace(SPLIT_ALIKE, model_types=("llama",), bare_tokenizer_options={"add_bos_token": True})

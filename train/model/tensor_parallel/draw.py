@@ -11,22 +11,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.model.tensor_parallel.cut import TensorGroup
-from train.model.tensor_parallel.split import split_model
-
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 
 
-def draw_share(make: Callable[[], nn.Module], tensor: TensorGroup) -> nn.Module:
+def draw_share(make: Callable[[], nn.Module], keep: Callable[[nn.Module], None]) -> nn.Module:
     """This rank's share of the model that `make` draws.
 
     Args:
         make: makes a transformers model with random weights.
+        keep: takes away what is not of this rank's share.
     """
     with _parameters_without_memory(), _Calls() as calls:
         model = make()
     whole = {id(parameter): parameter.data for parameter in model.parameters()}
-    split_model(model, tensor)
+    keep(model)
     drawn = {
         id(parameter): _with_values(parameter, calls.replay(whole[id(parameter)])) for parameter in model.parameters()
     }

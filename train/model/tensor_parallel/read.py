@@ -10,23 +10,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from train.model.tensor_parallel.cut import TensorGroup
-from train.model.tensor_parallel.split import split_model
-
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_share(
-    read: Callable[[torch.dtype], nn.Module], tensor: TensorGroup, stored: torch.dtype, dtype: torch.dtype
+    read: Callable[[torch.dtype], nn.Module],
+    keep: Callable[[nn.Module], None],
+    stored: torch.dtype,
+    dtype: torch.dtype,
 ) -> nn.Module:
     """This rank's share of a stored model, in `dtype`.
 
     Args:
         read: loads the whole model in a dtype.
+        keep: takes away what is not of this rank's share.
         stored: the dtype to load it in.
     """
     model = read(stored)
-    split_model(model, tensor)
+    keep(model)
     for parameter in model.parameters():
         is_own = hasattr(parameter, "cut")  # in memory of its own already
         parameter.data = parameter.data.to(dtype, copy=not is_own)

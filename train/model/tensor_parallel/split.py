@@ -60,9 +60,11 @@ def _cut_columns(layer: torch.nn.Module, tensor: TensorGroup, parts: int) -> Non
 
 def _split_vocabulary(model: torch.nn.Module, tensor: TensorGroup) -> None:
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    rows = table.weight.shape[0]
-    over_tokens = {id(each): each for each in (table.weight, head.weight, head.bias) if each is not None}
+    rows = model.config.vocab_size
+    over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
     for parameter in over_tokens.values():  # tied ones once
         cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
-    model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
-    model.set_output_embeddings(VocabularyHead(head, tensor, rows))
+    if hasattr(table, "weight"):  # else it is of another stage of a pipeline
+        model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
+    if hasattr(head, "weight"):
+        model.set_output_embeddings(VocabularyHead(head, tensor, rows))

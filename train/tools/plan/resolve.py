@@ -107,6 +107,8 @@ def _check_model(strategy: Strategy, subject: Subject) -> None:
     from train.model.tensor_parallel.split import check_split
     from train.strategy.sequence import check_model
 
+    if layout.pipeline > 1:
+        raise UserError(f"{strategy.source}: pipeline.stages = {layout.pipeline}: pipelines are not predicted")
     if subject.task != "clm":
         kind = "tensor" if layout.tensor > 1 else "sequence"
         raise UserError(f"{strategy.source}: train/{subject.task}.py does not support {kind} parallelism")

@@ -1,0 +1,230 @@
+"""Pipeline parallelism without launches: stages that are called one after another find what the full model finds, each
+holds its own weights only, and what cannot be done is refused."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TINY, refusal, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from train.model.export import export_model
+from train.model.families import BY_MODEL_TYPE
+from train.model.loss import install_loss
+from train.model.stages import check_stages, keep_stage, layers_of, whole_model
+from train.model.tensor_parallel.draw import draw_share
+from train.recipe import ClmRecipe
+from train.strategy.degrees import check_pipeline, idle_note, read_pipeline_degree
+from train.strategy.layout import ParallelLayout
+from train.strategy.state import OptimizerState, Piece
+from train.training.configuration import check_layout
+
+LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+         "max_position_embeddings": 64}  # fmt: skip
+MODELS = {  # of three layers, which two stages cannot share evenly
+    "llama, tied": ("llama", {"num_hidden_layers": 3}),
+    "llama, untied": ("llama", {"num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True}),
+    "mistral": ("mistral", {**LLAMA, "num_hidden_layers": 3, "sliding_window": 8, "tie_word_embeddings": False}),
+    "qwen2": ("qwen2", {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True, "use_sliding_window": True,
+                        "sliding_window": 4, "max_window_layers": 1}),  # only the later layers have a window
+    "gpt2": ("gpt2", {"n_layer": 3}),
+    "gpt_neox": ("gpt_neox", {"num_hidden_layers": 3}),
+}  # fmt: skip
+
+
+def batch_of(packed: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, :9] = labels[2, 5:] = -100
+    if packed:
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(20).remainder(9).repeat(3, 1)}
+    return {"input_ids": ids, "labels": labels, "attention_mask": (torch.arange(20) < 15).long().repeat(3, 1)}
+
+
+def stages_of(name: str, stages: int, kind: str) -> list[torch.nn.Module]:
+    family, changes = MODELS[name]
+    models = [tiny_model(family, **changes).train() for _ in range(stages)]
+    for stage, model in enumerate(models):
+        keep_stage(model, stage, stages, torch.float32)
+        install_loss(model, kind)
+        model.gradient_checkpointing_enable()
+    return models
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_one_after_another_find_what_the_full_model_finds(name, stages):
+    family, changes = MODELS[name]
+    for kind, packed in (("full", False), ("chunked", True)):
+        whole, models = tiny_model(family, **changes).train(), stages_of(name, stages, kind)
+        install_loss(whole, kind)
+        inputs = batch_of(packed)
+        expected = whole(**inputs)
+        expected.backward()
+        ids, labels = inputs.pop("input_ids"), inputs.pop("labels")
+        hidden = models[0].base_model(input_ids=ids, **inputs).last_hidden_state
+        for model in models[1:-1]:
+            hidden = model.base_model(inputs_embeds=hidden, **inputs).last_hidden_state
+        loss = models[-1](inputs_embeds=hidden, labels=labels, **inputs)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        found: dict[str, torch.Tensor] = {}
+        for parameter, weight in (pair for model in models for pair in model.named_parameters()):
+            found[parameter] = found.get(parameter, 0) + weight.grad  # of a tied weight both ends have a part
+        assert found.keys() == dict(whole.named_parameters()).keys()
+        for parameter, weight in whole.named_parameters():
+            torch.testing.assert_close(found[parameter], weight.grad, rtol=1e-5, atol=1e-7, msg=parameter)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_holds_its_own_weights_and_knows_the_others(name):
+    models, family = stages_of(name, 3, "chunked"), MODELS[name][0]
+    whole = tiny_model(family, **MODELS[name][1])
+    held = [{parameter for parameter, _ in model.named_parameters()} for model in models]
+    tied = set() if name in ("llama, untied", "mistral", "gpt_neox") else {_table(whole)}
+    assert held[0] & held[2] == tied
+    assert not held[1] & (held[0] | held[2])
+    assert held[0] | held[1] | held[2] == {parameter for parameter, _ in whole.named_parameters()}
+    for model in models:
+        known = dict(whole_model(model).named_parameters())
+        assert {each: p.shape for each, p in known.items()} == {each: p.shape for each, p in whole.named_parameters()}
+        assert all(parameter.is_meta for parameter in known.values())
+        assert not any(parameter.is_meta for parameter in (*model.parameters(), *model.buffers()))
+    assert whole_model(whole) is whole
+
+
+def _table(model) -> str:
+    return next(name for name, each in model.named_parameters() if each is model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "gpt_neox"])
+def test_a_stage_that_is_drawn_alone_has_the_weights_of_the_full_model(name):
+    family, changes = MODELS[name]
+    config = AutoConfig.for_model(family, vocab_size=97, **{**TINY[family], **changes})
+
+    def make():
+        torch.manual_seed(7)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    expected = dict(make().named_parameters())
+    for stage in range(2):
+        own = draw_share(make, partial(keep_stage, stage=stage, stages=2, dtype=torch.bfloat16))
+        weights = dict(own.named_parameters())
+        assert 10 <= len(weights) < len(expected)
+        assert all(torch.equal(weight, expected[each]) for each, weight in weights.items())
+        assert {parameter.dtype for parameter in whole_model(own).parameters()} == {torch.bfloat16}
+
+
+def test_the_export_needs_the_weights_and_no_model(tmp_path):
+    whole, stage = tiny_model("gpt2"), tiny_model("gpt2")
+    keep_stage(stage, 1, 2, torch.float32)
+    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
+    state = {name: weight.detach() for name, weight in whole.named_parameters()}
+    export_model(whole_model(stage), state, tokenizer, tmp_path, "card")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == whole.state_dict().keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in whole.state_dict().items())
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (48, 8), (5, 4)])
+def test_every_layer_is_in_one_stage_and_stages_are_even(layers, stages):
+    shares = [layers_of(layers, stage, stages) for stage in range(stages)]
+    assert [layer for share in shares for layer in share] == list(range(layers))
+    sizes = {len(share) for share in shares}
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1
+
+
+def test_a_tied_weight_is_written_by_the_first_stage_alone():
+    state = OptimizerState.__new__(OptimizerState)
+    state.engine = SimpleNamespace(layout=ParallelLayout(2, 1, pipeline=2))
+    state.parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("tied", "own")}
+    pieces = [Piece(name, (2,), 0, 2) for name in state.parameters]
+    state.held = lambda: pieces
+    state.parameters["tied"].ds_pipe_replicated, state.parameters["own"].ds_pipe_replicated = True, False
+    assert state.own() == pieces[1:]
+    state.parameters["tied"].ds_pipe_replicated = False  # as on the first stage
+    assert state.own() == pieces
+
+
+def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
+    from deepspeed.runtime.pipe import schedule
+
+    from train.strategy.stage_module import GradientSchedule
+
+    def commands(kind, stage):
+        return [type(command) for step in kind(4, 2, stage) for command in step]
+
+    for stage in range(2):
+        theirs = commands(schedule.TrainSchedule, stage)
+        assert theirs[-1] is schedule.OptimizerStep
+        assert commands(GradientSchedule, stage) == theirs[:-1]
+        assert theirs.count(schedule.BackwardPass) == 4
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_families_with_a_plan_are_those_that_are_tried_here():
+    planned = {name for name, family in BY_MODEL_TYPE.items() if family.stage_plan is not None}
+    assert planned == {family for family, _ in MODELS.values()}
+
+
+@pytest.mark.parametrize(("family", "changes", "said"), [
+    ("llama", {"num_hidden_layers": 3}, "and the model has 3 layers: each stage needs one. Use fewer stages"),
+    ("opt", {}, "pipeline parallelism knows no opt. Use a pair without it"),
+])  # fmt: skip
+def test_models_that_stages_cannot_share(family, changes, said):
+    config = AutoConfig.for_model(family, **changes)
+    message = refusal(check_stages, config, 4, "my.json")
+    assert message.startswith("error: my.json: pipeline.stages = 4")
+    assert said in message
+
+
+def test_all_that_a_model_does_not_allow_is_said_at_once():
+    config = AutoConfig.for_model("opt", num_hidden_layers=1)
+    strategy = SimpleNamespace(tensor=2, pipeline=2, sequence=1, source="my.json")
+    message = refusal(check_layout, config, strategy)
+    assert "tensor parallelism knows no opt" in message
+    assert "pipeline parallelism knows no opt" in message
+    check_layout(config, SimpleNamespace(tensor=1, pipeline=1, sequence=1, source="my.json"))
+
+
+@pytest.mark.parametrize(("section", "said"), [
+    ({"stages": "2"}, "pipeline.stages = '2': expected a number of processes"),
+    ({}, "pipeline.stages = None: expected"),
+    ({"stages": 2, "pipe_partitioned": True}, "pipeline.pipe_partitioned = true is not supported. Write false"),
+    ({"stages": 2, "partition": "best"}, "pipeline.partition has no effect here. Remove it"),
+])  # fmt: skip
+def test_sections_that_are_none(section, said):
+    assert said in refusal(read_pipeline_degree, {"pipeline": section}, "my.json")
+
+
+def test_what_deepspeed_would_do_by_itself_is_turned_off():
+    """By default it splits what goes from stage to stage, and takes all micro-batches for as wide as the first."""
+    config = {"pipeline": {"stages": 2}}
+    assert read_pipeline_degree(config, "my.json") == 2
+    off = {"use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
+    assert config == {"pipeline": {"stages": 2, **off}}
+    assert read_pipeline_degree({}, "my.json") == 1
+
+
+def test_what_does_not_go_together_is_refused_in_one_message():
+    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, evaluate_only=True)
+    recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "sequence_parallel_size": 2}
+    message = refusal(check_pipeline, config, "my.json", recipe, 2)
+    for words in ("lora (--lora)", "torch_compile", "zero_optimization.stage = 3", "Write 1", "sequence_parallel_size",
+                  "zero_optimization.offload_optimizer", "evaluate_only"):  # fmt: skip
+        assert words in message
+    assert "6 problems" in message
+    check_pipeline(config, "my.json", recipe, 1)
+
+
+def test_a_pipeline_that_idles_is_warned_of():
+    assert "idle (p - 1)/(m + p - 1) = 50% of the time" in idle_note(2, 1)
+    assert "= 60% of the time" in idle_note(4, 2)
+    assert idle_note(4, 4) is None
+    assert idle_note(1, 1) is None

@@ -1,0 +1,89 @@
+"""A model's layers, shared by the stages of a pipeline: a rank keeps those of its stage, under the names that they
+have in the full model.
+
+The stages hand on hidden states. The first reads tokens; the others are called with `inputs_embeds`, and the last has
+the head and the loss.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+from train.model.families import family_of
+from train.recipe.errors import UserError
+
+
+class Passed(nn.Module):
+    """In the place of what another stage computes: the hidden states pass through."""
+
+    def forward(self, hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return hidden
+
+
+class Nothing(nn.Module):
+    """In the place of what another stage adds to the hidden states."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=ids.device)
+
+
+def layers_of(num_layers: int, stage: int, stages: int) -> range:
+    """The layers of a stage; where they are not the same number everywhere, later stages have one more."""
+    return range(num_layers * stage // stages, num_layers * (stage + 1) // stages)
+
+
+def check_stages(config, stages: int, source: str) -> None:
+    """Check that so many stages can share the layers of a model.
+
+    Raises:
+        UserError: its family has no plan, or it has fewer layers.
+    """
+    degree = f"{source}: pipeline.stages = {stages}"
+    if family_of(config).stage_plan is None:
+        raise UserError(
+            f"{degree}: pipeline parallelism knows no {config.model_type}. Use a pair without it, such as zero3"
+        )
+    if config.num_hidden_layers < stages:
+        raise UserError(
+            f"{degree}, and the model has {config.num_hidden_layers} layers: each stage needs one. Use fewer stages"
+        )
+
+
+def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) -> None:
+    """Keep this stage's part of a causal model; `whole_model` knows the rest from then on.
+
+    Args:
+        dtype: of the weights when the model is loaded.
+    """
+    model.__dict__["whole"] = _without_weights(model, dtype)
+    plan, body = family_of(model.config).stage_plan, model.base_model
+    is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
+    layers = getattr(body, plan.layers)
+    for index in set(range(len(layers))).difference(layers_of(len(layers), stage, stages)):
+        layers[index] = Passed()
+    if not is_first:
+        for name in plan.before:
+            if getattr(body, name) is not table or not (is_last and is_tied(model)):  # the head's weight is in it
+                setattr(body, name, Nothing() if name in plan.added else Passed())
+    if not is_last:
+        for name in plan.after:
+            setattr(body, name, Passed())
+        model.set_output_embeddings(Passed())
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model itself; of a stage a model with the names, shapes and dtypes of all its weights, and no memory."""
+    return model.__dict__.get("whole", model)
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the head of a causal model is its table of embeddings."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _without_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in model.parameters()}
+    whole = copy.deepcopy(model, empty)
+    whole.config, whole.generation_config = model.config, model.generation_config
+    return whole
