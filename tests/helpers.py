@@ -1,5 +1,6 @@
 """What several test files use: tiny models of each family, and runs of the product."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
+import yaml
+from ranks import RankServer, rank_environments
+
+from train.strategy.pairs import find_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -96,24 +101,37 @@ def refusal(function, *args, **kwargs) -> str:
     raise AssertionError(f"{function.__name__} refuses nothing")
 
 
-def launch(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
-           task: str = "clm", cwd: Path = ROOT, timeout: int = 400, **variables: str) -> list[dict]:  # fmt: skip
-    """Run `accelerate launch train/TASK.py` for real and return the lines of its metrics.jsonl."""
-    done = launched(
-        output, *arguments, strategy=strategy, processes=processes, task=task, cwd=cwd, timeout=timeout, **variables
-    )
+def launch(output: Path, *arguments: str, **how) -> list[dict]:
+    """`launched`, which has to end well: the lines of its metrics.jsonl."""
+    done = launched(output, *arguments, **how)
     assert done.returncode == 0, f"{' '.join(map(str, done.args))}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return metrics(output)
 
 
 def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
-             task: str = "clm", cwd: Path = ROOT, timeout: int = 400,
+             task: str = "clm", cwd: Path = ROOT, timeout: int = 400, launcher: bool = False,
              **variables: str) -> subprocess.CompletedProcess:  # fmt: skip
-    """The same without a look at how it ended. `variables`: of its environment."""
-    command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(**variables)
-    )
+    """Run train/TASK.py to its end: in forked ranks (ranks.py), or under `accelerate launch`.
+
+    Args:
+        launcher: whether it is launched for real; so it is with `variables` of its environment.
+    """
+    if launcher or variables:
+        command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
+        return subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(**variables)
+        )
+    words = [str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
+    if strategy:
+        words += ["--strategy", strategy]
+        (pair,) = find_strategies([strategy]).values()
+        processes = processes or yaml.safe_load(pair.read_text())["num_processes"]
+    return _rank_server().run(words, rank_environments(environment(), processes), cwd, timeout)
+
+
+@functools.cache
+def _rank_server() -> RankServer:
+    return RankServer(environment())
 
 
 def launch_command(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,

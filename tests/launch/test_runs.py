@@ -40,7 +40,7 @@ def scratch(text, cache, tmp_path_factory):
     output = tmp_path_factory.mktemp("scratch") / "run"
     options = ["--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12", "--with_tracking",
                "--sample_tokens", "8", "--cache_dir", cache]  # fmt: skip
-    done = launched(output, *SCRATCH, *options)
+    done = launched(output, *SCRATCH, *options, launcher=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "%|" not in done.stderr, "bars of libraries are for terminals"
     return output, metrics(output), done.stdout
@@ -115,6 +115,7 @@ def test_random_weights_are_the_same_under_every_strategy(scratch, text, cache, 
     lines = launch(
         output, *SCRATCH, "--train_file", text, "--max_train_steps", "2", "--max_train_samples", "12", *otherwise,
         "--save_steps", "2", "--sample_tokens", "8", "--cache_dir", cache, strategy=strategy, processes=2,
+        launcher=True,
     )  # fmt: skip
     reference, tolerance = scratch[1], 1e-5 if otherwise else 1e-6
     assert lines[0]["eval_loss"] == pytest.approx(reference[0]["eval_loss"], rel=tolerance)
@@ -132,7 +133,7 @@ def test_every_launcher_makes_the_same_run(text, cache, tmp_path):
     """torchrun and `zerofit launch` with a pair's name, and accelerate launch with its YAML: the same to the digit."""
     options = [*SCRATCH, "--train_file", text, "--max_train_steps", "3", "--max_train_samples", "12",
                "--save_strategy", "no", "--sample_tokens", "0", "--cache_dir", cache]  # fmt: skip
-    reference = launch(tmp_path / "accelerate", *options, strategy="zero1", processes=2)
+    reference = launch(tmp_path / "accelerate", *options, strategy="zero1", processes=2, launcher=True)
     program = [str(ROOT / "train/clm.py"), *options]
     for name, command in {
         "torchrun": ["torchrun", "--nproc_per_node", "2", "--standalone", *program, "--strategy", "zero1"],
@@ -245,7 +246,7 @@ def test_deepspeeds_own_scheduler_gives_the_recipes_curve(text, cache, tmp_path,
     run = [word for word in SCRATCH if word not in ("--global_batch_size", "8")]  # the JSONs say accumulation 1
     done = launched(
         tmp_path / "run", *run, "--train_file", text, "--max_train_steps", "12", *options, "--cache_dir", cache,
-        strategy=published(tmp_path, pair),
+        strategy=published(tmp_path, pair), launcher=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     lines = metrics(tmp_path / "run")
@@ -261,7 +262,8 @@ def test_deepspeeds_own_scheduler_gives_the_recipes_curve(text, cache, tmp_path,
 
 def test_a_contradiction_stops_the_launch_with_one_message(text, cache, tmp_path):
     config = pair(tmp_path, {"gradient_clipping": 0.3, "zero_optimization": {"stage": 2}})
-    done = launched(tmp_path / "run", *SCRATCH, "--train_file", text, "--max_grad_norm", "1.0", strategy=config)
+    flags = ["--train_file", text, "--max_grad_norm", "1.0"]
+    done = launched(tmp_path / "run", *SCRATCH, *flags, strategy=config, launcher=True)
     assert done.returncode != 0
     said = f"error: {tmp_path / 'mine.json'} says gradient_clipping = 0.3, and max_grad_norm = 1.0 (--max_grad_norm)"
     lines = done.stderr.splitlines()

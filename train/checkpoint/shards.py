@@ -87,10 +87,10 @@ class ShardReader:
         from train.model.parameters import true_shape
 
         here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
-        found = [f"{name} is not in it" for name in there if name not in here]
-        found += [f"{name} is not trained here" for name in here if name not in there]
+        problems = [f"{name} is not in it" for name in there if name not in here]
+        problems += [f"{name} is not trained here" for name in here if name not in there]
         both = (name for name in there if name in here)
-        return found + [f"{name} is {here[name]} in it, and {there[name]} here" for name in both
+        return problems + [f"{name} is {here[name]} in it, and {there[name]} here" for name in both
                         if here[name] != there[name]]  # fmt: skip
 
     def weight(self, name: str) -> torch.Tensor:

@@ -47,11 +47,11 @@ EXAMPLES = {
 }
 
 
-def read_config(launch: Launch, found: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
+def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
     """(configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
 
     Args:
-        found: takes the problems of a configuration that can be used but for them; by default they are raised.
+        collected: takes the problems of a configuration that can be used but for them; by default they are raised.
 
     Raises:
         UserError: no such file, not JSON, numbers or truth values written as strings (where DeepSpeed does not read
@@ -87,10 +87,10 @@ def read_config(launch: Launch, found: Problems | None = None) -> tuple[dict[str
     if "zero_optimization" not in config:
         problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
     has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
-    if problems and (found is None or not has_sections or "zero_optimization" not in config):
+    if problems and (collected is None or not has_sections or "zero_optimization" not in config):
         raise UserError(problems)
-    if found is not None:
-        found.found += problems
+    if collected is not None:
+        collected.found += problems
     return config, str(path), notes
 
 

@@ -121,8 +121,8 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, ids):
         rows, is_own = self.share.own(ids)
-        found = super().forward(rows).masked_fill(~is_own.unsqueeze(-1), 0)
-        return Summed.apply(found, self.share.tensor.group)
+        embedded = super().forward(rows).masked_fill(~is_own.unsqueeze(-1), 0)
+        return Summed.apply(embedded, self.share.tensor.group)
 
 
 class Joined(torch.autograd.Function):

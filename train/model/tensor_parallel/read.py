@@ -39,9 +39,9 @@ def stored_dtype(name: str) -> torch.dtype | None:
     """The dtype of all weights in a folder of safetensors files; None where it is not known, or is not one."""
     from safetensors import safe_open
 
-    found = set()
+    dtypes = set()
     for path in Path(name).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             names = file.keys()
-            found |= {file.get_slice(each).get_dtype() for each in names}
-    return DTYPES.get(found.pop()) if len(found) == 1 else None
+            dtypes |= {file.get_slice(each).get_dtype() for each in names}
+    return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None

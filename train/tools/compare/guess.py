@@ -78,11 +78,11 @@ def largest(peak_at: Callable[[int], int], sizes: list[int], limit: int) -> Gues
 
 
 def _predictions(request: dict[str, Any]) -> dict[str, Guess]:
-    found = {}
+    guesses = {}
     for name, (config, flags) in request["candidates"].items():
         with contextlib.suppress(Exception):
-            found[name] = largest(_peaks_of(request, config, flags), request["sizes"], request["limit"])
-    return found
+            guesses[name] = largest(_peaks_of(request, config, flags), request["sizes"], request["limit"])
+    return guesses
 
 
 def _peaks_of(request: dict[str, Any], config: str, flags: list[str]) -> Callable[[int], int]:

@@ -37,12 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     offline = environment_replaced(shell | {"HF_HUB_OFFLINE": "1"})
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(options, task, problems, shell)
-    found = json.dumps(report.to_json(), indent=2, default=str)
+    content = json.dumps(report.to_json(), indent=2, default=str)
     if options.json == "-":
-        print(found)
+        print(content)
         return report.exit_code
     if options.json:
-        _write(Path(options.json), found)
+        _write(Path(options.json), content)
     say(report.for_terminal(screen_width()))
     return report.exit_code
 
@@ -67,17 +67,17 @@ def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, list[str]]
 
 def _launchers_options(options: DoctorOptions) -> list[str]:
     """Options of the doctor that stand in a recipe, where a run would refuse them; they have their defaults now."""
-    config, found = options.source("config"), []
+    config, problems = options.source("config"), []
     if config is None:
-        return found
+        return problems
     content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     for name in (field.name for field in dataclasses.fields(DoctorOptions)):
         if name in content:
-            found.append(f"{config}: {name} = {content[name]!r}: a recipe says what is trained, and not how. Use the "
-                         f"flag --{name}")  # fmt: skip
+            given = f"{config}: {name} = {content[name]!r}"
+            problems.append(f"{given}: a recipe says what is trained, and not how. Use the flag --{name}")
             if not (options.source(name) or "").startswith("--"):
                 options.reset_option(name)
-    return found
+    return problems
 
 
 def _hints() -> dict[str, str]:

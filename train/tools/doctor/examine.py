@@ -202,7 +202,7 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    found = []
+    findings = []
     for option, file in (("model_name_or_path", "config.json"), ("tokenizer_name", "tokenizer_config.json")):
         name = getattr(recipe, option)
         if not name or Path(name).expanduser().exists() or is_missing_folder(name):
@@ -214,12 +214,12 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
             variable for variable in OFFLINE if variables.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
         ]
         what = f"{option} = {name!r} is not on this machine"
-        found.append(
+        findings.append(
             Finding(ERROR, f"{what}, and {offline[0]} = {variables[offline[0]]} forbids the download",
                     f"unset {offline[0]}, or name a folder") if offline else
             Finding(NOTE, f"{what}: the run downloads it", f"To have it before: hf download {name}")
         )  # fmt: skip
-    return found
+    return findings
 
 
 def operations_of(config: dict[str, Any] | None, on_gpu: bool) -> tuple[str, ...]:

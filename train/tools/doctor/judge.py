@@ -57,43 +57,43 @@ def judge(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> list[
 
 
 def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> list[Finding]:
-    found, there = [], len(machine.devices)
+    findings, there = [], len(machine.devices)
     for maker, count in machine.present.items():
         hiding = [name for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]) if variables.get(name) in NO_DEVICE]
         if hiding and not there:
-            found.append(Finding(
+            findings.append(Finding(
                 WARNING, f"{hiding[0]} = {variables[hiding[0]]!r} hides the machine's {count} {maker} "
                 f"GPU{'s' if count > 1 else ''}: a run is on the CPU", f"unset {hiding[0]}"))  # fmt: skip
     usable = min(there, needs.visible) if needs.visible is not None else there
     if there and needs.examined and needs.processes > usable:
-        found.append(Finding(
+        findings.append(Finding(
             ERROR, f"{needs.processes} processes on this machine, which has {usable} device{'s' * (usable != 1)}",
             f"Use --num_processes {usable * needs.num_machines}"))  # fmt: skip
     if there and needs.examined and needs.processes < usable:
-        found.append(Finding(
+        findings.append(Finding(
             NOTE, f"this machine has {usable} devices, and the run uses {needs.processes}",
             f"--num_processes {usable * needs.num_machines} uses all of them"))  # fmt: skip
     if not there and needs.processes > machine.cores:
-        found.append(Finding(
+        findings.append(Finding(
             WARNING, f"{needs.processes} processes on {machine.cores} cores wait for each other",
             f"Use --num_processes {machine.cores * needs.num_machines} or less"))  # fmt: skip
     without = sorted({device.name for device in machine.devices if device.has_bf16 is False})
     if needs.precision == "bf16" and without:
-        found.append(Finding(
+        findings.append(Finding(
             WARNING, f"precision = bf16, and a {', a '.join(without)} does not compute in it: torch emulates it, "
             "slowly", "Use --precision fp16"))  # fmt: skip
     for number, device in enumerate(machine.devices):
         if device.free < NO_MEMORY_FREE * device.total:
-            found.append(Finding(
+            findings.append(Finding(
                 WARNING, f"device {number} ({device.name}): {size(device.total - device.free)} of "
                 f"{size(device.total)} are in use by other programs", "nvidia-smi (rocm-smi) shows them"))  # fmt: skip
     largest = min((device.total for device in machine.devices), default=None)
     if needs.state_bytes and largest and needs.state_bytes > largest:
-        found.append(Finding(
+        findings.append(Finding(
             ERROR, f"weights, gradients and optimizer state take {size(needs.state_bytes)} of each device, which has "
             f"{size(largest)}", "Use more devices, or a strategy that shards or offloads more: zerofit plan "
             "--gpu_memory SIZE shows which fit"))  # fmt: skip
-    return found
+    return findings
 
 
 def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
@@ -103,29 +103,29 @@ def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
         return [Finding(level, f"DeepSpeed cannot be imported: {machine.deepspeed_problem}",
                         "make setup, or use --strategy ddp")]  # fmt: skip
     level = ERROR if needs.examined else WARNING
-    wanted = needs.operations if needs.examined else tuple(machine.operations)
-    missing = [name for name in wanted if machine.operations.get(name) == IMPOSSIBLE] if needs.examined else []
-    found = [Finding(ERROR, f"DeepSpeed has no {name} for this machine", _without(name)) for name in missing]
-    compiled = [name for name in wanted if machine.operations.get(name) == TO_COMPILE]
+    needed = needs.operations if needs.examined else tuple(machine.operations)
+    missing = [name for name in needed if machine.operations.get(name) == IMPOSSIBLE] if needs.examined else []
+    findings = [Finding(ERROR, f"DeepSpeed has no {name} for this machine", _without(name)) for name in missing]
+    compiled = [name for name in needed if machine.operations.get(name) == TO_COMPILE]
     names = " and ".join(compiled)
     if compiled and not machine.ninja:
-        found.append(Finding(
+        findings.append(Finding(
             level, f"ninja is not on PATH, and DeepSpeed compiles {names} with it at the first run",
             "pip install ninja, and activate the environment that has it (zerofit launch does)"))  # fmt: skip
     if compiled and not machine.compiler:
-        found.append(Finding(
+        findings.append(Finding(
             level, f"there is no C++ compiler (c++, or CXX), and DeepSpeed compiles {names} at the first run",
             f"Install g++ 9 or newer (apt install g++, module load gcc){_or_without(compiled)}"))  # fmt: skip
-    if "fused_adam" in compiled and machine.kind == "cuda" and machine.cuda_toolkit == "not found":
-        found.append(Finding(
+    if "fused_adam" in compiled and machine.kind == "cuda" and machine.cuda_toolkit == "not findings":
+        findings.append(Finding(
             level, "there is no CUDA toolkit (nvcc), and DeepSpeed compiles fused_adam with it at the first run",
             f"Install it and set CUDA_HOME{_or_without(['fused_adam'])}"))  # fmt: skip
-    if compiled and needs.examined and not found:
-        found.append(Finding(NOTE, f"DeepSpeed compiles {names} at the first run: up to two minutes, once for this "
+    if compiled and needs.examined and not findings:
+        findings.append(Finding(NOTE, f"DeepSpeed compiles {names} at the first run: up to two minutes, once for this "
                              "machine"))  # fmt: skip
-    found += [Finding(WARNING, f"{lock} was left by a build that was killed", f"rm {lock} (a run removes it too)")
+    findings += [Finding(WARNING, f"{lock} was left by a build that was killed", f"rm {lock} (a run removes it too)")
               for lock in machine.locks]  # fmt: skip
-    return found
+    return findings
 
 
 def _without(name: str) -> str:
@@ -140,51 +140,51 @@ def _or_without(names: list[str]) -> str:
 
 
 def _memory(machine: Machine, needs: Needs) -> list[Finding]:
-    found, several = [], needs.processes > 1
+    findings, several = [], needs.processes > 1
     if machine.shm is not None and machine.shm < SMALL_SHM and (machine.devices or several):
-        found.append(Finding(
+        findings.append(Finding(
             WARNING, f"/dev/shm has {size(machine.shm)}: processes that exchange data through it (NCCL, data loaders, "
             "DeepSpeed on a CPU) may die with a bus error",
             "Start the container with --shm-size=1g or more"))  # fmt: skip
     program = needs.processes * PROGRAM_BYTES
     total = program + (needs.host_bytes or 0)
     if not needs.examined or total <= machine.memory_free:
-        return found
+        return findings
     parts = f"about {size(total)} of host memory: {size(program)} for {needs.processes} processes" + (
         f", {size(needs.host_bytes)} for the state that they keep there" if needs.host_bytes else "")  # fmt: skip
     if total > machine.memory_total:
-        found.append(Finding(
+        findings.append(Finding(
             ERROR, f"the run takes {parts}; this machine has {size(machine.memory_total)}",
             "Offload less (zero3 offloads nothing), or use more machines" if machine.devices else
             "Use fewer processes, a smaller model, or another machine"))  # fmt: skip
     else:
-        found.append(Finding(WARNING, f"the run takes {parts}; {size(machine.memory_free)} are free now",
+        findings.append(Finding(WARNING, f"the run takes {parts}; {size(machine.memory_free)} are free now",
                              "End other programs, or use fewer processes"))  # fmt: skip
-    return found
+    return findings
 
 
 def _folders(machine: Machine, needs: Needs) -> list[Finding]:
-    found = []
+    findings = []
     for folder in machine.folders:
         is_output = folder.what == "output"
         if folder.problem and not is_output:  # of that, the recipe's own check tells
-            found.append(Finding(ERROR if needs.examined else WARNING,
+            findings.append(Finding(ERROR if needs.examined else WARNING,
                                  f"{folder.path} ({folder.what}) {folder.problem}", _elsewhere(folder)))  # fmt: skip
         elif folder.free < FULL_DISK:
-            found.append(Finding(WARNING, f"{folder.path} ({folder.what}): the disk is full but for "
+            findings.append(Finding(WARNING, f"{folder.path} ({folder.what}): the disk is full but for "
                                  f"{size(folder.free)}", f"Make room. {_elsewhere(folder)}"))  # fmt: skip
         elif is_output and needs.checkpoint_bytes and folder.free < 2 * needs.checkpoint_bytes:
             fits = folder.free >= needs.checkpoint_bytes
-            found.append(Finding(
+            findings.append(Finding(
                 WARNING if fits else ERROR, f"{folder.path} has {size(folder.free)} free, and a checkpoint takes "
                 f"{size(needs.checkpoint_bytes)}{': the second has no room' if fits else ''}",
                 f"Make room. {_elsewhere(folder)}"))  # fmt: skip
         if is_output and needs.num_machines > 1 and not folder.shared:
-            found.append(Finding(
+            findings.append(Finding(
                 WARNING, f"{folder.path} seems to be on a disk of this machine alone, and there are "
                 f"{needs.num_machines} machines", "output_dir must be on a file system that all machines "
                 "share"))  # fmt: skip
-    return found
+    return findings
 
 
 def _elsewhere(folder: Folder) -> str:

@@ -116,13 +116,13 @@ def _count(launch: Launch, chosen: Chosen, num_devices: int) -> None:
     file = launch.config_file or ""
     for name, field_name, default in (("num_processes", "world_size", max(1, num_devices)),
                                       ("num_machines", "num_machines", 1)):  # fmt: skip
-        said = launch.content.get(name)
-        of_file = (said, file) if isinstance(said, int) and said > 0 else (default, "default")
+        of_yaml = launch.content.get(name)
+        of_file = (of_yaml, file) if isinstance(of_yaml, int) and of_yaml > 0 else (default, "default")
         value, launch.sources[name] = chosen.get(name, of_file)
         setattr(launch, field_name, value)
-        if said not in (None, value) and launch.sources[name].startswith("--"):
+        if of_yaml not in (None, value) and launch.sources[name].startswith("--"):
             launch.findings.append(
-                Finding(NOTE, f"{file}: {name} = {said} has no effect: --{name} {value} goes before the file")
+                Finding(NOTE, f"{file}: {name} = {of_yaml} has no effect: --{name} {value} goes before the file")
             )
     if launch.world_size % launch.num_machines:
         fits = launch.num_machines * max(1, launch.world_size // launch.num_machines)
@@ -137,10 +137,10 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import launch as utils
 
-    said = io.StringIO()
+    printed = io.StringIO()
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stderr(said), warnings.catch_warnings(record=True) as warned:
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             arguments = launch_command_parser().parse_args([*words, "train.py"])
             arguments, defaults, precision_of_file = _validate_launch_command(arguments)
@@ -155,7 +155,7 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
                 made = utils.prepare_simple_launcher_cmd_env(arguments)[1]
                 _of_one_process(launch)
     except SystemExit:
-        raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
+        raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
     finally:
         logging.disable(logging.NOTSET)
     for message in {str(one.message) for one in warned if "already in use" in str(one.message)}:
@@ -197,7 +197,7 @@ def _leftovers(launch: Launch, shell: Mapping[str, str], made: Mapping[str, str]
     """Variables that an earlier launch has left in the shell, and that reach the processes."""
     launch.leftovers = {name: value for name, value in sorted(shell.items())
                         if name.startswith("ACCELERATE_") and name not in made}  # fmt: skip
-    found = [
+    findings = [
         Finding(WARNING, f"{name} = {value!r} is set in this shell and reaches every process, whatever the YAML says",
                 f"unset {name}")
         for name, value in launch.leftovers.items()
@@ -205,10 +205,10 @@ def _leftovers(launch: Launch, shell: Mapping[str, str], made: Mapping[str, str]
     ranks = {name: shell[name] for name in RANKS if name in shell}
     if ranks and launch.world_size == 1 and launch.content.get("distributed_type", "NO") == "NO":
         shown = ", ".join(f"{name} = {value}" for name, value in ranks.items())
-        found.append(Finding(
+        findings.append(Finding(
             ERROR, f"{shown}: set in this shell, they reach the single process, which takes itself for one of "
             "several and waits for the others", f"unset {' '.join(ranks)}"))  # fmt: skip
-    return found
+    return findings
 
 
 def _said(error: BaseException) -> str:

@@ -231,7 +231,7 @@ def _of_accelerate() -> dict[str, Any]:
 
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            found = env_command(Namespace(config_file=None))
+            of_accelerate = env_command(Namespace(config_file=None))
         except Exception as error:  # its default configuration cannot be read, say
             return {"error": first_line(error)}
-    return {name.replace("`", ""): value for name, value in found.items()}
+    return {name.replace("`", ""): value for name, value in of_accelerate.items()}

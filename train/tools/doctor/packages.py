@@ -15,12 +15,12 @@ SHOWN = 6  # packages that differ from constraints.txt, in a message
 
 def installed_packages() -> dict[str, dict[str, str]]:
     """{package: {version: folder}}, in the order in which Python looks: the first is imported."""
-    found: dict[str, dict[str, str]] = {}
-    for one in importlib.metadata.distributions():
-        name, folder = one.metadata["Name"], str(one.locate_file(""))
+    versions: dict[str, dict[str, str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name, folder = distribution.metadata["Name"], str(distribution.locate_file(""))
         if name and not folder.endswith("_vendor"):  # setuptools' own copies, which come last
-            found.setdefault(canonical(name), {}).setdefault(one.version, folder)
-    return found
+            versions.setdefault(canonical(name), {}).setdefault(distribution.version, folder)
+    return versions
 
 
 def canonical(name: str) -> str:

@@ -86,9 +86,9 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line."""
-        found = self.sorted_findings
+        findings = self.sorted_findings
         counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
-                  if (count := sum(finding.level == level for finding in found))]  # fmt: skip
+                  if (count := sum(finding.level == level for finding in findings))]  # fmt: skip
         counted = ", ".join(counts) or "nothing is wrong"
         if self.examined is None:
             return counted

@@ -41,13 +41,13 @@ HOSTS = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusio
 
 def idle_options(recipe: Any) -> list[Finding]:
     """Options of the recipe, in a recipe whose combination of options is right."""
-    found = []
+    findings = []
     for names, (is_idle, remedy) in IDLE.items():
         for name in names:
             if hasattr(recipe, name) and recipe.is_changed(name) and is_idle(recipe):
                 value = f"{name} = {getattr(recipe, name)} ({recipe.source(name)})"
-                found.append(Finding(WARNING, f"{value} has no effect", remedy))
-    return found + _of_schedule(recipe)
+                findings.append(Finding(WARNING, f"{value} has no effect", remedy))
+    return findings + _of_schedule(recipe)
 
 
 def _of_schedule(recipe: Any) -> list[Finding]:
@@ -81,11 +81,11 @@ def idle_keys(launch: Launch) -> list[Finding]:
         path = f"offload_{part}_nvme_path"
         if section.get(path) not in (None, "none") and section.get(f"offload_{part}_device") != "nvme":
             idle[f"deepspeed_config.{path}"] = "It belongs to offload to a disk, which is not supported. Remove it"
-    found = [Finding(WARNING, f"{file}: {key} has no effect", remedy) for key, remedy in idle.items()]
+    findings = [Finding(WARNING, f"{file}: {key} has no effect", remedy) for key, remedy in idle.items()]
     if content.get("debug"):
-        found.append(Finding(WARNING, f"{file}: debug = true: accelerate compares the shapes of every collective, "
+        findings.append(Finding(WARNING, f"{file}: debug = true: accelerate compares the shapes of every collective, "
                              "which is slow", "Remove it"))  # fmt: skip
-    return found
+    return findings
 
 
 def idle_settings(strategy: Strategy, launch: Launch) -> list[Finding]:

@@ -1,0 +1,137 @@
+"""Ranks that are forked from a process which has imported the libraries: started in a tenth of the time.
+
+A rank spends 8 seconds of a core on imports, several times what the tests' tiny models train for. What torchrun would
+start is started here: the same program, in processes of its own, with torchrun's variables and --strategy. What the
+launchers do themselves is tested where `launched` of helpers.py is told to launch for real.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+LIBRARIES = (
+    "torch._dynamo", "torch.nn.parallel", "accelerate", "deepspeed", "deepspeed.runtime.engine",
+    "transformers.modeling_utils", "peft", "datasets", "evaluate", "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+)  # fmt: skip
+LEFT_TO_END_S = 30.0  # for the other ranks, when one has failed
+
+
+class RankServer:
+    """The process from which ranks are forked, and the way to ask it."""
+
+    def __init__(self, environment: dict[str, str]):
+        # The first two as train.strategy.launch sets them before it imports anything.
+        variables = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", **environment,
+                     "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        )
+
+    def run(
+        self, words: list[str], ranks: list[dict[str, str]], cwd: Path, timeout: float
+    ) -> subprocess.CompletedProcess:
+        """Run a program in as many processes as there are environments.
+
+        Args:
+            words: the program and its arguments.
+            ranks: the environment of each rank.
+            timeout: in seconds; after them all are killed.
+        """
+        with tempfile.TemporaryDirectory() as logs:
+            request = {"words": words, "ranks": ranks, "cwd": str(cwd), "logs": logs, "timeout": timeout}
+            print(json.dumps(request), file=self._server.stdin, flush=True)
+            codes = json.loads(self._server.stdout.readline())
+            out, err = ("\n".join(file.read_text(errors="replace") for file in sorted(Path(logs).glob(f"*.{name}")))
+                        for name in ("out", "err"))  # fmt: skip
+        return subprocess.CompletedProcess(words, next(filter(None, codes), 0), out, err)
+
+
+def rank_environments(environment: dict[str, str], processes: int | None) -> list[dict[str, str]]:
+    """The environment and what torchrun adds to it, for each rank; None: as without any launcher."""
+    if processes is None:
+        return [environment]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": port}  # fmt: skip
+    return [{**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def serve() -> None:
+    """Answer requests until there are no more: a launcher is forked for each, and it forks the ranks."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the libraries print is no answer
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+    for line in sys.stdin:
+        reading, writing = os.pipe()
+        if not (launcher := os.fork()):
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(_launch(json.loads(line)), pipe)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            codes = pipe.read()
+        os.waitpid(launcher, 0)
+        print(codes, file=answers, flush=True)
+
+
+def _launch(request: dict) -> list[int]:
+    running = {}
+    for rank, environment in enumerate(request["ranks"]):
+        if not (pid := os.fork()):
+            _become_rank(request, rank, environment)
+        running[pid] = rank
+    codes, deadline = [-signal.SIGKILL] * len(running), time.monotonic() + request["timeout"]
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            codes[running.pop(pid)] = code
+            if code:
+                deadline = min(deadline, time.monotonic() + LEFT_TO_END_S)
+        elif time.monotonic() > deadline:
+            for pid in running:
+                os.killpg(pid, signal.SIGKILL)
+        else:
+            time.sleep(0.02)
+    return codes
+
+
+def _become_rank(request: dict, rank: int, environment: dict[str, str]) -> None:
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{request['logs']}/rank{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(request["cwd"])
+        sys.argv, sys.path[0] = request["words"], str(Path(request["words"][0]).parent)
+        runpy.run_path(request["words"][0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
