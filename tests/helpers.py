@@ -129,6 +129,14 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
     return _rank_server().run(words, rank_environments(environment(), processes), cwd, timeout)
 
 
+def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:
+    """Run a script of the tests in forked ranks."""
+    ours = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    words = [str(script), *map(str, arguments)]
+    done = _rank_server().run(words, rank_environments(ours, processes), ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @functools.cache
 def _rank_server() -> RankServer:
     return RankServer(environment())

@@ -120,7 +120,8 @@ def _become_rank(request: dict, rank: int, environment: dict[str, str]) -> None:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(request["cwd"])
-        sys.argv, sys.path[0] = request["words"], str(Path(request["words"][0]).parent)
+        sys.argv = request["words"]
+        sys.path[:1] = [str(Path(sys.argv[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(":"))]
         runpy.run_path(request["words"][0], run_name="__main__")
         code = 0
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Started by test_sequence.py under torchrun: rows that the ranks of a replica split, against rows in full, for tiny
+"""Run by test_sequence.py on two ranks: rows that the ranks of a replica split, against rows in full, for tiny
 models of each family. Rank 0 writes what it found as JSON."""
 
 import json

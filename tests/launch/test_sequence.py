@@ -1,12 +1,10 @@
 """Sequence parallelism: rows that ranks split, against rows in full."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment
+from helpers import forked
 
 SCRIPT = Path(__file__).with_name("split_rows.py")
 KINDS = ("padded", "packed", "mask", "recomputed")
@@ -15,12 +13,7 @@ KINDS = ("padded", "packed", "mask", "recomputed")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     output = tmp_path_factory.mktemp("rows") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT, output]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env=environment(DS_ACCELERATOR="cpu", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    forked(SCRIPT, output)
     models = json.loads(output.read_text())
     assert len(models) >= 7
     return models

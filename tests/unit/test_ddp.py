@@ -2,11 +2,12 @@
 
 import json
 import os
-import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import forked
 
 MICRO_BATCHES, UPDATES, REFUSED = 3, 4, 2  # the update of index REFUSED does not reach the weights
 RANKS = 2
@@ -52,10 +53,8 @@ def storages(tensors) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in held}
 
 
-def train(rank: int, port: int, folder: str) -> None:
+def train(rank: int, folder: str) -> None:
     """What each process does."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": str(port),
-                   "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}  # fmt: skip
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     engine, seen, buckets = engine_of(rank, RANKS), [], {}
@@ -86,10 +85,7 @@ def train(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(train, (port, str(folder)), nprocs=RANKS)
+    forked(__file__, folder, processes=RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -126,3 +122,7 @@ def test_two_ranks_train_as_one_process_does_also_after_a_refused_update(ranks):
         good = [update for update in range(UPDATES) if update != REFUSED]
         assert [found["norms"][update] for update in good] == pytest.approx([norms[u] for u in good], rel=1e-6)
         assert found["weights"] == pytest.approx(weights, rel=1e-6)
+
+
+if __name__ == "__main__":
+    train(int(os.environ["RANK"]), sys.argv[1])

@@ -4,12 +4,13 @@ pieces of shares are put together; what cannot be split is refused."""
 import itertools
 import json
 import os
+import sys
 from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, loss_and_gradients, refusal, tiny_model
+from helpers import TINY, forked, loss_and_gradients, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.checkpoint.shards import ShardReader, write_shard
@@ -123,7 +124,7 @@ def share(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("tensor")
-    torch.multiprocessing.spawn(share, (str(folder),), nprocs=RANKS)
+    forked(__file__, folder, processes=RANKS)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
@@ -291,3 +292,7 @@ def test_what_does_not_go_together_is_refused_in_one_message():
         assert words in message
     assert "5 problems" in message
     check_tensor_parallel({"zero_optimization": zero}, "my.json", recipe, 1)
+
+
+if __name__ == "__main__":
+    share(int(os.environ["RANK"]), sys.argv[1])
