@@ -116,7 +116,7 @@ def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
         findings.append(Finding(
             level, f"there is no C++ compiler (c++, or CXX), and DeepSpeed compiles {names} at the first run",
             f"Install g++ 9 or newer (apt install g++, module load gcc){_or_without(compiled)}"))  # fmt: skip
-    if "fused_adam" in compiled and machine.kind == "cuda" and machine.cuda_toolkit == "not findings":
+    if "fused_adam" in compiled and machine.kind == "cuda" and machine.cuda_toolkit == "not found":
         findings.append(Finding(
             level, "there is no CUDA toolkit (nvcc), and DeepSpeed compiles fused_adam with it at the first run",
             f"Install it and set CUDA_HOME{_or_without(['fused_adam'])}"))  # fmt: skip
