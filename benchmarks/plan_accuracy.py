@@ -5,6 +5,7 @@
     python benchmarks/plan_accuracy.py table              # the half that the memory model may be corrected with
     python benchmarks/plan_accuracy.py table --half set-aside
     python benchmarks/plan_accuracy.py table --on cpu --half all
+    python benchmarks/plan_accuracy.py measure --half shared   # then table: tensor and sequence parallelism
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -172,10 +173,21 @@ CONFIGURATIONS = [
 _draw = random.Random(19)
 SET_ASIDE = set(_draw.sample(range(len(CONFIGURATIONS)), len(CONFIGURATIONS) // 2))
 ON_CPU = set(_draw.sample(range(len(CONFIGURATIONS)), 10))
+SHARED = [  # two ranks share each layer, or split each row
+    _make("GPT-2, 3 of 512", "tp", "fp32", 64, 1, (2, 8), WHOLE),
+    _make("Llama, 3 of 384, grouped", "sp", "bf16", 128, 1, (2, 8)),
+    _make("Llama, 3 of 384, grouped", "tp", "bf16", 96, 2, (2, 8)),
+    _make("Llama, 4 of 256", "tp_zero3", "fp32", 128, 1, (2, 7), WHOLE),
+    _make("GPT-2, 4 of 256", "sp", "fp32", 128, 2, (2, 9), WHOLE),
+    _make("Llama, 4 of 256", "tp_zero2", "bf16", 128, 2, (2, 10), AGAIN),
+    _make("GPT-2, 3 of 512", "sp", "bf16", 96, 1, (2, 10), AGAIN),
+]
 
 
 def chosen(half: str, on: str) -> list[Configuration]:
     """The configurations of that half that are measured there."""
+    if half == "shared":
+        return SHARED
     return [
         one for place, one in enumerate(CONFIGURATIONS)
         if half in ("all", "set-aside" if place in SET_ASIDE else "first") and (on != "cpu" or place in ON_CPU)
@@ -358,7 +370,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "table"))
     parser.add_argument("--on", choices=("device", "cpu"), default="device")
-    parser.add_argument("--half", choices=("first", "set-aside", "all"))
+    parser.add_argument("--half", choices=("first", "set-aside", "all", "shared"))
     parser.add_argument("--only", default="", help="words that a configuration's name must have")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "plan-accuracy")
     options = parser.parse_args()

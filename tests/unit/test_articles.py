@@ -133,8 +133,8 @@ def test_the_page_of_flags_is_current():
 
 @pytest.mark.parametrize(
     ("name", "parameters", "vocabulary", "strategy", "world"),
-    [("Llama 2", 1_194_428_416, 32_000, "zero3", 8), ("345M", 354_871_296, 50_304, "ddp", 8),
-     ("22B", 22_074_273_792, 51_200, "zero3", 16)],
+    [("Llama 2", 1_194_428_416, 32_000, "3d", 8), ("345M", 354_871_296, 50_304, "ddp", 8),
+     ("22B", 22_074_273_792, 51_200, "3d", 16)],
 )  # fmt: skip
 def test_the_models_and_processes_of_the_articles(name, parameters, vocabulary, strategy, world):
     done = converted(name)

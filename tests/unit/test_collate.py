@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.collate import ExampleCollator, PairCollator, multiple_for, round_up
+from train.data.collate import ExampleCollator, PairCollator, multiple_for, round_up, within_documents
 from train.data.order import FILLER
 from train.model.loss import IGNORE, loss_of_examples
 
@@ -116,3 +116,10 @@ def test_widths_are_rounded_up():
     assert [round_up(length, 8) for length in (1, 8, 9)] == [8, 8, 16]
     assert multiple_for(torch.device("cpu")) == 1
     assert multiple_for(torch.device("cuda")) == 8
+
+
+def test_a_mask_of_documents_is_made_where_they_are():
+    documents = torch.tensor([[1, 1, 2]])
+    assert within_documents(documents)[0, 0].tolist() == [[True, False, False], [True, True, False],
+                                                          [False, False, True]]  # fmt: skip
+    assert within_documents(documents.to("meta")).device.type == "meta"

@@ -1,6 +1,7 @@
 """`zerofit convert megatron-args`: scripts are read and not run, numbers are Megatron's, and no flag is lost."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -86,6 +87,7 @@ echo $CMD
 eval "$CMD" 2>&1 | tee log.txt
 """
 FILLED = {"VOCAB_FILE": "v/vocab.json", "MERGE_FILE": "v/merges.txt", "MORE": ""}
+STAGES = {"stages": 2, "use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
 MINIMAL = (
     "pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 100 --lr 1e-3 --data-path A "
@@ -181,7 +183,8 @@ def test_a_llama_becomes_this_recipe():
         "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "precision": "bf16",
         "gradient_checkpointing": True, "output_dir": "./run", "save_steps": 100, "logging_steps": 1,
     }  # fmt: skip
-    assert (done.layout.strategy, done.layout.world, done.layout.machines) == ("zero3", 16, 2)
+    assert (done.layout.strategy, done.layout.world, done.layout.machines) == ("tp", 16, 2)
+    assert (done.layout.tensor, done.layout.stage, done.layout.replicas) == (2, 1, 8)
 
 
 def test_no_flag_is_lost():
@@ -190,7 +193,7 @@ def test_no_flag_is_lost():
     assert len(found) > 50
     assert set(re.findall(r"(--[a-z][\w-]+)", LLAMA[LLAMA.index("pretrain_gpt.py") :])) <= set(found)
     kinds = {"--num-layers": "carried over", "--swiglu": "satisfied",
-             "--tensor-model-parallel-size": "no counterpart", "--frobnicate": "unknown",
+             "--tensor-model-parallel-size": "carried over", "--frobnicate": "unknown",
              '"curriculum_learning":': "no counterpart", '"bf16":': "carried over"}  # fmt: skip
     assert {flag: found[flag] for flag in kinds} == kinds
     assert "(--seed" in found, "Megatron's defaults count where ours are others"
@@ -352,13 +355,16 @@ def test_a_json_that_contradicts_the_flags():
     assert "there is no --bf16" in problems.flags.problems[1]
 
 
-def test_all_processes_are_data_parallel():
+def test_replicas_share_the_global_batch():
     done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --micro-batch-size 4 --global-batch-size 16 "
-                 "--pipeline-model-parallel-size 4")  # fmt: skip
+                 "--pipeline-model-parallel-size 3")  # fmt: skip
     assert (done.recipe["per_device_train_batch_size"], done.layout.world, done.layout.strategy) == (2, 8, "zero3")
-    few = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 4 --pipeline-model-parallel-size 8")
+    few = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 4 --pipeline-model-parallel-size 3")
     assert (few.layout.world, few.recipe["per_device_train_batch_size"]) == (4, 1)
     assert "4 processes and not to 8" in few.notes[0]
+    halved = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 2 --tensor-model-parallel-size 2")
+    assert (halved.layout.world, halved.recipe["per_device_train_batch_size"]) == (4, 1)
+    assert "2 replicas of 2 processes and not to 4" in halved.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -374,11 +380,47 @@ def test_strategies(flags, strategy, tmp_path):
     assert ("deepspeed.json" in files) == strategy.startswith("zero")
 
 
+@pytest.mark.parametrize(
+    ("flags", "strategy", "degrees"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "tp", {"tensor_parallel": {"autotp_size": 2}}),
+        ("--tensor-model-parallel-size 4 --use-distributed-optimizer", "tp", {"tensor_parallel": {"autotp_size": 4}}),
+        ("--tensor-model-parallel-size 2 --zero-stage 2", "tp_zero2", {"tensor_parallel": {"autotp_size": 2}}),
+        ("--ds-sequence-parallel-size 4 --zero-stage 3", "sp", {"sequence_parallel_size": 4}),
+        ("--context-parallel-size 2", "sp", {"sequence_parallel_size": 2}),
+        ("--pipeline-model-parallel-size 4 --zero-stage 1", "pp", {"pipeline": STAGES | {"stages": 4}}),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "3d",
+            {"pipeline": STAGES, "tensor_parallel": {"autotp_size": 2}},
+        ),
+    ],
+)
+def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
+    done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 8 {flags}")
+    assert not done.flags.problems
+    assert done.layout.strategy == strategy
+    sizes = [next(iter(one.values())) if isinstance(one, dict) else one for one in degrees.values()]
+    assert (done.layout.replicas, done.recipe["per_device_train_batch_size"]) == (8 // math.prod(sizes), 2)
+    config = json.loads(pair_of(done.layout, tmp_path)["deepspeed.json"])
+    assert {name: config[name] for name in degrees} == degrees
+    assert config["zero_optimization"]["stage"] == (3 if strategy == "sp" else 2 if "zero2" in strategy else 1)
+    found = fates(done)
+    assert {found[name] for name in found if "parallel-size" in name or "optimizer" in name} == {"carried over"}
+    assert found.get("--sequence-parallel", "no counterpart") == "no counterpart"
+
+
+def test_what_the_processes_do_not_divide_becomes_zero_3():
+    done = typed(f"torchrun --nproc_per_node 2 {MINIMAL} --tensor-model-parallel-size 4")
+    assert (done.layout.strategy, done.layout.tensor) == ("zero3", 1)
+    assert "2 processes are no multiple of 4" in done.flags.rows["tensor_model_parallel_size"].words
+
+
 def test_recomputation_that_is_selective_is_not_turned_into_full():
     for flags in ("--recompute-activations", "--recompute-granularity selective"):
         done = typed(MINIMAL + flags)
         assert "gradient_checkpointing" not in done.recipe
-        assert "no counterpart" in fates(done).values()
+        assert fates(done)[flags.split()[0]] == "satisfied"
     assert typed(MINIMAL + "--recompute-granularity full").recipe["gradient_checkpointing"] is True
 
 
@@ -407,7 +449,7 @@ def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
     settings = yaml.safe_load((output / "accelerate.yaml").read_text())
     assert (settings["main_process_ip"], settings["main_process_port"]) == ("alpha", 6000)
     config = json.loads((output / "deepspeed.json").read_text())
-    assert config["zero_optimization"]["stage"] == 3
+    assert (config["zero_optimization"]["stage"], config["tensor_parallel"]) == (2, {"autotp_size": 2})
     assert config["zero_optimization"]["reduce_bucket_size"] == 1000
     assert (config["train_batch_size"], config["bf16"]) == ("auto", {"enabled": "auto"})
     assert "curriculum_learning" not in config

@@ -106,6 +106,13 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.buffers == 2 * MILLION
 
 
+def test_zero_3_of_one_rank_reads_its_shards_in_place():
+    settings = zero(3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION)
+    states = deepspeed_states(weights(8 * MILLION, 1000), settings, 1, torch.bfloat16, False, on_gpu=True)
+    assert states.weights == 2 * (8 * MILLION + 1000)
+    assert states.gathered is None
+
+
 def test_zero_3_gathers_layer_by_layer_and_releases_backwards():
     layers = [Weight(f"h.{number}.weight", 1000) for number in range(3)]
     settings = zero(3, stage3_param_persistence_threshold=1, stage3_prefetch_bucket_size=0)

@@ -237,7 +237,7 @@ def within_documents(documents: torch.Tensor) -> torch.Tensor:
         documents: (B, T) the number of each position's document.
     """
     same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
+    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:

@@ -149,7 +149,8 @@ def take_stock(
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, tensor=strategy.tensor,
-        sequence=strategy.layout.sequence, **_can_be_shared(engine, recipe, any(offloads.values())),
+        sequence=strategy.layout.sequence,
+        **_can_be_shared(engine, recipe, any(offloads.values()) or strategy.layout.pipeline > 1),
         pretrained=bool(recipe.model_name_or_path) and strategy.layout.model_size == 1,
         dataloader_workers=recipe.dataloader_num_workers,
         copies=_copies(recipe, copied), parameters=parameters,
@@ -286,14 +287,14 @@ def _copies(recipe, copied: int) -> dict[str, int]:
     return {name: size for name, size in copies.items() if size}
 
 
-def _can_be_shared(engine, recipe, offloads: bool) -> dict[str, bool]:
-    """Whether two processes can share the model's layers, and whether they can split its rows."""
+def _can_be_shared(engine, recipe, beside: bool) -> dict[str, bool]:
+    """Whether two processes can share the model's layers, and split its rows; not `beside` what is in force."""
     from train.model.tensor_parallel.split import check_split
     from train.recipe.tasks import ClmRecipe
     from train.strategy.degrees import MASKS_ONLY
     from train.strategy.sequence import check_model
 
-    if not isinstance(recipe, ClmRecipe) or recipe.lora or recipe.torch_compile or offloads:
+    if not isinstance(recipe, ClmRecipe) or recipe.lora or recipe.torch_compile or beside:
         return {}
     with contextlib.suppress(Exception):  # before there is a model, its configuration may be out of reach
         config = engine.module.config if engine is not None else _configuration(recipe)

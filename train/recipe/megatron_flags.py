@@ -10,11 +10,17 @@ DROPOUT = (
 )
 STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
 DEGREE = (
-    "every process is a data-parallel one here; ZeRO-3 shards the weights over all of them (--config_file "
+    "its processes are data-parallel ones here, and ZeRO-3 shards the weights over them (--config_file "
     "accelerate_configs/zero3.yaml)"
 )
+SPLIT_ROWS = f"{STRATEGY}; of sp.yaml the JSON has the degree, sequence_parallel_size"
+IN_FULL = "each tensor-parallel process keeps norms and inputs of layers in full; the figures are the same"
 TOKENIZER = "name the tokenizer's folder with --tokenizer_name"
 FULL = "whole layers are recomputed with --gradient_checkpointing"
+SELECTIVE = (
+    "a flash kernel keeps no attention matrices, and computes them again in the backward pass. Where memory does not "
+    f"suffice, {FULL}"
+)
 TRACKERS = "say --with_tracking --report_to tensorboard or wandb; they get every figure of metrics.jsonl"
 
 TYPED = {  # flags that another option replaces
@@ -58,12 +64,11 @@ TYPED = {  # flags that another option replaces
     "deepspeed_config": f"{STRATEGY}, which names the DeepSpeed JSON",
     "use_distributed_optimizer": f"{STRATEGY}; that flag is accelerate_configs/zero1.yaml",
     "tensor_model_parallel_size": f"{STRATEGY}; of tp.yaml the JSON has the degree, tensor_parallel.autotp_size",
-    "pipeline_model_parallel_size": DEGREE,
-    "context_parallel_size": DEGREE,
-    "ds_sequence_parallel_size": DEGREE,
-    "num_layers_per_virtual_pipeline_stage": DEGREE,
-    "recompute_granularity": f"{FULL}; there is no selective recomputation",
-    "recompute_activations": f"it means selective recomputation (of attention), which is not supported; {FULL}",
+    "pipeline_model_parallel_size": f"{STRATEGY}; of pp.yaml and 3d.yaml the JSON has the degree, pipeline.stages",
+    "context_parallel_size": SPLIT_ROWS,
+    "ds_sequence_parallel_size": SPLIT_ROWS,
+    "recompute_granularity": f"full: {FULL}; selective: remove it: {SELECTIVE}",
+    "recompute_activations": f"remove it: it means selective recomputation, of attention: {SELECTIVE}",
     "checkpoint_activations": "say --gradient_checkpointing",
     "deepspeed_activation_checkpointing": "say --gradient_checkpointing",
     "wandb_project": "say --report_name, with --with_tracking --report_to wandb",
@@ -96,7 +101,7 @@ SATISFIED = {  # what is always so
     "attention_backend": FLASH,
     "use_mcore_models": "there is one implementation of each model",
     "transformer_impl": "there is one implementation of each model",
-    "no_pipeline_parallel": "there is no pipeline parallelism",
+    "no_pipeline_parallel": "there is a pipeline in the pairs pp and 3d only",
     "recompute_method": "each layer is recomputed by itself, which is uniform with 1 layer",
     "recompute_num_layers": "each layer is recomputed by itself",
     "overlap_grad_reduce": OVERLAP,
@@ -133,7 +138,7 @@ ONE_SCALE = "the scaler begins and grows as accelerate's or, under ZeRO, as the 
 NONE = {  # what is not supported, and why
     "distributed_backend": "NCCL on GPUs, gloo without",
     "local_rank": "the launcher's",
-    "sequence_parallel": "it splits activations among tensor-parallel processes, and there are none",
+    "sequence_parallel": IN_FULL,
     "loss_scale": ONE_SCALE,
     "initial_loss_scale": ONE_SCALE,
     "min_loss_scale": ONE_SCALE,
@@ -169,8 +174,8 @@ NONE = {  # what is not supported, and why
     "no_mmap_bin_files": "corpora are mapped into memory",
     "mmap_warmup": "the system reads ahead by itself",
     "data_parallel_random_init": "all processes begin with the same weights",
-    "distribute_saved_activations": "there is no tensor parallelism to distribute them over",
-    "distribute_checkpointed_activations": "there is no tensor parallelism to distribute them over",
+    "distribute_saved_activations": IN_FULL,
+    "distribute_checkpointed_activations": IN_FULL,
     "checkpoint_num_layers": "each layer is recomputed by itself",
     "manual_gc": "Python's own",
     "empty_unused_memory_level": "torch's own",
@@ -180,7 +185,7 @@ NONE = {  # what is not supported, and why
     "sample_rate": "all samples are used",
     "kill_switch_file": "a signal ends a run",
     "kill_switch_path": "a signal ends a run",
-    "partition_activations": "there is no tensor parallelism to distribute them over",
+    "partition_activations": IN_FULL,
     "synchronize_each_layer": "a matter of Megatron's timers",
     "wandb_save_dir": "wandb's files are in the run folder",
     "wandb_entity": "set WANDB_ENTITY",
@@ -192,10 +197,10 @@ NONE = {  # what is not supported, and why
     "data_parallel_sharding_strategy": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
     "init_model_with_meta_device": "under ZeRO-3 no process ever holds the full model",
     "checkpoint_in_cpu": "recomputation keeps its inputs where they are",
-    "num_layers_per_virtual_pipeline_stage": "there is no pipeline",
-    "standalone_embedding_stage": "there is no pipeline",
-    "pipeline_model_parallel_split_rank": "there is no pipeline",
-    "overlap_p2p_communication": "there is no pipeline",
+    "num_layers_per_virtual_pipeline_stage": "stages are not interleaved",
+    "standalone_embedding_stage": "the embedding is in the first stage",
+    "pipeline_model_parallel_split_rank": "a pipeline has no encoder",
+    "overlap_p2p_communication": "a stage waits for what it gets",
     "disable_bf16_reduced_precision_matmul": "torch's default",
     "logging_level": "the log has one level",
     "create_moe_param_group": "there are no experts",
@@ -210,9 +215,9 @@ FAMILIES = (  # by their prefix
     ("timing_", OWN_FIGURES),
     ("tensorboard_", TRACKERS),
     ("profile", "a profiler is not built in; environment.json says where the seconds before the first update go"),
-    ("tp_comm", "there is no tensor parallelism"),
-    ("enable_zbh1", "there is no pipeline"),
-    ("ds_sequence_parallel", "there is no sequence parallelism"),
+    ("tp_comm", "tensor-parallel processes wait for each other; nothing is overlapped"),
+    ("enable_zbh1", "forward and backward passes take turns (1F1B)"),
+    ("ds_sequence_parallel", "rows are split in one way (accelerate_configs/sp.yaml)"),
     ("kd", "nothing is distilled from a teacher"),
     ("mos", "nothing is distilled from a teacher"),
     ("fsdp", "the strategy's own settings"),

@@ -112,8 +112,9 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
 
     groups = [shard_of(group) for group in weights.groups]
     shard, trained = shard_of(weights.all), sum(groups)
-    persistent = weights.persistent(int(zero.param_persistence_threshold))
     offloads_weights = offload_device(zero.offload_param) != "none"
+    copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
+    persistent = weights.persistent(int(zero.param_persistence_threshold)) if copies else 0
     offloads = offload_device(zero.offload_optimizer) != "none"
     wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
     host: dict[str, int] = {}
@@ -131,7 +132,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
         engine=lambda: ShardedEngine(weights, zero, world_size, width, offloads),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
-        gathered=Gathered(weights, zero, width, keeps_layers),
+        gathered=Gathered(weights, zero, width, keeps_layers) if copies else None,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
         load=width * (persistent + shard),
         host=host,

@@ -7,6 +7,7 @@ from typing import Any
 
 from train.recipe.megatron_flags import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
+from train.strategy.degrees import PIPELINE, SEQUENCE, TENSOR
 from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
 from train.tools.convert.megatron_args.expressions import shown, unknown_in
 from train.tools.convert.megatron_args.ledger import Ledger, Row
@@ -14,7 +15,9 @@ from train.tools.convert.megatron_args.ledger import Ledger, Row
 ROOT = Path(__file__).resolve().parents[4]  # of the repository, with ds_configs/
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
            "ds_sequence_parallel_size", "expert_model_parallel_size", "moe_expert_parallel_size")  # fmt: skip
-SPLITTING = DEGREES[:4]
+TENSOR_DEGREE, PIPELINE_DEGREE, *SEQUENCE_DEGREES = SPLITTING = DEGREES[:4]
+KEYS = {TENSOR_DEGREE: f"{TENSOR}.autotp_size", PIPELINE_DEGREE: f"{PIPELINE}.stages",
+        **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE)}  # fmt: skip
 FALLBACK = 8  # processes, where the script does not say
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -25,6 +28,7 @@ class Layout:
 
     Attributes:
         split: processes of one copy of the model in Megatron (tensor * pipeline * sequence).
+        tensor, pipeline, sequence: the degrees that are carried over.
         stage: of ZeRO; 0: DDP.
         block: the keys of the script's DeepSpeed JSON that are carried over.
         rank, address, port: of this machine and of machine 0, as the script writes them: a value, or $NAME.
@@ -33,15 +37,27 @@ class Layout:
     world: int
     machines: int
     split: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
     stage: int = 0
     block: dict[str, Any] = field(default_factory=dict)
     rank: str = "0"
     address: str = "MACHINE_0"
     port: str = "29500"
 
-    def use_fewer(self, processes: int) -> None:
-        self.machines = self.machines if processes % self.machines == 0 else 1
-        self.world = processes
+    @property
+    def replica_size(self) -> int:
+        """Processes of one copy of the model."""
+        return self.tensor * self.pipeline * self.sequence
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.replica_size
+
+    def use_fewer(self, replicas: int) -> None:
+        self.world = replicas * self.replica_size
+        self.machines = self.machines if self.world % self.machines == 0 else 1
 
     @property
     def launch_options(self) -> list[str]:
@@ -54,11 +70,17 @@ class Layout:
 
     @property
     def strategy(self) -> str:
+        if self.pipeline > 1:
+            return "3d" if self.tensor > 1 else "pp"
+        if self.tensor > 1:
+            return "tp" if self.stage == 1 else f"tp_zero{self.stage}"
+        if self.sequence > 1:
+            return "sp"
         return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
 
 
 def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
-    """Processes and ZeRO stage. Tensor, pipeline and sequence parallelism become ZeRO-3."""
+    """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
     if not processes and call.processes is None:
@@ -77,13 +99,35 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
     for name, degree in degrees.items():
         if degree == 1:
-            flags.satisfied(name, "1: every process is a data-parallel one")
+            flags.satisfied(name, "1: it splits nothing")
         else:
-            flags.none(name, f"not supported yet: {DEGREE}")
             layout.split *= degree if name in SPLITTING else 1
+    split = {name: degree for name, degree in degrees.items() if degree > 1}
+    left = {name: why for name in split if (why := _take_degree(layout, name, split))}
     _read_block(flags, call, layout)
-    _stage(flags, layout)
+    _stage(flags, layout, bool(left.keys() & set(SPLITTING)))
+    for name in split:
+        if name in left:
+            flags.none(name, f"{left[name]}{DEGREE}")
+        else:
+            flags.carried(name, f"the pair: {layout.strategy}, {KEYS[name]}: {split[name]}")
+    if flags.has("sequence_parallel") and layout.tensor == 1:
+        flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
     return layout
+
+
+def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
+    """Take a degree over into the layout. Returns why it cannot be; empty: it is taken."""
+    kinds = {TENSOR_DEGREE: "tensor", PIPELINE_DEGREE: "pipeline", **dict.fromkeys(SEQUENCE_DEGREES, "sequence")}
+    if name not in kinds:
+        return "not supported: "
+    if kinds[name] == "sequence" and any(other in SPLITTING for other in split if other != name):
+        return "rows are not split together with another kind of parallelism: "
+    size = layout.replica_size * split[name]
+    if layout.world % size:
+        return f"{layout.world} processes are no multiple of {size}: "
+    setattr(layout, kinds[name], split[name])
+    return ""
 
 
 def _written(text: str | None) -> str | None:
@@ -91,7 +135,7 @@ def _written(text: str | None) -> str | None:
     return None if not text or "" in unknown_in(text) else shown(text)
 
 
-def _stage(flags: Ledger, layout: Layout) -> None:
+def _stage(flags: Ledger, layout: Layout, in_place_of_others: bool) -> None:
     block = layout.block.get("zero_optimization", {}).get("stage")
     stage = flags.number("zero_stage", default=None) if flags.has("zero_stage") else None
     if None not in (block, stage) and block != stage:
@@ -102,8 +146,11 @@ def _stage(flags: Ledger, layout: Layout) -> None:
     if stage not in (0, 1, 2, 3):
         flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
         stage = 0
-    layout.stage = 3 if layout.split > 1 else stage
-    instead = "" if layout.split == 1 else ", in place of tensor, pipeline or sequence parallelism"
+    least = 3 if in_place_of_others else 1 if layout.replica_size > 1 else stage
+    layout.stage = max(least, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
+    if layout.pipeline > 1:
+        layout.stage = 1
+    instead = ", in place of other kinds of parallelism" if in_place_of_others else ""
     if "json.zero_optimization" in flags.rows:
         flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is"
     for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
@@ -171,15 +218,19 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
     config = None
     if layout.stage:
-        config = json.loads((ROOT / "ds_configs" / f"zero{layout.stage}.json").read_text())
+        config = json.loads((ROOT / "ds_configs" / f"{layout.strategy}.json").read_text())
+        degrees = {TENSOR: {"autotp_size": layout.tensor}, SEQUENCE: layout.sequence,
+                   PIPELINE: {**config.get(PIPELINE, {}), "stages": layout.pipeline}}  # fmt: skip
+        config |= {key: degree for key, degree in degrees.items() if key in config}
         zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
         config = {**config, **layout.block, "zero_optimization": zero}
     lines = ["compute_environment: LOCAL_MACHINE"]
     if config:
+        shards_at_once = layout.stage == 3 and layout.tensor == 1  # else layers are cut first
         lines += [
             "distributed_type: DEEPSPEED", "deepspeed_config:",
             f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
-            f"  zero3_init_flag: {str(layout.stage == 3).lower()}", "  deepspeed_multinode_launcher: standard",
+            f"  zero3_init_flag: {str(shards_at_once).lower()}", "  deepspeed_multinode_launcher: standard",
         ]  # fmt: skip
     else:
         lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else 'NO'}")

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.recipe.megatron_flags import FULL, SATISFIED
+from train.recipe.megatron_flags import SATISFIED, SELECTIVE
 from train.tools.convert.megatron_args.calls import Call
 from train.tools.convert.megatron_args.ledger import Ledger
 from train.tools.convert.megatron_args.pair import read_layout
@@ -169,17 +169,18 @@ def _batches(done: Converted) -> None:
     total = flags.number("global_batch_size", default=micro * replicas)
     if not flags.has("global_batch_size"):
         flags.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
-    processes = max(count for count in range(1, layout.world + 1) if total % count == 0)
-    if processes < layout.world:
-        done.notes.append(f"the global batch of {total} is divided among {processes} processes and not to "
-                          f"{layout.world}: all of them are data-parallel here")  # fmt: skip
-        layout.use_fewer(processes)
-    ours = max(size for size in range(1, micro + 1) if (total // processes) % size == 0)
-    accumulation = total // processes // ours
+    ours_replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
+    if ours_replicas < layout.replicas:
+        each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
+        done.notes.append(f"the global batch of {total} is divided among {ours_replicas} {each} and not to "
+                          f"{layout.replicas}: all of them are data-parallel here")  # fmt: skip
+        layout.use_fewer(ours_replicas)
+    ours = max(size for size in range(1, micro + 1) if (total // ours_replicas) % size == 0)
+    accumulation = total // ours_replicas // ours
     note = f", accumulation {accumulation}"
     if total % (replicas * micro):
         done.notes.append(f"Megatron would refuse this global batch: {total} is no multiple of {micro} * {replicas}")
-    elif layout.split > 1:
+    elif layout.split != layout.replica_size:
         note += f" (there {total // replicas // micro}, on {replicas} data-parallel process{'es' * (replicas > 1)})"
     carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
     carry(done, "global_batch_size", "global_batch_size", total)
@@ -230,12 +231,10 @@ def _memory(done: Converted) -> None:
         full.append("recompute_granularity")
     for name in full:
         carry(done, name, "gradient_checkpointing", True)
-    selective = ", selective recomputation: there is none here. A flash kernel keeps no attention matrices either; "
-    remedy = f"where memory does not suffice, {FULL}"
     if granularity == "selective":
-        flags.none("recompute_granularity", selective.lstrip(", ") + remedy)
+        flags.satisfied("recompute_granularity", SELECTIVE)
     if flags.has("recompute_activations"):
-        flags.none("recompute_activations", f"it means --recompute-granularity selective{selective}{remedy}")
+        flags.satisfied("recompute_activations", f"it means --recompute-granularity selective: {SELECTIVE}")
     layers = flags.text("recompute_num_layers", "1")
     if flags.text("recompute_method") == "block" or layers != "1":
         for name in ("recompute_method", "recompute_num_layers"):
