@@ -211,7 +211,7 @@ def poisoned(llama, tmp_path_factory) -> list:
     return [
         "--model_name_or_path", folder, "--train_file", file, "--validation_split_percentage", "0", "--block_size",
         "64", "--packing", "none", "--per_device_train_batch_size", "4", "--num_train_epochs", "1", "--save_steps",
-        "2", "--learning_rate", "1e-3", "--record_samples", "true",
+        "2", "--learning_rate", "1e-3", "--record_samples", "true", "--global_batch_size", "8",
     ]  # fmt: skip
 
 
@@ -234,6 +234,7 @@ def check_fault(output: Path, action: str) -> int:
     [
         (("zero2", 2), ("single", 1), ("ddp", 2)),
         pytest.param(("ddp", 2), ("zero3", 2), ("zero3", 2), marks=pytest.mark.long),
+        pytest.param(("pp", 2), ("3d", 4), ("pp", 4), marks=pytest.mark.long),
     ],
 )
 def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, skips, rewinds):

@@ -31,6 +31,32 @@ def strategy_of(stage: int | None) -> Strategy:
 STRATEGY = strategy_of(None)
 
 
+@pytest.mark.parametrize(("norm", "moves"), [(1.5, True), (2.5, False), (float("nan"), False)])
+def test_the_optimizer_that_adds_up_gradients_in_fp32_asks_about_the_update_too(monkeypatch, norm, moves):
+    """DeepSpeed's step, on one weight and without processes: what is refused does not move it."""
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    assert not hasattr(BF16_Optimizer, "_update_scale"), "it needs no path of its own"
+    monkeypatch.setattr(bf16_optimizer, "is_invalid_grad_norm", None)
+    monkeypatch.setattr(bf16_optimizer, "get_global_norm_of_tensors", lambda **_: torch.tensor(norm))
+    weight, optimizer = torch.zeros(1, requires_grad=True), BF16_Optimizer.__new__(BF16_Optimizer)
+    optimizer.optimizer, optimizer.clip_grad, optimizer.norm_type, optimizer.mpu = None, 0.0, 2, None
+    optimizer.has_moe_layers = optimizer._uses_muon = False
+    optimizer.grad_acc_dtype, optimizer.get_grads_for_norm = torch.float32, lambda: ([], {})
+    optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition = [weight], [torch.ones(1)]
+    for name in ("clear_hp_grads", "clear_lp_grads", "update_lp_params", "_lazy_init_hp_params_optimizer_state"):
+        setattr(optimizer, name, lambda: None)
+    optimizer.optimizer = torch.optim.SGD([weight], lr=1.0)
+    asked = []
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine._accept_update = lambda value: asked.append(value) or value < 2
+    engine._ask_before_step(optimizer)
+    optimizer.step()
+    assert bool(weight.item()) == moves
+    assert asked == [pytest.approx(norm, nan_ok=True)]
+
+
 class Untouchable:
     def __getattr__(self, name):
         raise AssertionError(f"{name} of the model is asked for")

@@ -234,28 +234,6 @@ def test_keys_that_are_refused_are_those_that_deepspeed_has_removed():
     assert not KNOWN_KEYS & REFUSED_KEYS.keys()
 
 
-@pytest.mark.parametrize("name", ["fp32", "torch.float32"])
-def test_deepspeeds_other_bf16_optimizer_is_refused(launched, tmp_path, name):
-    """It has none of the methods around which an update is judged."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    assert not hasattr(BF16_Optimizer, "_update_scale")
-    path = tmp_path / "mine.json"
-
-    def read(stage: int, precision: str, **zero):
-        zero = {"stage": stage, **zero}
-        path.write_text(json.dumps({"zero_optimization": zero, "data_types": {"grad_accum_dtype": name}}))
-        variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
-        launched({}, **variables)
-        return read_strategy(recipe(precision=precision))
-
-    with pytest.raises(UserError, match=r"grad_accum_dtype = .* ZeRO-1 and bf16 .*zero_optimization\.stage to 2"):
-        read(1, "bf16")
-    assert read(2, "bf16").deepspeed["data_types"] == {"grad_accum_dtype": name}
-    assert read(1, "fp32").precision == "fp32"
-    assert read(1, "bf16", offload_optimizer={"device": "cpu"}).precision == "bf16"
-
-
 def test_a_pair_is_found_from_another_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     yaml_file = str(ROOT / "accelerate_configs" / "zero2.yaml")

@@ -9,7 +9,6 @@ from train.strategy.layout import ParallelLayout
 from train.strategy.option_resolver import OptionResolver
 
 ADAM_NAMES = ("adam", "adamw")
-FP32_NAMES = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's DtypeEnum
 
 
 def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) -> tuple[dict, BatchSizes]:
@@ -81,21 +80,3 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
     resolver.resolve("learning_rate", "optimizer.params.lr")
     resolver.resolve("weight_decay", "optimizer.params.weight_decay")
     resolver.resolve("adam_epsilon", "optimizer.params.eps")
-
-
-def refuse_another_optimizer(config: dict, source: str, precision: str) -> None:
-    """Refuse what makes DeepSpeed take its BF16_Optimizer (runtime/engine.py, _do_optimizer_sanity_check).
-
-    That one has neither the norm nor the decision about overflow between which an update is judged (engine.py).
-
-    Raises:
-        UserError: gradients are to be added up in fp32 under ZeRO-1 and bf16, without offload.
-    """
-    zero, accumulated = config["zero_optimization"], config.get("data_types", {}).get("grad_accum_dtype")
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if zero.get("stage") == 1 and precision == "bf16" and accumulated in FP32_NAMES and not offloads:
-        raise UserError(
-            f"{source}: data_types.grad_accum_dtype = {accumulated!r} under ZeRO-1 and bf16 is not supported: there "
-            "DeepSpeed uses another optimizer, in which no update can be refused. Set zero_optimization.stage to 2, "
-            "or remove grad_accum_dtype"
-        )

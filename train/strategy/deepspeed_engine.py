@@ -41,6 +41,9 @@ class DeepSpeedEngine(Engine):
         Every ZeRO optimizer decides there, in `_update_scale`, whether the step overflowed, and drops the gradients if
         so: what is refused is dropped in the same way, but leaves the loss scale as it is.
         """
+        if not hasattr(optimizer, "_update_scale"):
+            self._ask_before_bf16_step()
+            return
         norm_of = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
         take_norm, update_scale = getattr(optimizer, norm_of), optimizer._update_scale
 
@@ -61,6 +64,13 @@ class DeepSpeedEngine(Engine):
 
         setattr(optimizer, norm_of, noted)
         optimizer._update_scale = decide
+
+    def _ask_before_bf16_step(self) -> None:
+        """The same of the BF16_Optimizer, which adds gradients up in fp32: the JSON's data_types.grad_accum_dtype under
+        ZeRO-1 and bf16. It drops gradients whose norm is no number, and asks for it after the sum over replicas."""
+        from deepspeed.runtime import bf16_optimizer
+
+        bf16_optimizer.is_invalid_grad_norm = lambda norm: not self._accept_update(float(norm))
 
     def accumulate(self, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
@@ -102,9 +112,10 @@ class DeepSpeedEngine(Engine):
         return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)
 
     def loss_scale(self):
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
-        numbers = {name: value for name, value in vars(scaler).items() if isinstance(value, (int, float))}
-        return numbers if self.strategy.precision == "fp16" else {}
+        if self.strategy.precision != "fp16":
+            return {}
+        scaler = vars(self.engine.optimizer.loss_scaler)
+        return {name: value for name, value in scaler.items() if isinstance(value, (int, float))}
 
     def continue_from(self, loss_scale):
         if loss_scale and self.strategy.precision == "fp16":

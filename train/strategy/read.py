@@ -6,7 +6,7 @@ from typing import Any
 from train.recipe.base import Recipe
 from train.recipe.errors import Problems, UserError
 from train.strategy.batches import resolve_batches
-from train.strategy.deepspeed_config import refuse_another_optimizer, resolve_config
+from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
 from train.strategy.degrees import (
     check_pipeline,
@@ -83,8 +83,6 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         check_sequence_parallel(resolved, source, recipe, sequence)
         check_tensor_parallel(resolved, source, recipe, tensor)
         check_pipeline(resolved, source, recipe, pipeline)
-        if precision is not None:
-            refuse_another_optimizer(resolved, source, precision)
     if problems.found:
         return None
     recipe.precision = precision
