@@ -380,7 +380,7 @@ LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
     ("tp_zero3 x dp", [(8, "tp_zero2", 4), (16, "zero3", 2)]),
     ("pp", [(8, "zero2", 2), (16, "single", 1)]),
     ("zero2", [(8, "single", 1), (16, "pp", 2)]),
-    ("3d", [(8, "zero3", 2), (16, "pp", 4)]),
+    ("3d", [(8, "zero3", 2), (16, "pp", 2)]),
     ("zero2", [(8, "3d", 4), (16, "tp", 2)]),
 )
 LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]

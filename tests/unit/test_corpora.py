@@ -227,7 +227,7 @@ def test_a_padded_vocabulary_is_cut_on_export(tmp_path, family):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     tokenizer = train_tokenizer(["a b c " * 50], 258, "few", tmp_path)
-    export_model(model, model.state_dict(), tokenizer, tmp_path / "model", "card")
+    export_model(model, model.state_dict().items(), tokenizer, tmp_path / "model", "card")
     assert "unpadded_vocab_size" not in json.loads((tmp_path / "model" / "config.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0] == VOCABULARY
@@ -245,7 +245,7 @@ def test_the_file_that_a_tokenizer_was_made_from_is_kept(tmp_path):
     tokenizer.name_or_path = str(tmp_path / "base")
     model = tiny_model("llama")
     for _ in range(2):
-        export_model(model, model.state_dict(), tokenizer, tmp_path / "model", "card")
+        export_model(model, model.state_dict().items(), tokenizer, tmp_path / "model", "card")
     assert (tmp_path / "model" / "tokenizer.model").read_bytes() == b"as it is"
 
 
@@ -257,7 +257,7 @@ def test_biases_beside_the_head_are_cut_as_well(tmp_path):
     pad_vocabulary(config, recipe_of("--make_vocab_size_divisible_by", "128"))  # as wide as its other biases
     model = AutoModelForCausalLM.from_config(config)
     tokenizer = train_tokenizer(["a b c " * 50], 258, "few", tmp_path)
-    export_model(model, model.state_dict(), tokenizer, tmp_path / "model", "card")
+    export_model(model, model.state_dict().items(), tokenizer, tmp_path / "model", "card")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded(torch.arange(9)[None]).logits.shape[-1] == VOCABULARY
 

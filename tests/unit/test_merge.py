@@ -535,8 +535,8 @@ def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
 
     case, true = build(), export.export_model
 
-    def spoilt(model, state, *others):
-        true(model, {name: tensor * 1.01 for name, tensor in state.items()}, *others)
+    def spoilt(model, weights, *others):
+        true(model, ((name, tensor * 1.01) for name, tensor in weights), *others)
 
     monkeypatch.setattr(export, "export_model", spoilt)
     with pytest.raises(RuntimeError, match="read back: the logits differ by"):

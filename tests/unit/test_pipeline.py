@@ -15,7 +15,7 @@ from train.model.loss import install_loss
 from train.model.stages import check_stages, keep_stage, layers_of, whole_model
 from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe
-from train.strategy.degrees import check_pipeline, idle_note, read_pipeline_degree
+from train.strategy.degrees import check_pipeline, idle_note, idle_share, read_pipeline_degree
 from train.strategy.layout import ParallelLayout
 from train.strategy.state import OptimizerState, Piece
 from train.training.configuration import check_layout
@@ -121,10 +121,32 @@ def test_the_export_needs_the_weights_and_no_model(tmp_path):
     keep_stage(stage, 1, 2, torch.float32)
     tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
     state = {name: weight.detach() for name, weight in whole.named_parameters()}
-    export_model(whole_model(stage), state, tokenizer, tmp_path, "card")
+    export_model(whole_model(stage), state.items(), tokenizer, tmp_path, "card")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == whole.state_dict().keys()
     assert all(torch.equal(loaded[name], weight) for name, weight in whole.state_dict().items())
+
+
+@pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])
+def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at_once):
+    """Weights one after another, of which few are in memory; GPT-NeoX's head has another name on the disk."""
+    monkeypatch.setattr("train.model.export.LARGEST_FILE", bytes_at_once)
+    model = tiny_model(family, unpadded_vocab_size=89)
+    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
+    export_model(
+        model, ((name, weight.detach()) for name, weight in model.named_parameters()), tokenizer, tmp_path, ""
+    )
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (bytes_at_once > 10**6)
+    assert not (tmp_path / "part").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.vocab_size == 89
+    expected = model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, expected[name][:89] if len(expected[name]) == 97 else expected[name]), name
+    with pytest.raises(RuntimeError, match="incomplete: missing"):
+        export_model(model, iter(()), tokenizer, tmp_path / "none", "")
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (48, 8), (5, 4)])
@@ -161,6 +183,22 @@ def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
         assert theirs[-1] is schedule.OptimizerStep
         assert commands(GradientSchedule, stage) == theirs[:-1]
         assert theirs.count(schedule.BackwardPass) == 4
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8, 32])
+def test_the_idle_share_is_that_of_the_schedule(stages, micro_batches):
+    """(p - 1)/(m + p - 1) of a stage's steps have neither a forward nor a backward pass, in every stage."""
+    from deepspeed.runtime.pipe import schedule
+
+    from train.strategy.stage_module import GradientSchedule
+
+    works = (schedule.ForwardPass, schedule.BackwardPass)
+    for stage in range(stages):
+        steps = list(GradientSchedule(micro_batches, stages, stage))
+        idle = sum(not any(isinstance(command, works) for command in step) for step in steps)
+        assert idle / len(steps) == pytest.approx(idle_share(stages, micro_batches))
+    assert idle_share(2, 1) == 0.5
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

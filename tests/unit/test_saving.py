@@ -64,7 +64,7 @@ def fill(folder: Path, weights) -> None:
     from safetensors.torch import save_file
 
     (folder / "model").mkdir()
-    save_file(weights, folder / "model" / "model.safetensors")
+    save_file(dict(weights), folder / "model" / "model.safetensors")
 
 
 def saver_of(engine: Alone, folder: Path, **options) -> AsyncCheckpointWriter:

@@ -4,9 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from train.model.export import export_model
+from train.model.export import Weights, export_model
 from train.recipe.options import TrainingRecipe
 from train.record.model_card import model_card
 
@@ -29,16 +27,15 @@ class ModelExporter:
         """Whether the whole model is written, and not only what is trained."""
         return self._adapter is None
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
-        """What is written, full tensors, on the main process; None elsewhere. All ranks call it together."""
-        return self._engine.state_dict() if self.writes_all else self._engine.trained_state()
+    def weights(self) -> Weights:
+        """What is written, full tensors, on the main process; nothing elsewhere. All ranks read it to its end."""
+        return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
 
-    def write(
-        self, state: dict[str, torch.Tensor], held_out: dict[str, float], folder: Path, in_thread: bool = False
-    ) -> None:
+    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> None:
         """Write the folder, on the main process.
 
         Args:
+            weights: read once, one after another.
             held_out: figures for the model card.
             in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
         """
@@ -47,4 +44,5 @@ class ModelExporter:
         module, is_adapter = self._engine.whole, self._adapter is not None
         card = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
         write = self._adapter.save if is_adapter else export_model
-        write(module, state, self._tokenizer_of_thread if in_thread else self._tokenizer, folder, card)
+        weights = dict(weights) if is_adapter else weights
+        write(module, weights, self._tokenizer_of_thread if in_thread else self._tokenizer, folder, card)

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from train.checkpoint.shards import (
     write_progress,
     write_shard,
 )
+from train.model.export import Weights
 from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
 from train.recipe.files import SECONDS_TO_APPEAR, appears, is_there
@@ -33,7 +35,7 @@ from train.strategy.host_memory import host_memory
 from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
 from train.strategy.state import KINDS
 
-Fill = Callable[[Path, dict[str, torch.Tensor] | None], None]
+Fill = Callable[[Path, Weights], None]
 
 
 class AsyncCheckpointWriter:
@@ -67,7 +69,7 @@ class AsyncCheckpointWriter:
         update: int,
         why: str,
         fill: Fill,
-        weights: Callable[[], dict[str, torch.Tensor] | None],
+        weights: Callable[[], Weights],
         progress: dict[str, Any] | None,
         is_best: bool,
     ) -> None:
@@ -75,10 +77,9 @@ class AsyncCheckpointWriter:
 
         Args:
             why: ASKED, CLOCK, ... of train/checkpoint/directory.py.
-            fill: writes what is for others (model/, predictions) into a folder, given the copy of the weights; called
-                on the main process, in a thread.
-            weights: gathers what is exported, on the main process; called on all ranks, and only where the state does
-                not hold it.
+            fill: writes what is for others (model/, predictions) into a folder, given the weights one after another;
+                called on the main process, in a thread.
+            weights: gathers what is exported, on the main process; called on all ranks, where the state has it not.
             progress: what the run resumes from, beside the optimizer's state; None: only the model is kept.
         """
         began = time.perf_counter()
@@ -90,8 +91,8 @@ class AsyncCheckpointWriter:
         tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
         tensors = self._on_the_host("state", {name: tensor.float() for name, tensor in tensors.items()}, copied)
         from_state = progress is not None and self._state_has_all
-        exported = self._buffers_of_the_model() if from_state else weights()
-        if exported is not None and copied:
+        exported = self._buffers_of_the_model() if from_state else dict(weights())
+        if copied:
             held = [*engine.module.parameters(), *engine.module.buffers()]
             live = {tensor.untyped_storage().data_ptr() for tensor in held}
             moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
@@ -307,10 +308,9 @@ class _Save:
             if fill is None or (progress is not None and not self._all_are_there()):
                 return
             partial.mkdir(parents=True, exist_ok=True)
-            if dtypes:
-                files = ShardReader(partial / STATE)
-                exported = {**exported, **{name: files.weight(name).to(dtype) for name, dtype in dtypes.items()}}
-            fill(partial, exported)
+            files = ShardReader(partial / STATE) if dtypes else None
+            trained = ((name, files.weight(name).to(dtype)) for name, dtype in dtypes.items())
+            fill(partial, chain(exported.items(), trained))
             checked = {}
             if progress is not None:
                 write_progress(partial / STATE, progress)

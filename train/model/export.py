@@ -1,31 +1,31 @@
 """The exported model: a folder that transformers loads, with the tokenizer and a model card."""
 
 import copy
+import json
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from train.model.configuration import usable_positions
+from train.model.families import family_of
+
+LARGEST_FILE = 5 * 10**9  # bytes, about: what is in memory at once of a model that is written in parts
+
+Weights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
 
 
-def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path, card: str) -> None:
+def export_model(model, weights: Weights, tokenizer, folder: Path, card: str) -> None:
     """Write weights (safetensors), configuration, tokenizer and README.md.
 
     Args:
         model: the unwrapped transformers model; only its configuration and its class are used.
-        state: the full weights by name, on the CPU.
+        weights: one after another; what is written is not kept.
 
     Raises:
-        RuntimeError: a tensor of `state` is empty or is missing. An incomplete model is never written.
+        RuntimeError: a weight is empty or is missing.
     """
-    expected = {name for name, _ in model.named_parameters()}
-    broken = sorted(name for name in expected if name in state and state[name].numel() == 0)
-    missing = sorted(expected - state.keys())
-    if broken or missing:
-        raise RuntimeError(f"the gathered weights are incomplete: empty {broken[:3]}, missing {missing[:3]}")
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected
-    state = {name: tensor for name, tensor in state.items() if name not in tied}  # each weight once
     folder.mkdir(parents=True, exist_ok=True)
     written = copy.copy(model)  # the model may still be training, and depends on its configuration
     for name in ("config", "generation_config"):
@@ -33,14 +33,66 @@ def export_model(model, state: dict[str, torch.Tensor], tokenizer, folder: Path,
             setattr(written, name, copy.deepcopy(getattr(model, name)))
             getattr(written, name).use_cache = True
     make_consistent(getattr(written, "generation_config", None))
-    state = without_padding(written, state)
-    written.save_pretrained(folder, state_dict=state)
+    _write_weights(written, weights, folder)
     positions = usable_positions(model.config)
     if positions and tokenizer.model_max_length > 10**9:  # not set; truncation=True would cut nothing
         tokenizer.model_max_length = positions
     tokenizer.save_pretrained(folder)
     _copy_sentencepiece_model(Path(tokenizer.name_or_path), folder)
     write_card(folder, card)
+
+
+def _write_weights(written, weights: Weights, folder: Path) -> None:
+    """Write the weights and the configuration: in one file, or, of a family whose weights have the names on the disk
+    that they have in memory but for renaming, in several."""
+    expected = {name for name, _ in written.named_parameters()}
+    tied = {name for name, _ in written.named_parameters(remove_duplicate=False)} - expected
+    without_padding, in_parts = _padding_remover(written), family_of(written.config).stage_plan is not None
+    part, files, size = {}, [], 0
+    for name, tensor in weights:
+        if name in tied:  # each weight once
+            continue
+        if tensor.numel() == 0:
+            raise RuntimeError(f"the gathered weights are incomplete: {name} is empty")
+        if in_parts and part and size + tensor.nbytes > LARGEST_FILE:
+            files.append(_write_part(written, part, folder, len(files)))
+            part, size = {}, 0
+        part[name] = without_padding(name, tensor)
+        expected.discard(name)
+        size += part[name].nbytes
+    if expected:
+        raise RuntimeError(f"the gathered weights are incomplete: missing {sorted(expected)[:3]}")
+    if not files:
+        written.save_pretrained(folder, state_dict=part)
+        return
+    files.append(_write_part(written, part, folder, len(files)))
+    _write_index(files, folder)
+
+
+def _write_part(written, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
+    """Write a part as transformers writes a whole model, which knows the weights' names on the disk."""
+    place, file = folder / "part", folder / f"part_{number}.safetensors"
+    written.save_pretrained(place, state_dict=part)
+    (place / "model.safetensors").rename(file)
+    for other in place.iterdir():
+        other.replace(folder / other.name)
+    place.rmdir()
+    return file
+
+
+def _write_index(files: list[Path], folder: Path) -> None:
+    """Give the parts the names that transformers looks for, and write down which weight is where."""
+    from safetensors import safe_open
+
+    where, size = {}, 0
+    for number, file in enumerate(files, 1):
+        named = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+        file.rename(named)
+        with safe_open(named, "pt") as opened:
+            where |= dict.fromkeys(opened.keys(), named.name)
+        size += named.stat().st_size
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def make_consistent(generation) -> None:
@@ -66,20 +118,20 @@ def _copy_sentencepiece_model(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def without_padding(written, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove a padded vocabulary's extra rows from embeddings and head, and from the configuration.
+def _padding_remover(written) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Remove a padded vocabulary's extra rows from the configuration. Returns what removes them from a weight.
 
     Args:
         written: a copy of the model with a configuration of its own.
     """
     rows = written.config.__dict__.pop("unpadded_vocab_size", None)
     if rows is None:
-        return state
+        return lambda name, tensor: tensor
     written.config.vocab_size = rows
     over_tokens = (written.get_input_embeddings(), written.get_output_embeddings())
     padded = {id(parameter) for module in over_tokens for parameter in module.parameters(recurse=False)}
     names = {name for name, parameter in written.named_parameters(remove_duplicate=False) if id(parameter) in padded}
-    return {name: tensor[:rows].contiguous() if name in names else tensor for name, tensor in state.items()}
+    return lambda name, tensor: tensor[:rows].contiguous() if name in names else tensor
 
 
 def write_card(folder: Path, card: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 
-from train.recipe.errors import Problems, UserError
+from train.recipe.errors import Problems
 from train.strategy.batches import BatchSizes, resolve_batches
 from train.strategy.deepspeed_schedule import adopt_scheduler
 from train.strategy.layout import ParallelLayout

@@ -66,8 +66,8 @@ class DeepSpeedEngine(Engine):
         optimizer._update_scale = decide
 
     def _ask_before_bf16_step(self) -> None:
-        """The same of the BF16_Optimizer, which adds gradients up in fp32: the JSON's data_types.grad_accum_dtype under
-        ZeRO-1 and bf16. It drops gradients whose norm is no number, and asks for it after the sum over replicas."""
+        """The same of the BF16_Optimizer, which adds gradients up in fp32 (under ZeRO-1 and bf16, where the JSON's
+        data_types.grad_accum_dtype says so). Before it moves anything it asks whether the norm is a number."""
         from deepspeed.runtime import bf16_optimizer
 
         bf16_optimizer.is_invalid_grad_norm = lambda norm: not self._accept_update(float(norm))
@@ -128,27 +128,34 @@ class DeepSpeedEngine(Engine):
             self.engine.empty_partition_cache()
 
     def state_dict(self):
-        if self.layout.tensor > 1:
-            return self._joined_state()
+        if self.layout.model_size > 1:
+            return dict(self.weights()) or None
         if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
             return super().state_dict()
         self._before_gathering()
         state = self.accelerator.get_state_dict(self.model)
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
 
-    def _joined_state(self):
-        """The same under tensor parallelism: one parameter after another is joined, on every rank for a moment."""
+    def weights(self):
+        if self.layout.model_size == 1:
+            return super().weights()
+        return self._joined_weights()
+
+    def _joined_weights(self):
+        """One parameter after another is joined, on every rank for a moment."""
         self._before_gathering()
-        state = {}
         for name, parameter in self.module.named_parameters():
             with self.strategy.gathered(parameter, written=False):
                 whole = self._joined(parameter)
                 if self.is_main:
-                    state[name] = whole.to("cpu", copy=True)
-        if not self.is_main:
-            return None
-        kept = self.module.state_dict().keys()
-        return state | {name: buffer.cpu() for name, buffer in self.module.named_buffers() if name in kept}
+                    yield name, whole.to("cpu", copy=True)
+        if self.is_main:
+            yield from self._kept_buffers()
+
+    def _kept_buffers(self):
+        """(name, buffer) of those that are stored with the model."""
+        kept = self.whole.state_dict().keys()
+        return ((name, buffer.cpu()) for name, buffer in self.whole.named_buffers() if name in kept)
 
     def _joined(self, parameter):
         """The full parameter, on all ranks that share its layer."""

@@ -136,16 +136,19 @@ def check_pipeline(config: dict[str, Any], source: str, recipe, degree: int) -> 
         raise UserError(problems)
 
 
+def idle_share(stages: int, micro_batches: int) -> float:
+    """The part of an update's time in which a stage of a pipeline waits for others (Huang et al. 2019, GPipe)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
 def idle_note(stages: int, micro_batches: int) -> str | None:
-    """A warning about a pipeline that idles for want of micro-batches: a stage waits for (p - 1) of the (m + p - 1)
-    steps that an update takes (Huang et al. 2019, GPipe)."""
+    """A warning about a pipeline that idles for want of micro-batches."""
     if micro_batches >= stages:
         return None
-    share = (stages - 1) / (micro_batches + stages - 1)
+    idle = f"(p - 1)/(m + p - 1) = {idle_share(stages, micro_batches):.0%}"
     return (
         f"warning: gradient_accumulation_steps = {micro_batches} is below the {stages} stages of the pipeline, which "
-        f"stand idle (p - 1)/(m + p - 1) = {share:.0%} of the time. Use a smaller --per_device_train_batch_size, or a "
-        "larger --global_batch_size"
+        f"stand idle {idle} of the time. Use a smaller --per_device_train_batch_size, or a larger --global_batch_size"
     )
 
 

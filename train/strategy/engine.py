@@ -131,6 +131,11 @@ class Engine:
             return None
         return {name: _on_the_host(tensor.detach()) for name, tensor in self.module.state_dict().items()}
 
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The same one after another, for a reader that does not keep them; nothing but on the main process. All ranks
+        must read it to its end."""
+        return (self.state_dict() or {}).items()
+
     def trained_state(self) -> dict[str, torch.Tensor] | None:
         """The same for the weights that are trained, and no others: each is gathered for itself."""
         state = {}

@@ -1,6 +1,6 @@
 """A pipeline: each rank has some of the layers, and an update's micro-batches pass through all of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from types import SimpleNamespace
 
@@ -77,12 +77,8 @@ class PipelineEngine(DeepSpeedEngine):
         torch.distributed.broadcast_object_list(held, last, grid.get_pipe_parallel_group(), self.device)
         return held[0].to(self.device)
 
-    def state_dict(self):
-        """Each weight goes to the main process by itself; all ranks take part."""
-        return dict(self._weights()) or None
-
-    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, whole weight on the CPU) on the main process, in the order of the whole model; nothing elsewhere."""
+    def _joined_weights(self):
+        """In the order of the whole model; each goes to the main process by itself."""
         own = {name: each for name, each in self.module.named_parameters() if not each.ds_pipe_replicated}
         sends = self.layout.data_rank == 0 and self.layout.tensor_rank == 0 and not self.is_main
         senders = {name: rank for rank, names in enumerate(self.gather_objects([*own] if sends else []) or [])
@@ -97,8 +93,7 @@ class PipelineEngine(DeepSpeedEngine):
                     torch.distributed.recv(weight, senders[name])
                 yield name, weight.to("cpu", copy=True)
         if self.is_main:
-            kept = self.whole.state_dict().keys()
-            yield from ((name, buffer.cpu()) for name, buffer in self.whole.named_buffers() if name in kept)
+            yield from self._kept_buffers()
 
     def generate(self, input_ids, attention_mask=None, **kwargs):
         raise NotImplementedError("the layers are on several ranks: generate with the exported model")

@@ -240,7 +240,7 @@ def _write(model, folder: AdapterFolder, adapted: AdaptedModel, tokenizer, parti
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(folder.path)
-    export_model(model, model.state_dict(), tokenizer, partial, _card(model, folder, adapted, notes))
+    export_model(model, model.state_dict().items(), tokenizer, partial, _card(model, folder, adapted, notes))
 
 
 def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool):

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -311,8 +312,9 @@ class Trainer:
             return
         self.watchdog.phase("export", patience=LONG)
         loads_best = self.best.loads and self.state.best.update is not None
-        weights = None if loads_best else self.exporter.weights()
+        weights = () if loads_best else self.exporter.weights()
         if not self.is_main:
+            deque(weights, maxlen=0)  # takes part in gathering them
             return
         self.folder.metrics.close()
         if loads_best:
