@@ -181,6 +181,8 @@ SHARED = [  # two ranks share each layer, or split each row
     _make("GPT-2, 4 of 256", "sp", "fp32", 128, 2, (2, 9), WHOLE),
     _make("Llama, 4 of 256", "tp_zero2", "bf16", 128, 2, (2, 10), AGAIN),
     _make("GPT-2, 3 of 512", "sp", "bf16", 96, 1, (2, 10), AGAIN),
+    _make("GPT-2, 4 of 256", "pp", "fp32", 128, 2, (2, 8), WHOLE),
+    _make("Llama, 4 of 256", "pp", "bf16", 128, 4, (2, 8), WHOLE),
 ]
 
 

@@ -11,6 +11,7 @@ from train.strategy.layout import ParallelLayout
 from train.tools.plan.layouts import Degrees, possible_degrees, read_pair
 from train.tools.plan.operations import ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX
 from train.tools.plan.options import PlanOptions
+from train.tools.plan.stages import Stage, stages_of
 from train.tools.plan.subject import Subject, read_subject
 from train.tools.tool_recipe import read_with_recipe
 
@@ -91,17 +92,72 @@ def test_packed_documents_keep_a_mask_of_rows_in_full():
     assert masked - free >= 2 * 64 * 64 * 4
 
 
+# -------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_stages_have_all_weights_and_both_ends_a_tied_table():
+    subject = subject_of(*GPT2)
+    layout = ParallelLayout(2, pipeline=2)
+    first, last = (subject.weights_of(layout, stage).trained for stage in subject.stages(layout))
+    table = 301 * 64
+    assert first + last == 127_552 + table
+    assert first - last == 128 * 64 - 2 * 64  # positions; the norm after the layers
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA])
+def test_each_gradient_of_a_stage_is_completed_once(model):
+    subject = subject_of(*model)
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    for stage in subject.stages(layout):
+        weights, steps = subject.weights_of(layout, stage), subject.steps("fp32", True, layout, stage, 2)
+        completed = [step.completed for step in steps if step.completed]
+        assert sorted(completed) == sorted(weights.sizes)
+        assert sum(step.gradient for step in steps) == pytest.approx(4 * weights.trained, rel=0.02)  # blocks of 512
+
+
+def test_the_first_stage_keeps_most_micro_batches():
+    steps = [Stage(number, 4, 2).in_flight(8) for number in range(4)]
+    assert steps == [4, 3, 2, 1]
+    assert Stage(0, 4, 2).in_flight(2) == 2
+    uneven = stages_of(ParallelLayout(4, pipeline=4), 6)  # 1, 2, 1 and 2 layers
+    assert [(stage.number, stage.layers) for stage in uneven] == [(0, 1), (1, 2), (3, 2)]
+
+
+def test_a_pipeline_s_layouts_are_planned(capsys):
+    flags = [*LLAMA, "--num_gpus", "4", "--gpu", "a100-40gb", "--strategies", "tp,pp,3d", "--batch_sizes", "2",
+             "--packing", "none"]  # fmt: skip
+    once, often = (
+        {(one["layout"]["tensor"], one["layout"]["pipeline"]): one
+         for one in planned(capsys, *flags, "--gradient_accumulation_steps", str(count))["predictions"]}
+        for count in (1, 8)
+    )  # fmt: skip
+    assert set(often) == {(2, 1), (4, 1), (1, 2), (2, 2)}
+    peaks = {layout: one["components"]["activations"] for layout, one in often.items() if one["phase"] != "gradients"}
+    assert all(one["layout"]["data"] == 4 // (tensor * stages) for (tensor, stages), one in often.items())
+    assert often[1, 2]["peak_allocated_bytes"] > once[1, 2]["peak_allocated_bytes"]  # two micro-batches in flight
+    assert peaks
+    bubble = often[1, 2]["seconds"]["pipeline bubble"]
+    assert once[1, 2]["seconds"]["pipeline bubble"] == pytest.approx(bubble, rel=0.1)  # (p - 1) micro-batches
+    assert "pipeline bubble" not in often[2, 1]["seconds"]
+
+
 # ------------------------------------------------------------------------------------------------------------- degrees
 
 
 def test_degrees_divide_the_processes_of_a_machine(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = possible_degrees("tp_zero2", read_pair("tp_zero2"), 8)
-    assert [(one.tensor, one.sequence) for one in found] == [(2, 1), (4, 1), (8, 1)]
-    assert possible_degrees("sp", read_pair("sp"), 6)[1] == Degrees(sequence=3)
-    assert possible_degrees("zero3", read_pair("zero3"), 8) == [Degrees()]
-    named = "accelerate_configs/tp.yaml"
-    assert possible_degrees(named, read_pair(named), 8) == [Degrees(tensor=2)]
+
+    def degrees(name, *sizes):
+        return possible_degrees(name, read_pair(name), *sizes)
+
+    assert [(one.tensor, one.sequence) for one in degrees("tp_zero2", 16, 8, 24)] == [(2, 1), (4, 1), (8, 1)]
+    assert degrees("sp", 6, 6, 24)[1] == Degrees(sequence=3)
+    assert degrees("zero3", 8, 8, 24) == [Degrees()]
+    assert degrees("accelerate_configs/tp.yaml", 8, 8, 24) == [Degrees(tensor=2)]
+    assert [one.pipeline for one in degrees("pp", 16, 8, 6)] == [2, 4]  # no more stages than layers
+    assert {(one.tensor, one.pipeline) for one in degrees("3d", 16, 8, 24)} == {
+        (2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (8, 2),
+    }  # fmt: skip
 
 
 def planned(capsys, *flags: str) -> dict:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError
-from train.strategy.degrees import SEQUENCE, TENSOR
+from train.strategy.degrees import PIPELINE, SEQUENCE, TENSOR
 from train.strategy.pairs import ROOT, find_strategies
 
 FILE = "deepspeed_config_file"  # of an accelerate YAML
@@ -56,14 +56,17 @@ class Pair:
     @property
     def degrees(self) -> Degrees:
         config = self.config or {}
-        found = {"tensor": (config.get(TENSOR) or {}).get("autotp_size"), "sequence": config.get(SEQUENCE)}
+        found = {"tensor": _of_section(config.get(TENSOR), "autotp_size"), "sequence": config.get(SEQUENCE),
+                 "pipeline": _of_section(config.get(PIPELINE), "stages")}  # fmt: skip
         return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
 
     def with_degrees(self, degrees: Degrees) -> "Pair":
         """The same with these degrees, in place of those that it has."""
-        changed = {TENSOR: {"autotp_size": degrees.tensor}, SEQUENCE: degrees.sequence}
-        config = {key: changed.get(key, value) for key, value in (self.config or {}).items()}
-        return replace(self, config=config) if self.config is not None else self
+        if degrees == self.degrees:
+            return self
+        changed = {TENSOR: {"autotp_size": degrees.tensor}, SEQUENCE: degrees.sequence,
+                   PIPELINE: {**self.config.get(PIPELINE, {}), "stages": degrees.pipeline}}  # fmt: skip
+        return replace(self, config={key: changed.get(key, value) for key, value in self.config.items()})
 
     def write(self, yaml_file: Path, head: str = "", changes: dict[str, Any] | None = None) -> None:
         """Write NAME.yaml, and NAME.json beside it where there is one.
@@ -109,18 +112,29 @@ def _find_json(name: str, source: Path) -> Path:
     return found
 
 
-def possible_degrees(name: str, pair: Pair, local_ranks: int) -> list[Degrees]:
+def _of_section(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else None
+
+
+def possible_degrees(name: str, pair: Pair, num_ranks: int, local_ranks: int, num_layers: int) -> list[Degrees]:
     """The degrees to plan a pair with. A .yaml file is planned as it is.
 
     Args:
-        local_ranks: processes of one machine.
+        num_ranks, local_ranks: processes of all machines, and of one.
+        num_layers: of the model: no pipeline has more stages.
     """
     own = pair.degrees
     if own == Degrees() or name.endswith((".yaml", ".yml")):
         return [own]
-    divisors = [count for count in range(2, local_ranks + 1) if local_ranks % count == 0]
-    searched = [kind for kind in ("tensor", "sequence") if getattr(own, kind) > 1]
     found = [own]
-    for kind in searched:
-        found = [replace(one, **{kind: count}) for one in found for count in divisors]
+    for kind in ("tensor", "sequence"):
+        if getattr(own, kind) > 1:
+            found = [replace(one, **{kind: count}) for one in found for count in _divisors(local_ranks, local_ranks)]
+    if own.pipeline > 1:
+        found = [replace(one, pipeline=count) for one in found
+                 for count in _divisors(num_ranks // one.tensor, num_layers)]  # fmt: skip
     return found or [own]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [count for count in range(2, min(number, most) + 1) if number % count == 0]

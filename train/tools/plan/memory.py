@@ -50,6 +50,21 @@ class Peak:
     host: int
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """What a stage of a pipeline holds beside the micro-batch that it works on; sizes in bytes.
+
+    Attributes:
+        micro_batches: of which it holds what their backward passes need, this one included.
+        received: of each, beside the activations.
+        buffers: for what is received and sent.
+    """
+
+    micro_batches: int
+    received: int
+    buffers: int
+
+
 def find_peak(
     states: States,
     training: list[Step],
@@ -58,6 +73,7 @@ def find_peak(
     num_groups: int,
     on_gpu: bool,
     with_deepspeed: bool = False,
+    in_flight: InFlight | None = None,
 ) -> Peak:
     """The peak over all moments.
 
@@ -65,8 +81,9 @@ def find_peak(
         training: the forward and backward pass of a micro-batch.
         evaluation: the forward pass of an evaluation batch; empty where nothing is evaluated.
         num_groups: groups of processes that this one communicates in; 0: it is alone.
+        in_flight: of a stage of a pipeline.
     """
-    moments = [*_moments(states, training, evaluation, accumulation)]
+    moments = [*_moments(states, training, evaluation, accumulation, in_flight)]
     host = sum(states.host.values())
     if not on_gpu:  # offloaded states lie in the same memory
         program = CPU_PROGRAM_BYTES + (CPU_DEEPSPEED_BYTES if with_deepspeed else 0)
@@ -83,22 +100,38 @@ def find_peak(
     return Peak(largest.phase, components, allocated, reserved, reserved + context, host)
 
 
-def _moments(states: States, training: list[Step], evaluation: list[Step], accumulation: int) -> Iterator[Moment]:
+def _moments(
+    states: States, training: list[Step], evaluation: list[Step], accumulation: int, in_flight: InFlight | None
+) -> Iterator[Moment]:
     held = {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer,
             "buffers": states.buffers}  # fmt: skip
     yield Moment("start", {"weights": states.load})
     yield Moment("optimizer step", _sum(held, states.step))
     engine = states.engine()
     for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
-        engine.begin(first=number == 0, last=number == accumulation - 1 or number == 1)
+        is_last = in_flight is None and (number == accumulation - 1 or number == 1)
+        engine.begin(first=number == 0, last=is_last)
         moment = _largest_of_pass(states, engine, training)
-        yield Moment(moment.phase, _sum(held, moment.components))
+        yield Moment(moment.phase, _sum(held, moment.components, _others(in_flight, training, accumulation, number)))
+    if in_flight:  # gradients are exchanged when all passes are done
+        engine.begin(first=False, last=True)
+        exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
+        yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
     gathered = states.gathered.most_bytes if states.gathered else 0
     for step in evaluation:
         parts = {"gathered weights": gathered, ACTIVATIONS: step.start, WORKSPACE: step.rise}
         if isinstance(engine, DistributedEngine):
             parts["gradients"] = engine.gradients
         yield Moment("evaluation", _sum(held, parts))
+
+
+def _others(in_flight: InFlight | None, training: list[Step], accumulation: int, number: int) -> dict[str, int]:
+    """What a pipeline's stage holds for micro-batches other than the one that is in its backward pass."""
+    if in_flight is None:
+        return {}
+    kept = next((step.start for step in training if step.phase == "backward"), 0) + in_flight.received
+    others = min(in_flight.micro_batches, accumulation - number) - 1
+    return {ACTIVATIONS: others * kept + in_flight.received, "buffers": in_flight.buffers}
 
 
 def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Moment:

@@ -6,9 +6,10 @@ from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import CHECKPOINT_BYTES
 from train.tools.plan.layouts import possible_degrees, read_pair
-from train.tools.plan.memory import find_peak
+from train.tools.plan.memory import InFlight, Peak, find_peak
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
 from train.tools.plan.resolve import Resolved, resolve_with
+from train.tools.plan.stages import Stage
 from train.tools.plan.subject import Subject
 from train.tools.plan.timing import Timing
 
@@ -36,7 +37,8 @@ class Planner:
         """
         pair, recipe, budget = read_pair(name), self._resolved_recipe(), self.budget
         outcomes = []
-        for degrees in possible_degrees(name, pair, budget.local_ranks):
+        tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.subject.num_layers)
+        for degrees in tried:
             outcome = Outcome(name, degrees)
             outcomes.append(outcome)
             try:
@@ -66,14 +68,8 @@ class Planner:
         """One micro-batch under one strategy."""
         layout = resolved.layout
         accumulation = self.accumulation(micro_batch, layout.data_size)
-        states = resolved.states(self.subject, accumulation > 1)
-        with_deepspeed = resolved.zero is not None
-        training = self.subject.tracer(resolved.precision, with_deepspeed, layout).steps(micro_batch)
-        evaluation = self.subject.tracer(resolved.precision, with_deepspeed, layout, evaluated=True).steps(
-            self.recipe.per_device_eval_batch_size
-        )
-        on_gpu = self.subject.on_gpu
-        peak = find_peak(states, training, evaluation, accumulation, _num_groups(layout), on_gpu, with_deepspeed)
+        peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.subject.stages(layout)]
+        peak, on_gpu = max(peaks, key=lambda one: one.device), self.subject.on_gpu
         host = peak.host * self.budget.local_ranks
         lacking = max(0, peak.device - self.budget.device)
         if self.budget.host is not None and on_gpu:
@@ -82,6 +78,22 @@ class Planner:
             resolved.name, resolved.precision, layout, micro_batch, accumulation,
             self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking, self._speed(resolved, micro_batch),
         )  # fmt: skip
+
+    def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
+        subject, layout, with_deepspeed = self.subject, resolved.layout, resolved.zero is not None
+        states = resolved.states(subject, accumulation > 1, stage)
+        training, evaluation = (
+            subject.steps(resolved.precision, with_deepspeed, layout, stage, size, evaluated=evaluated)
+            for size, evaluated in ((micro_batch, False), (self.recipe.per_device_eval_batch_size, True))
+        )
+        in_flight = None
+        if layout.pipeline > 1:
+            hidden = subject.hidden_bytes(resolved.precision, micro_batch)
+            in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
+                                 hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
+        return find_peak(
+            states, training, evaluation, accumulation, _num_groups(layout), subject.on_gpu, with_deepspeed, in_flight
+        )
 
     def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
         if self.timing is None:

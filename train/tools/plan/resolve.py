@@ -13,6 +13,7 @@ from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
 from train.tools.plan.layouts import Degrees, Pair
+from train.tools.plan.stages import Stage
 from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
 from train.tools.plan.subject import Subject
 from train.tools.rank_environment import environment_of_a_rank, without_launcher
@@ -43,9 +44,9 @@ class Resolved:
         )
         return offloads, int(self.zero.stage)
 
-    def states(self, subject: Subject, accumulates: bool) -> States:
+    def states(self, subject: Subject, accumulates: bool, stage: Stage | None = None) -> States:
         trained, frozen = subject.dtypes(self.precision, self.zero is not None)
-        weights, sharers = subject.weights_of(self.layout), self.layout.shard_size
+        weights, sharers = subject.weights_of(self.layout, stage), self.layout.shard_size
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, subject.on_gpu)
         return deepspeed_states(
@@ -104,14 +105,16 @@ def _check_model(strategy: Strategy, subject: Subject) -> None:
     layout = strategy.layout
     if layout.replica_size == 1:
         return
+    from train.model.stages import check_stages
     from train.model.tensor_parallel.split import check_split
     from train.strategy.sequence import check_model
 
-    if layout.pipeline > 1:
-        raise UserError(f"{strategy.source}: pipeline.stages = {layout.pipeline}: pipelines are not predicted")
+    kinds = [kind for kind in ("sequence", "tensor", "pipeline") if getattr(layout, kind) > 1]
     if subject.task != "clm":
-        kind = "tensor" if layout.tensor > 1 else "sequence"
-        raise UserError(f"{strategy.source}: train/{subject.task}.py does not support {kind} parallelism")
+        shown = " and ".join(kinds)
+        raise UserError(f"{strategy.source}: train/{subject.task}.py does not support {shown} parallelism")
+    if layout.pipeline > 1:
+        check_stages(subject.config, layout.pipeline, strategy.source)
     if layout.tensor > 1:
         check_split(subject.config, layout.tensor, strategy.source)
     if layout.sequence > 1:

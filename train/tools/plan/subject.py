@@ -17,6 +17,8 @@ from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import NF4_BYTES
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
 from train.tools.plan.shared import split_layers
+from train.tools.plan.stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
+from train.tools.plan.steps import Step
 from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings, reduced_configuration
 from train.tools.plan.trace_cache import TraceCache, model_key
 from train.tools.plan.weights import Weight, Weights
@@ -49,14 +51,47 @@ class Subject:
 
     def __post_init__(self):
         self._tracers: dict[tuple[TraceSettings, Rows], Tracer] = {}
-        self._shares: dict[int, Weights] = {}
+        self._shares: dict[tuple[int, Stage], Weights] = {}
 
-    def weights_of(self, layout: ParallelLayout) -> Weights:
-        """Those of the rank that has most; before ZeRO shards them."""
-        if layout.tensor not in self._shares:
-            shares = self._share_sizes(layout.tensor) if layout.tensor > 1 else {}
-            self._shares[layout.tensor] = self.weights.shared(shares) if shares else self.weights
-        return self._shares[layout.tensor]
+    def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
+        """Those of the rank that has most, or of a stage; before ZeRO shards them."""
+        if stage is None:
+            several = [self.weights_of(layout, one) for one in self.stages(layout)]
+            return max(several, key=lambda weights: weights.trained)
+        key = layout.tensor, stage
+        if key not in self._shares:
+            self._shares[key] = self._weights_of(layout, stage)
+        return self._shares[key]
+
+    def _weights_of(self, layout: ParallelLayout, stage: Stage) -> Weights:
+        if layout.pipeline > 1:
+            plan, body = family_of(self.config).stage_plan, self.full.base_model_prefix
+            return weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
+        return self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
+
+    def stages(self, layout: ParallelLayout) -> list[Stage]:
+        """Those of a pipeline that may need most; one that stands for the model where there is no pipeline."""
+        return stages_of(layout, self.num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
+
+    def hidden_bytes(self, precision: str, micro_batch: int) -> int:
+        """Of the hidden states between two layers."""
+        return micro_batch * self.rows.length * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
+
+    def steps(
+        self, precision: str, with_deepspeed: bool, layout: ParallelLayout, stage: Stage, batch_size: int,
+        evaluated: bool = False, rows: Rows | None = None,
+    ) -> list[Step]:  # fmt: skip
+        """The passes of a batch through the model, or through a stage of it."""
+        tracer = self.tracer(precision, with_deepspeed, layout, evaluated, rows)
+        if layout.pipeline == 1:
+            return tracer.steps(batch_size)
+        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, batch_size)
+        width = self.dtypes(precision, with_deepspeed)[0].itemsize
+        return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
         """{name of a parameter: elements of a rank's share}, of the model with few layers."""

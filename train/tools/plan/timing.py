@@ -1,17 +1,17 @@
 """The time of updates of one subject on one device."""
 
 import bisect
-import functools
 from collections.abc import Callable
 
 from train.model.parameters import flops_per_pair_token, flops_per_token
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
 from train.tools.plan.links import Exchange, Links, MeasuredLinks
-from train.tools.plan.operations import Operation
+from train.tools.plan.operations import ALL_GATHER, Operation
 from train.tools.plan.prediction import Budget, Speed
 from train.tools.plan.resolve import Resolved
 from train.tools.plan.speeds import Speeds
+from train.tools.plan.stages import Stage
 from train.tools.plan.subject import DTYPES, Subject
 from train.tools.plan.trace import Tracer
 from train.tools.plan.update_time import PassTime, pass_time, update_time
@@ -31,7 +31,7 @@ class Timing:
     ):  # fmt: skip
         self.subject, self.budget, self.speeds, self.links = subject, budget, speeds, links
         self.rows = subject.rows.shortened(mean_length) if mean_length else subject.rows
-        self._times: dict[Tracer, dict[int, PassTime]] = {}
+        self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
 
     def predict(self, resolved: Resolved, micro_batch: int, accumulation: int) -> Speed | None:
@@ -45,6 +45,7 @@ class Timing:
         time = update_time(
             passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation,
             layout.shard_size, max(1, self.budget.gpus_per_node // layout.tensor), half, layout.pipeline,
+            self._handed_over(layout, self.subject.hidden_bytes(resolved.precision, micro_batch), half),
         )  # fmt: skip
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
@@ -52,25 +53,43 @@ class Timing:
         return Speed(time, tokens_per_s, mfu)
 
     def passes(self, resolved: Resolved, micro_batch: int) -> PassTime:
+        """Of the whole model, or of the stage that takes longest: the others wait for it."""
+        stages = self.subject.stages(resolved.layout)
+        times = (self._passes_of(resolved, micro_batch, stage) for stage in stages)
+        return max(times, key=lambda one: one.forward + one.backward)
+
+    def _passes_of(self, resolved: Resolved, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
-        tracer = self.subject.tracer(resolved.precision, resolved.zero is not None, resolved.layout, rows=self.rows)
-        timed = functools.partial(pass_time, speeds=self.speeds, exchanged=self._exchanged(resolved.layout))
-        times = self._times.setdefault(tracer, {})
-        for size in tracer.traced_sizes:
+        layout, about = resolved.layout, (resolved.precision, resolved.zero is not None, resolved.layout)
+        tracer = self.subject.tracer(*about, rows=self.rows)
+        exchanged = self._exchanged(layout)
+        times = self._times.setdefault((tracer, stage), {})
+
+        def add(size: int) -> None:
             if size not in times:
-                times[size] = timed(tracer.steps(size))
+                steps = self.subject.steps(*about, stage, size, rows=self.rows)
+                times[size] = pass_time(steps, self.speeds, exchanged)
+
+        for size in tracer.traced_sizes:
+            add(size)
         largest = tracer.largest_traced
-        wanted = [micro_batch] if micro_batch <= largest else [largest // 2, largest]
         if len(times) < 2 or micro_batch > largest:
-            for size in wanted:
-                if size not in times:
-                    times[size] = timed(tracer.steps(size))
+            for size in [micro_batch] if micro_batch <= largest else [largest // 2, largest]:
+                add(size)
         if micro_batch in times:
             return times[micro_batch]
         sizes = sorted(times)
         place = min(max(bisect.bisect(sizes, micro_batch), 1), len(sizes) - 1)
         low, high = sizes[place - 1], sizes[place]
         return times[low].towards(times[high], (micro_batch - low) / (high - low))
+
+    def _handed_over(self, layout: ParallelLayout, hidden: int, half: bool) -> float:
+        """Seconds in which a stage sends hidden states of so many bytes to the next one."""
+        if layout.pipeline == 1:
+            return 0.0
+        far = layout.world_size // layout.pipeline >= self.budget.gpus_per_node
+        both = Exchange(ALL_GATHER, 2 * hidden, 1, half)  # of two processes: each sends half of it
+        return self.links.seconds(both, 2, 1 if far else 2)
 
     def _exchanged(self, layout: ParallelLayout) -> Callable[[Operation], float]:
         """Seconds of a collective of the ranks that share layers or rows, which stand side by side."""

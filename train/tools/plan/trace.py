@@ -95,7 +95,7 @@ class Tracer:
         self.cache, self.kept = cache, cache.read() if cache else Traces()
         if not self.kept.segments:
             self.kept.stacks, self.kept.largest = stacks_of(self.model, full), self._largest_traced()
-        self._steps: dict[int, list[Step]] = {}
+        self._steps: dict[tuple[int, int | None], list[Step]] = {}
 
     @functools.cached_property
     def mode(self) -> FakeTensorMode:
@@ -121,16 +121,20 @@ class Tracer:
     def largest_traced(self) -> int:
         return self.kept.largest
 
-    def steps(self, batch_size: int) -> list[Step]:
-        """The passes of the full model on `batch_size` rows, segment by segment."""
-        if batch_size not in self._steps:
+    def steps(self, batch_size: int, layers: int | None = None) -> list[Step]:
+        """The passes of the full model on `batch_size` rows, segment by segment; with `layers`, of one with so many
+        layers in each stack."""
+        key = batch_size, layers
+        if key not in self._steps:
             largest = self.largest_traced
             if batch_size > largest:
-                self._steps[batch_size] = extrapolate(self.steps(largest // 2), largest // 2, self.steps(largest),
-                                                      largest, batch_size)  # fmt: skip
+                half = largest // 2
+                self._steps[key] = extrapolate(self.steps(half, layers), half, self.steps(largest, layers), largest,
+                                               batch_size)  # fmt: skip
             else:
-                self._steps[batch_size] = compose(self._segments(batch_size), self.stacks)
-        return self._steps[batch_size]
+                stacks = self.stacks if layers is None else dict.fromkeys(self.stacks, layers)
+                self._steps[key] = compose(self._segments(batch_size), stacks)
+        return self._steps[key]
 
     def _segments(self, batch_size: int) -> list[Segment]:
         """Those that are kept, or new ones."""
@@ -143,7 +147,7 @@ class Tracer:
     @property
     def traced_sizes(self) -> list[int]:
         """The batch sizes of which there is a trace."""
-        return [size for size in self._steps if size <= self.largest_traced]
+        return sorted({size for size, _ in self._steps if size <= self.largest_traced})
 
     def _largest_traced(self) -> int:
         """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in

@@ -97,7 +97,7 @@ def _segment_time(
 
 def update_time(
     passes: PassTime, exchanges: Exchanges, speeds: Speeds, links: AnyLinks, accumulation: int, world_size: int,
-    per_machine: int, half: bool, pipeline: int = 1,
+    per_machine: int, half: bool, pipeline: int = 1, handed_over: float = 0.0,
 ) -> UpdateTime:  # fmt: skip
     """The time of an update of `accumulation` micro-batches.
 
@@ -108,6 +108,8 @@ def update_time(
         world_size: ranks that hold the same weights, and exchange gradients.
         per_machine: of these, on one machine.
         pipeline: stages.
+        handed_over: seconds in which a stage sends a micro-batch to the next one. Both wait; a stage in the middle
+            receives and sends in both passes.
     """
     local = min(world_size, per_machine)
 
@@ -127,6 +129,7 @@ def update_time(
     in_each = exposed(forward, passes.forward) + exposed(backward, passes.backward)
     in_last = exposed(last, passes.backward) - exposed(backward, passes.backward)
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
+    communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
     copies = exposed(up, passes.forward) + exposed(down, passes.backward)
     adam = exchanges.adam * local / speeds.adam
     host = accumulation * copies + copied(exchanges.step_up) + adam

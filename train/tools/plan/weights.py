@@ -69,13 +69,13 @@ class Weights:
         Args:
             shares: {name: elements}, also of a model with fewer layers: the last one stands for those that follow.
         """
-        most = {stack: max(_number(name, stack) for name in shares if name.startswith(f"{stack}."))
+        most = {stack: max(number_of(name, stack) for name in shares if name.startswith(f"{stack}."))
                 for stack in self.stacks}  # fmt: skip
 
         def share_of(weight: Weight) -> int:
             for stack, last in most.items():
                 if weight.name.startswith(f"{stack}."):
-                    number = _number(weight.name, stack)
+                    number = number_of(weight.name, stack)
                     rest = weight.name.removeprefix(f"{stack}.{number}.")
                     return shares[f"{stack}.{min(number, last)}.{rest}"]
             return shares[weight.name]
@@ -85,7 +85,7 @@ class Weights:
         for weight in every:
             for stack in self.stacks:
                 if weight.name.startswith(f"{stack}."):
-                    place = stack, _number(weight.name, stack)
+                    place = stack, number_of(weight.name, stack)
                     layers[place] = layers.get(place, 0) + weight.size
         return replace(self, all=every, layer=max(layers.values(), default=0))
 
@@ -97,7 +97,7 @@ class Weights:
         return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * self.quantised_bytes)
 
 
-def _number(name: str, stack: str) -> int:
+def number_of(name: str, stack: str) -> int:
     """Of the layer that a weight belongs to."""
     return int(name[len(stack) + 1 :].partition(".")[0])
 
