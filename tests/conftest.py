@@ -64,6 +64,10 @@ def real() -> Path:
     return Path(named).resolve()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--family", help="the model type that tests/launch/test_family.py tries")
+
+
 class Data:
     """data(NAME) is the path of what is called so in the material, or of what is published in its place."""
 

@@ -102,7 +102,7 @@ def _launch(request: dict) -> list[int]:
             codes[running.pop(pid)] = code
             if code:
                 deadline = min(deadline, time.monotonic() + LEFT_TO_END_S)
-        elif time.monotonic() > deadline:
+        elif time.monotonic() > deadline or os.getppid() == 1:  # the server has been killed
             for pid in running:
                 os.killpg(pid, signal.SIGKILL)
         else:

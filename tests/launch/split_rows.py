@@ -26,6 +26,7 @@ MODELS = {
     "llama": ("llama", {}), "llama, one head of keys and values": ("llama", {"num_key_value_heads": 1}),
     "gpt2": ("gpt2", {}), "gpt_neox": ("gpt_neox", {}), "mistral": ("mistral", {**SMALL, "sliding_window": None}),
     "qwen2": ("qwen2", SMALL), "qwen3": ("qwen3", {**SMALL, "head_dim": 8}),
+    "olmo2": ("olmo2", {**SMALL, "pad_token_id": 0, "eos_token_id": 1}),
 }  # fmt: skip
 LENGTHS = {"padded": (13, 8), "packed": (15, 15), "mask": (15, 15)}  # 2 ranks do not divide 13 and 15
 

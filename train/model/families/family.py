@@ -29,12 +29,14 @@ class TensorPlan:
         rows: linear layers that are cut by their inputs, which are outputs of the former.
         widths: (configuration) -> what the number of ranks must divide: {name in the configuration: number}.
         own_widths: attributes of modules that hold a number of channels of this rank.
+        norms: RMS norms over all outputs of a layer that is cut by them; last part of the name.
     """
 
     columns: Mapping[str, int]
     rows: tuple[str, ...]
     widths: Callable[[Any], Mapping[str, int]]
     own_widths: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

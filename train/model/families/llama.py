@@ -11,7 +11,7 @@ def widths(config) -> dict[str, int]:
 
 
 RELATIVES = Family(
-    model_types=("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "granite", "smollm3"),
+    model_types=("gemma", "gemma2", "gemma3_text", "olmo", "granite", "smollm3"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     classifier_heads=("score",),
 )

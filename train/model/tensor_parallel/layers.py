@@ -77,6 +77,26 @@ class RowLinear(ColumnLinear):
         return outputs if self.bias is None else outputs + self.bias
 
 
+class SharedNorm(nn.Module):
+    """An RMS norm over channels of which each rank has some.
+
+    Shapes: (..., channels of this rank), and the same of the result, in the input's dtype.
+
+    Args:
+        norm: computes in fp32 up to its result (T5's, OLMo 2's); its weight is cut already.
+    """
+
+    def __init__(self, norm: nn.Module, tensor: TensorGroup):
+        super().__init__()
+        self.weight, self.eps, self.tensor = norm.weight, norm.variance_epsilon, tensor
+        self.channels = norm.weight.cut.shape[0]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide, group = hidden.float(), self.tensor.group
+        squares = Copied.apply(Summed.apply(wide.pow(2).sum(-1, keepdim=True), group), group)
+        return (self.weight * (wide * torch.rsqrt(squares / self.channels + self.eps))).to(hidden.dtype)
+
+
 def is_transposed(layer: nn.Module) -> bool:
     """Whether the weight is (inputs, outputs), as GPT-2 has it, and not (outputs, inputs)."""
     return type(layer).__name__ == "Conv1D"

@@ -7,6 +7,7 @@ from train.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
 from train.model.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
+    SharedNorm,
     VocabularyEmbedding,
     VocabularyHead,
     is_transposed,
@@ -46,6 +47,9 @@ def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
             weight = layer.weight
             cut_parameter(weight, cut_for(weight.shape, 0 if is_transposed(layer) else 1, tensor.rank, tensor.size))
             setattr(model.get_submodule(owner), name, RowLinear(layer, tensor))
+        elif name in plan.norms:
+            cut_parameter(layer.weight, cut_for(layer.weight.shape, 0, tensor.rank, tensor.size))
+            setattr(model.get_submodule(owner), name, SharedNorm(layer, tensor))
         for attribute in plan.own_widths:
             if hasattr(layer, attribute):
                 setattr(layer, attribute, getattr(layer, attribute) // tensor.size)

@@ -1,0 +1,131 @@
+"""A model family under every strategy that its file in train/model/families says it can: one command a family.
+
+    pytest tests/launch/test_family.py --family olmo2
+
+The model is small and has random weights; the same text, packed, is trained on by one process and by each strategy.
+"""
+
+import pytest
+import torch
+from helpers import ROOT, launch, updates
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from train.data.text.documents import load_texts
+from train.model.families import BY_MODEL_TYPE
+from train.model.families.family import ALL_LINEAR
+from train.recipe import ClmRecipe, parse_recipe
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 160, "max_position_embeddings": 128, "head_dim": 16, "sliding_window": None,
+         "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "pad_token_id": 0, "bos_token_id": 0,
+         "eos_token_id": 0}  # fmt: skip
+UPDATES, RTOL = 8, 1e-5
+LAYOUTS = {"zero3": 2, "tp": 2, "tp_zero3": 4, "pp": 2, "3d": 4, "sp": 2}  # processes
+TEXT = ROOT / "docs" / "lora.md"
+RUN = ["--train_file", TEXT, "--document_separator", "line", "--train_tokenizer_vocab_size", "301",
+       "--max_train_samples", "100", "--max_eval_samples", "17", "--block_size", "96", "--packing", "documents",
+       "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--max_train_steps", UPDATES,
+       "--learning_rate", "1e-3", "--num_warmup_steps", "2", "--weight_decay", "0.1", "--precision", "fp32",
+       "--sample_tokens", "0"]  # fmt: skip
+
+
+def pytest_generate_tests(metafunc):
+    asked = metafunc.config.getoption("--family")
+    families = [asked] if asked else [pytest.param("olmo2", marks=pytest.mark.long)]
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", families, scope="module")
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", LAYOUTS)
+
+
+def is_possible(family: str, layout: str) -> bool:
+    about = BY_MODEL_TYPE[family]
+    return {
+        "tp": about.tensor_plan, "tp_zero3": about.tensor_plan, "pp": about.stage_plan,
+        "3d": about.tensor_plan and about.stage_plan, "sp": about.splits_rows,
+    }.get(layout, True)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_flags(family) -> list[str]:
+    """A small model without dropout."""
+    config = AutoConfig.for_model(family)
+    sizes = {name: value for name, value in SIZES.items() if hasattr(config, name)}
+    sizes |= {name: 0 for name in config.to_dict() if name.endswith(("dropout", "pdrop"))}
+    return ["--model_type", family, "--config_overrides", ",".join(f"{name}={value}" for name, value in sizes.items())]
+
+
+@pytest.fixture(scope="module")
+def run(model_flags, cache, tmp_path_factory):
+    """run(layout) -> (metrics, output folder); each is launched once."""
+    folder, done = tmp_path_factory.mktemp("family"), {}
+
+    def once(layout: str):
+        if layout not in done:
+            processes = LAYOUTS.get(layout, 1)
+            lines = launch(folder / layout, *model_flags, *RUN, "--cache_dir", cache, strategy=layout,
+                           processes=processes)  # fmt: skip
+            done[layout] = lines, folder / layout
+        return done[layout]
+
+    return once
+
+
+def test_the_loss_is_that_of_transformers(run, cache, tmp_path):
+    """Of the exported model over the held-out texts, one by one, computed by transformers alone."""
+    output = run("single")[1]
+    flags = (
+        "--config",
+        output / "recipe.yaml",
+        "--model_name_or_path",
+        output,
+        "--packing",
+        "none",
+        "--evaluate_only",
+    )
+    (line,) = launch(tmp_path / "again", *flags, "--evaluate_only", strategy="single", processes=1)
+    model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    recipe = parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")])
+    total = count = 0
+    for text in filter(None, load_texts(recipe).validation["text"]):
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:96]])
+        with torch.no_grad():
+            total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    assert line["eval_loss"] == pytest.approx(total / count, rel=RTOL)
+
+
+def test_it_learns_alike_under_every_strategy(family, run, layout):
+    """Loss, gradient norm, learning rate and held-out loss of every update."""
+    if not is_possible(family, layout):
+        pytest.skip(f"{family} has no plan for {layout}")
+    lines, reference = run(layout)[0], run("single")[0]
+    assert len(updates(lines)) == len(updates(reference)) == UPDATES
+    assert updates(reference)[-1]["loss"] < updates(reference)[0]["loss"] - 0.1
+    for ours, theirs in zip(lines, reference, strict=True):
+        names = [name for name in ("loss", "grad_norm", "learning_rate", "targets", "eval_loss") if name in theirs]
+        assert names
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=RTOL, abs=1e-15), (name, ours["update"])
+
+
+def test_the_exported_weights_are_whole_and_the_same(family, run, layout):
+    if not is_possible(family, layout):
+        pytest.skip(f"{family} has no plan for {layout}")
+    ours, reference = (load_file(run(each)[1] / "model" / "model.safetensors") for each in (layout, "single"))
+    assert ours.keys() == reference.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, reference[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_an_adapter_finds_its_layers(family, run):
+    """The layers that get an adapter by default are linear layers of the model, in each of its blocks."""
+    config = AutoConfig.from_pretrained(run("single")[1] / "model")
+    model = AutoModelForCausalLM.from_config(config)
+    linear = {path for path, layer in model.named_modules() if getattr(layer, "weight", None) is not None
+              and layer.weight.dim() == 2 and "embed" not in path}  # fmt: skip
+    for target in BY_MODEL_TYPE[family].lora_targets:
+        found = [path for path in linear if path.endswith(f".{target}")]
+        assert target == ALL_LINEAR or len(found) >= config.num_hidden_layers, target
