@@ -423,7 +423,7 @@ def replicas(strategy: str, processes: int) -> int:
 
 
 ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed")
-             for layout in ("ddp", "zero2", "zero3", "sp", "tp", "tp_zero3 x dp")
+             for layout in ("ddp", "zero2", "zero3", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
              if _is_possible(name, layout)]  # fmt: skip
 
 

@@ -249,13 +249,13 @@ def test_what_deepspeed_would_do_by_itself_is_turned_off():
 
 
 def test_what_does_not_go_together_is_refused_in_one_message():
-    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, evaluate_only=True)
+    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, predict_file="asked.jsonl")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_optimization": zero, "sequence_parallel_size": 2}
     message = refusal(check_pipeline, config, "my.json", recipe, 2)
     for words in ("lora (--lora)", "torch_compile", "zero_optimization.stage = 3", "Write 1", "sequence_parallel_size",
-                  "zero_optimization.offload_optimizer", "evaluate_only"):  # fmt: skip
+                  "zero_optimization.offload_optimizer", "predict_file"):  # fmt: skip
         assert words in message
     assert "6 problems" in message
     check_pipeline(config, "my.json", recipe, 1)

@@ -99,6 +99,27 @@ class PipelineEngine(DeepSpeedEngine):
         raise NotImplementedError("the layers are on several ranks: generate with the exported model")
 
 
+class PipelineInference(PipelineEngine):
+    """Evaluates where nothing is trained."""
+
+    def _prepare(self, model, recipe):
+        from train.strategy.stage_module import StageModule
+
+        model.requires_grad_(False)
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        config["zero_optimization"] = {"stage": 0}  # other stages need an optimizer
+        self.stage = StageModule(model, self.layout)
+        self.engine = self.accelerator.prepare(self.stage)
+        return PipelinedModel(self)
+
+    def _state(self):
+        return None
+
+    @property
+    def torch_optimizer(self):
+        return None
+
+
 class PipelinedModel:
     """The model of a pipeline: called with one micro-batch on all ranks together, without gradients; each rank of a
     replica gets the loss, or the logits, that its last stage has found."""

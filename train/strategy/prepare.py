@@ -7,7 +7,7 @@ from train.recipe.schedule import Schedule
 from train.strategy.deepspeed_engine import DeepSpeedEngine
 from train.strategy.engine import Engine
 from train.strategy.inference import InferenceEngine
-from train.strategy.pipeline_engine import PipelineEngine
+from train.strategy.pipeline_engine import PipelineEngine, PipelineInference
 from train.strategy.strategy import Strategy
 from train.strategy.torch_engine import TorchEngine
 
@@ -20,10 +20,10 @@ NEVER_FREED: list[Engine] = []
 def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule) -> Engine:
     """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
-    if strategy.pipeline > 1:
-        kind = PipelineEngine
     if not recipe.trains:
         kind = InferenceEngine
+    if strategy.pipeline > 1:
+        kind = PipelineEngine if recipe.trains else PipelineInference
     engine = kind(strategy, accelerator, model, recipe, schedule)
     if torch.distributed.is_initialized():
         NEVER_FREED.append(engine)
