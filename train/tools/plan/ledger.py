@@ -88,7 +88,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        if function.namespace == "prim":  # a question, such as on which device a tensor is: two of three calls
+            return result
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:

@@ -1,6 +1,7 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
+from functools import partial
 
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
@@ -82,18 +83,19 @@ class Planner:
     def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
         subject, layout, with_deepspeed = self.subject, resolved.layout, resolved.zero is not None
         states = resolved.states(subject, accumulation > 1, stage)
-        training, evaluation = (
-            subject.steps(resolved.precision, with_deepspeed, layout, stage, size, evaluated=evaluated)
-            for size, evaluated in ((micro_batch, False), (self.recipe.per_device_eval_batch_size, True))
-        )
+        about = resolved.precision, with_deepspeed, layout, stage
+        training = subject.steps(*about, micro_batch)
         in_flight = None
         if layout.pipeline > 1:
             hidden = subject.hidden_bytes(resolved.precision, micro_batch)
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
-        return find_peak(
-            states, training, evaluation, accumulation, _num_groups(layout), subject.on_gpu, with_deepspeed, in_flight
-        )
+        size_up = partial(find_peak, states, training, accumulation=accumulation, num_groups=_num_groups(layout),
+                          on_gpu=subject.on_gpu, with_deepspeed=with_deepspeed, in_flight=in_flight)  # fmt: skip
+        peak = size_up([])
+        if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
+            return peak
+        return size_up(subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True))
 
     def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
         if self.timing is None:
