@@ -211,7 +211,7 @@ def test_families_with_a_plan_are_those_that_are_tried_here():
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [
-    ("llama", {"num_hidden_layers": 3}, "and the model has 3 layers: each stage needs one. Use fewer stages"),
+    ("llama", {"num_hidden_layers": 3}, "and the model has num_hidden_layers = 3: each stage needs a layer"),
     ("opt", {}, "pipeline parallelism knows no opt. Use a pair without it"),
 ])  # fmt: skip
 def test_models_that_stages_cannot_share(family, changes, said):

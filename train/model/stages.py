@@ -46,7 +46,8 @@ def check_stages(config, stages: int, source: str) -> None:
         )
     if config.num_hidden_layers < stages:
         raise UserError(
-            f"{degree}, and the model has {config.num_hidden_layers} layers: each stage needs one. Use fewer stages"
+            f"{degree}, and the model has num_hidden_layers = {config.num_hidden_layers}: each stage needs a layer. "
+            "Use fewer stages, or a pair without pipeline"
         )
 
 
