@@ -109,12 +109,13 @@ def launch(output: Path, *arguments: str, **how) -> list[dict]:
 
 
 def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
-             task: str = "clm", cwd: Path = ROOT, timeout: int = 400, launcher: bool = False,
+             task: str = "clm", cwd: Path = ROOT, timeout: int = 400, launcher: bool = False, machines: int = 1,
              **variables: str) -> subprocess.CompletedProcess:  # fmt: skip
     """Run train/TASK.py to its end: in forked ranks (ranks.py), or under `accelerate launch`.
 
     Args:
         launcher: whether it is launched for real; so it is with `variables` of its environment.
+        machines: as many as the forked ranks believe to be on.
     """
     if launcher or variables:
         command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
@@ -126,7 +127,7 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
         words += ["--strategy", strategy]
         (pair,) = find_strategies([strategy]).values()
         processes = processes or yaml.safe_load(pair.read_text())["num_processes"]
-    return _rank_server().run(words, rank_environments(environment(), processes), cwd, timeout)
+    return _rank_server().run(words, rank_environments(environment(), processes, machines), cwd, timeout)
 
 
 def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:

@@ -19,7 +19,7 @@ from train.strategy.read import read_strategy
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
-         "zero2_plain", "sp", "tp", "tp_zero2", "tp_zero3", "pp", "3d"}  # fmt: skip
+         "zero2_plain", "zero3_hpz", "sp", "tp", "tp_zero2", "tp_zero3", "pp", "3d"}  # fmt: skip
 
 
 def recipe(**options) -> ClmRecipe:
@@ -143,6 +143,7 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
             ["betas[1]", "0.95"],
         ),
         ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {}, ["= 3 does not divide 2 processes"]),
     ],
 )  # fmt: skip
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):

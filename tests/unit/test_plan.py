@@ -106,6 +106,17 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.buffers == 2 * MILLION
 
 
+def test_hierarchical_partitions_are_a_second_copy_within_a_machine():
+    settings = {"stage3_param_persistence_threshold": 1000, "reduce_bucket_size": MILLION}
+    alone, copied = (
+        deepspeed_states(
+            weights(8 * MILLION), zero(3, **settings, **more), 16, torch.bfloat16, False, on_gpu=True
+        ).weights
+        for more in ({}, {"zero_hpz_partition_size": 8})
+    )
+    assert copied == alone + 2 * MILLION
+
+
 def test_zero_3_of_one_rank_reads_its_shards_in_place():
     settings = zero(3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION)
     states = deepspeed_states(weights(8 * MILLION, 1000), settings, 1, torch.bfloat16, False, on_gpu=True)

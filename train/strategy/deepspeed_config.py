@@ -1,6 +1,7 @@
 """The DeepSpeed configuration of a run: its "auto" filled in from the recipe, contradictions refused."""
 
 import json
+import os
 
 from train.recipe.errors import Problems
 from train.strategy.batches import BatchSizes, resolve_batches
@@ -9,6 +10,7 @@ from train.strategy.layout import ParallelLayout
 from train.strategy.option_resolver import OptionResolver
 
 ADAM_NAMES = ("adam", "adamw")
+HIERARCHY = "zero_hpz_partition_size"
 
 
 def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) -> tuple[dict, BatchSizes]:
@@ -52,9 +54,21 @@ def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) ->
             True,
             "saving the model, else its tensors are empty",
         )
+    _resolve_hierarchy(resolver, zero, layout.world_size)
     resolver.raise_problems()
     config.setdefault("steps_per_print", 2**31)
     return config, batches
+
+
+def _resolve_hierarchy(resolver: OptionResolver, zero: dict, world_size: int) -> None:
+    """ZeRO++'s partitions within a machine: "auto" is as many processes as a machine has."""
+    if zero.get(HIERARCHY) == "auto":
+        zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size % (size := zero.get(HIERARCHY, 1)):
+        resolver.problems.append(
+            f"{resolver.source}: zero_optimization.{HIERARCHY} = {size} does not divide {world_size} processes. "
+            'Write "auto", which is the processes of a machine'
+        )
 
 
 def _resolve_optimizer(resolver: OptionResolver) -> None:

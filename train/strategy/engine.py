@@ -209,8 +209,9 @@ class Engine:
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds from update to update, on the device or on the host: its shard of the weights
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
-        shards = [(p, getattr(p, "ds_tensor", None)) for p in self.module.parameters()]
-        held = [tensor for pair in shards for tensor in pair if tensor is not None]
+        copies = ("ds_tensor", "ds_secondary_tensor")  # ZeRO-3's shard, and ZeRO++'s copy within a machine
+        shards = [(p, *(getattr(p, name, None) for name in copies)) for p in self.module.parameters()]
+        held = [tensor for tensors in shards for tensor in tensors if tensor is not None]
         state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
         weights, optimizer = _storages(held), _storages(filter(torch.is_tensor, states))

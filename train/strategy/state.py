@@ -251,5 +251,6 @@ class ShardedState(OptimizerState):
         for piece in self.held():
             shard = self.parameters[piece.name].ds_tensor
             shard[: piece.stop - piece.start].copy_(read("weight", piece))
+        optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -108,7 +108,9 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps
     count = sum(weight.size > threshold for weight in weights.all)
     again = (total - held.kept) / total if total else 0  # of the weights; the others are gathered once
     gathered = Exchange(ALL_GATHER, width * total, max(1, count), half)
-    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half)
+    within = int(zero.zero_hpz_partition_size)  # ZeRO++: from the copies within a machine
+    near = within if within > 1 else 0
+    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half, near)
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
     persistent = sum(size for size in weights.sizes.values() if size <= threshold)
     fetched = width * total / world_size * (1 + again) if offload_device(zero.offload_param) != "none" else 0

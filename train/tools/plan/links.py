@@ -22,12 +22,14 @@ class Exchange(NamedTuple):
     Attributes:
         bytes: of the full buffers, all of them together; of an all-to-all, of what each process has.
         count: how many collectives they are.
+        among: ranks that stand side by side; 0: all that hold the same weights.
     """
 
     kind: str
     bytes: float
     count: int = 1
     half: bool = False
+    among: int = 0
 
 
 def bus_factor(kind: str, world_size: int) -> float:

@@ -123,11 +123,13 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     if offloads:
         host["optimizer"] = _pinned((MASTER_BYTES + MOMENTS_BYTES) * trained, zero.offload_optimizer, on_gpu, 3)
         host["gradients"] = _pinned((4 + width) * trained, zero.offload_optimizer, on_gpu, 2)
+    within = int(zero.zero_hpz_partition_size)  # ZeRO++'s copies: _partition_param_sec
+    copied = sum(-(-weight.size // within) for weight in weights.all) if within > 1 else 0
     gradients = 0 if offloads else width * trained
     largest = max((-(-size // world_size) for size in weights.sizes.values()), default=0)
     sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
     return States(
-        weights=width * (persistent + (0 if offloads_weights else shard)),
+        weights=width * (persistent + copied + (0 if offloads_weights else shard)),
         optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
         engine=lambda: ShardedEngine(weights, zero, world_size, width, offloads),
         gradients=gradients,
