@@ -310,6 +310,15 @@ def test_named_sizes_are_predicted_and_a_global_batch_sets_the_accumulation(caps
     assert found["checkpoint_bytes"] == 12 * found["trained_parameters"]
 
 
+def test_an_evaluation_counts_where_training_fits(capsys):
+    flags = ["--gpu", "cpu", "--strategies", "single", "--batch_sizes", "1", "--per_device_eval_batch_size", "512"]
+    (fits,), (misfit,) = (
+        planned(capsys, *flags, "--gpu_memory", memory)["predictions"] for memory in ("8GiB", "61MiB")
+    )
+    assert (fits["phase"], misfit["fits"]) == ("evaluation", False)
+    assert fits["peak_allocated_bytes"] > misfit["peak_allocated_bytes"] > 61 * 2**20  # of training alone
+
+
 def test_lora_trains_little(capsys):
     full, adapter = (planned(capsys, "--gpu", "h100-80gb", "--strategies", "single", "--batch_sizes", "1", *flags)
                      for flags in ([], ["--lora"]))  # fmt: skip
