@@ -377,7 +377,7 @@ LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
     ("zero2", [(8, "single", 1), (16, "sp", 2)]),
     ("tp", [(8, "single", 1), (16, "zero2", 2)]),
     ("zero2", [(8, "tp", 2), (16, "sp", 2)]),
-    ("tp_zero3 x dp", [(8, "tp_zero2", 4), (16, "zero3", 2)]),
+    ("tp_zero3 x dp", [(8, "tp_zero2", 2), (16, "zero3", 2)]),
     ("pp", [(8, "zero2", 2), (16, "single", 1)]),
     ("zero2", [(8, "single", 1), (16, "pp", 2)]),
     ("3d", [(8, "zero3", 2), (16, "pp", 2)]),
