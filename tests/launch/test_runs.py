@@ -115,7 +115,6 @@ def test_random_weights_are_the_same_under_every_strategy(scratch, text, cache, 
     lines = launch(
         output, *SCRATCH, "--train_file", text, "--max_train_steps", "2", "--max_train_samples", "12", *otherwise,
         "--save_steps", "2", "--sample_tokens", "8", "--cache_dir", cache, strategy=strategy, processes=2,
-        launcher=True,
     )  # fmt: skip
     reference, tolerance = scratch[1], 1e-5 if otherwise else 1e-6
     assert lines[0]["eval_loss"] == pytest.approx(reference[0]["eval_loss"], rel=tolerance)

@@ -410,6 +410,24 @@ def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     assert found.get("--sequence-parallel", "no counterpart") == "no counterpart"
 
 
+def test_what_a_run_refuses_beside_degrees_is_left_out_of_the_pair(tmp_path):
+    zero = {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
+    content = {"zero_optimization": zero, "prescale_gradients": True, "pipeline": {"pipe_partitioned": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    done = typed(f"torchrun --nproc_per_node 4 {MINIMAL} --global-batch-size 8 --pipeline-model-parallel-size 2 "
+                 f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'}")  # fmt: skip
+    assert not done.flags.problems
+    config = json.loads(pair_of(done.layout, tmp_path)["deepspeed.json"])
+    assert config["pipeline"] == STAGES
+    assert config["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert "offload_optimizer" not in config["zero_optimization"]
+    assert not config["zero_optimization"].get("overlap_comm")
+    assert "prescale_gradients" not in config
+    rows = {row.flag.split()[0]: row for row in done.flags.finish()}
+    assert "without offload_optimizer, overlap_comm" in rows['"zero_optimization":'].words
+    assert rows['"prescale_gradients":'].fate == rows['"pipeline":'].fate == "no counterpart"
+
+
 def test_what_the_processes_do_not_divide_becomes_zero_3():
     done = typed(f"torchrun --nproc_per_node 2 {MINIMAL} --tensor-model-parallel-size 4")
     assert (done.layout.strategy, done.layout.tensor) == ("zero3", 1)

@@ -203,6 +203,14 @@ def test_two_processes_share_layers_or_split_rows():
         assert not any(remedy.what.startswith("2 processes") for remedy in remedies(not_possible))
 
 
+def test_what_takes_more_than_a_pipeline_is_not_proposed_to_it():
+    pipeline = replace(DDP, stage=1, strategy="pp", pipeline=2, can_share_layers=True, can_split_rows=True)
+    assert "--gradient_checkpointing" in options(pipeline)
+    assert not any(".yaml" in option for option in options(pipeline))
+    split_rows = replace(DDP, stage=3, strategy="sp", sequence=2)
+    assert not any("offload" in option for option in options(split_rows))
+
+
 def test_only_models_that_ranks_can_share_are_shared(tiny_run):
     recipe, strategy, engine = tiny_run
     found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)

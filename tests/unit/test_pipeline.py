@@ -15,7 +15,7 @@ from train.model.loss import install_loss
 from train.model.stages import check_stages, keep_stage, layers_of, whole_model
 from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe
-from train.strategy.degrees import check_pipeline, idle_note, idle_share, read_pipeline_degree
+from train.strategy.degrees import check_accumulation, check_pipeline, idle_note, idle_share, read_pipeline_degree
 from train.strategy.layout import ParallelLayout
 from train.strategy.state import OptimizerState, Piece
 from train.training.configuration import check_layout
@@ -260,6 +260,23 @@ def test_what_does_not_go_together_is_refused_in_one_message():
         assert words in message
     assert "6 problems" in message
     check_pipeline(config, "my.json", recipe, 1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "precision", "stage", "is_refused"),
+    [
+        ({"pipeline": 2}, "fp16", 1, True), ({"pipeline": 2}, "bf16", 1, False), ({"tensor": 2}, "fp16", 1, False),
+        ({"sequence": 2}, "bf16", 1, True), ({"sequence": 2}, "bf16", 3, False),
+    ],
+)  # fmt: skip
+def test_gradients_in_another_dtype_do_not_go_with_every_degree(degrees, precision, stage, is_refused):
+    config = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
+    about = "my.json", precision, ParallelLayout(2, 0, **degrees)
+    if is_refused:
+        assert f"does not go together with {next(iter(degrees))}" in refusal(check_accumulation, config, *about)
+    else:
+        check_accumulation(config, *about)
+    check_accumulation({"zero_optimization": {"stage": stage}}, *about)
 
 
 def test_a_pipeline_that_idles_is_warned_of():

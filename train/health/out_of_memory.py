@@ -149,7 +149,7 @@ def take_stock(
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
         lora=recipe.lora, quantised=recipe.quantised is not None, tensor=strategy.tensor,
-        sequence=strategy.layout.sequence,
+        sequence=strategy.layout.sequence, pipeline=strategy.layout.pipeline,
         **_can_be_shared(engine, recipe, any(offloads.values()) or strategy.layout.pipeline > 1),
         pretrained=bool(recipe.model_name_or_path) and strategy.layout.model_size == 1,
         dataloader_workers=recipe.dataloader_num_workers,

@@ -52,6 +52,7 @@ class Situation:
     world_size: int = 1
     tensor: int = 1  # processes that share each layer
     sequence: int = 1  # processes that split each row
+    pipeline: int = 1  # stages, each with some of the layers
     can_share_layers: bool = False  # two processes could
     can_split_rows: bool = False
     local_processes: int = 1
@@ -222,18 +223,18 @@ def _of_loading(s: Situation) -> list[Remedy]:
 def _of_state(s: Situation) -> list[Remedy]:
     """Weights, gradients and optimizer state: sharded over the processes, moved to the host, or not needed."""
     known = s.weights > 0
-    sharers = s.world_size // s.tensor
+    sharers = s.world_size // (s.tensor * s.pipeline)
     shared = 1 - 1 / sharers
     optimizer = 0 if s.offload_optimizer and s.where == "device" else s.optimizer
     gains = {1: optimizer * shared, 2: s.gradients * shared, 3: s.weights * shared}
     parts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
     applicable = []
-    for stage in range(s.stage + 1, 3 if s.quantised else 4) if sharers > 1 else ():
+    for stage in range(s.stage + 1, 3 if s.quantised else 4) if sharers > 1 and s.pipeline == 1 else ():
         saved = round(sum(gains[step] for step in range(s.stage + 1, stage + 1)))
         what = f"shared by {sharers} processes: {parts[stage]}"
         if stage == 3 or s.phase != "load":
             applicable.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
-    if s.where == "device" and not s.on_cpu and s.tensor == 1:
+    if s.where == "device" and not s.on_cpu and s.tensor * s.sequence * s.pipeline == 1:
         applicable += _of_offload(s, optimizer, gains, known)
     if s.pretrained and not s.lora and s.phase != "load":
         what = "no gradients and no optimizer state but the adapter's"
@@ -244,7 +245,7 @@ def _of_state(s: Situation) -> list[Remedy]:
 def _of_replicas(s: Situation) -> list[Remedy]:
     """Two processes that hold a replica together: they share each layer, or split each row. There are half as many
     replicas then, and each accumulates twice as much."""
-    if s.world_size % 2 or s.tensor * s.sequence > 1:
+    if s.world_size % 2 or s.tensor * s.sequence * s.pipeline > 1:
         return []
     more = "" if s.global_batch_is_set else f" --gradient_accumulation_steps {2 * s.accumulation}"
     activations = s.activations if s.phase in WORKING else 0

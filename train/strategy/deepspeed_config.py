@@ -64,7 +64,8 @@ def _resolve_hierarchy(resolver: OptionResolver, zero: dict, world_size: int) ->
     """ZeRO++'s partitions within a machine: "auto" is as many processes as a machine has."""
     if zero.get(HIERARCHY) == "auto":
         zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if world_size % (size := zero.get(HIERARCHY, 1)):
+    size = zero.get(HIERARCHY) or 1
+    if isinstance(size, int) and world_size % size:
         resolver.problems.append(
             f"{resolver.source}: zero_optimization.{HIERARCHY} = {size} does not divide {world_size} processes. "
             'Write "auto", which is the processes of a machine'

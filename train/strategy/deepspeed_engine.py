@@ -67,10 +67,14 @@ class DeepSpeedEngine(Engine):
 
     def _ask_before_bf16_step(self) -> None:
         """The same of the BF16_Optimizer, which adds gradients up in fp32 (under ZeRO-1 and bf16, where the JSON's
-        data_types.grad_accum_dtype says so). Before it moves anything it asks whether the norm is a number."""
+        data_types.grad_accum_dtype says so). Before it moves anything it asks whether the norm is a number; of a norm
+        that is none, DeepSpeed makes -1 (runtime/utils.py, get_global_norm_of_tensors)."""
         from deepspeed.runtime import bf16_optimizer
 
-        bf16_optimizer.is_invalid_grad_norm = lambda norm: not self._accept_update(float(norm))
+        def is_refused(norm):
+            return not self._accept_update(float(norm) if norm >= 0 else math.nan)
+
+        bf16_optimizer.is_invalid_grad_norm = is_refused
 
     def accumulate(self, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from train.recipe.errors import UserError
+from train.strategy.layout import ParallelLayout
 
 OFFLOADED = ("offload_optimizer", "offload_param")
 ZERO_PLUS_PLUS = {  # and the value that means: not used
@@ -134,6 +135,24 @@ def check_pipeline(config: dict[str, Any], source: str, recipe, degree: int) -> 
         problems.append(f"{beside} predict_file: no rank has all layers. Use a pair without it, such as tp or zero3")
     if problems:
         raise UserError(problems)
+
+
+def check_accumulation(config: dict[str, Any], source: str, precision: str, layout: ParallelLayout) -> None:
+    """Check that gradients which are added up in another dtype go together with the degrees.
+
+    Raises:
+        UserError: they do not. Under a pipeline in fp16 the ends would not add up a tied vocabulary's gradient
+            (runtime/pipe/engine.py reads what stage_1_and_2.py has moved away); with split rows BF16_Optimizer asks
+            for groups that are not there.
+    """
+    if (config.get("data_types") or {}).get("grad_accum_dtype") is None:
+        return
+    is_first = config["zero_optimization"].get("stage") == 1
+    key = f"{PIPELINE}.stages" if layout.pipeline > 1 else SEQUENCE
+    if (layout.pipeline > 1 and precision == "fp16") or (layout.sequence > 1 and is_first and precision == "bf16"):
+        raise UserError(
+            f"{source}: data_types.grad_accum_dtype does not go together with {key} in {precision}. Remove it"
+        )
 
 
 def idle_share(stages: int, micro_batches: int) -> float:

@@ -71,7 +71,7 @@ class Engine:
 
         Args:
             scale: what losses are multiplied by before the backward pass.
-            phase: is told "forward" and "backward", as each begins.
+            phase: is told "forward" and "backward", as each begins; of a pipeline, whose passes take turns, "forward".
 
         Returns: the loss sum of each, fp32 scalars; of a pipeline zeros on all stages but the last.
         """

@@ -9,6 +9,7 @@ from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
 from train.strategy.degrees import (
+    check_accumulation,
     check_pipeline,
     check_sequence_parallel,
     check_tensor_parallel,
@@ -83,10 +84,13 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         check_sequence_parallel(resolved, source, recipe, sequence)
         check_tensor_parallel(resolved, source, recipe, tensor)
         check_pipeline(resolved, source, recipe, pipeline)
+        if precision is not None:
+            check_accumulation(resolved, source, precision, layout)
     if problems.found:
         return None
     recipe.precision = precision
-    notes += filter(None, [idle_note(pipeline, batches.accumulation)])
+    if recipe.trains:
+        notes += filter(None, [idle_note(pipeline, batches.accumulation)])
     strategy = Strategy(
         launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
     )

@@ -87,7 +87,7 @@ class Timing:
         """Seconds in which a stage sends hidden states of so many bytes to the next one."""
         if layout.pipeline == 1:
             return 0.0
-        far = layout.world_size // layout.pipeline >= self.budget.gpus_per_node
+        far = layout.world_size > self.budget.gpus_per_node  # some stage has its next one there, and all wait for it
         both = Exchange(ALL_GATHER, 2 * hidden, 1, half)  # of two processes: each sends half of it
         return self.links.seconds(both, 2, 1 if far else 2)
 

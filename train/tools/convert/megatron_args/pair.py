@@ -7,7 +7,7 @@ from typing import Any
 
 from train.recipe.megatron_flags import DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
-from train.strategy.degrees import PIPELINE, SEQUENCE, TENSOR
+from train.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS
 from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
 from train.tools.convert.megatron_args.expressions import shown, unknown_in
 from train.tools.convert.megatron_args.ledger import Ledger, Row
@@ -151,11 +151,26 @@ def _stage(flags: Ledger, layout: Layout, in_place_of_others: bool) -> None:
     if layout.pipeline > 1:
         layout.stage = 1
     instead = ", in place of other kinds of parallelism" if in_place_of_others else ""
+    dropped = _drop_beside_degrees(flags, layout)
     if "json.zero_optimization" in flags.rows:
-        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is"
+        without = f" without {', '.join(dropped)}, which do not go together with {layout.strategy}" if dropped else ""
+        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is{without}"
     for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
         if flags.has(name):
             flags.carried(name, f"the pair: {layout.strategy}{instead}")
+
+
+def _drop_beside_degrees(flags: Ledger, layout: Layout) -> list[str]:
+    """Take out of the block what a run refuses beside such degrees. Returns the keys of zero_optimization."""
+    if layout.replica_size == 1:
+        return []
+    if layout.block.pop("prescale_gradients", None):
+        flags.rows["json.prescale_gradients"].fate = "no counterpart"
+        flags.rows["json.prescale_gradients"].words = f"it does not go together with {layout.strategy}"
+    keys = [*OFFLOADED, *ZERO_PLUS_PLUS, *(["reduce_scatter"] if layout.sequence > 1 else []),
+            *(["overlap_comm"] if layout.pipeline > 1 else [])]  # fmt: skip
+    zero = layout.block.get("zero_optimization", {})
+    return [key for key in keys if zero.pop(key, None) is not None]
 
 
 def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
@@ -189,7 +204,9 @@ def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
     def row(fate: str, words: str) -> None:
         flags.rows[f"json.{key}"] = Row(f'  "{key}": {json.dumps(value)}', fate, words)
 
-    if key in REFUSED_KEYS or key not in KNOWN_KEYS:
+    if key in (TENSOR, SEQUENCE, PIPELINE):
+        row("no counterpart", "the degrees are those of the script's flags")
+    elif key in REFUSED_KEYS or key not in KNOWN_KEYS:
         row("no counterpart", REFUSED_KEYS.get(key, "not a key of DeepSpeed 0.19"))
     elif key in ("bf16", "bfloat16", "fp16"):
         name = "bf16" if key.startswith("bf") else "fp16"

@@ -1,0 +1,69 @@
+"""Layouts that have no row in the core of test_agreement.py, each in a short run against one process.
+
+Under sp two ranks split rows. ZeRO++'s hierarchical partitions gather weights within a machine, here of two processes.
+"""
+
+import shutil
+
+import pytest
+import yaml
+from helpers import ROOT, launch, metrics, updates
+
+TEXT = ROOT / "docs" / "lora.md"
+RUN = ["--model_type", "llama", "--config_overrides",
+       "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,intermediate_size=320",
+       "--train_file", TEXT, "--document_separator", "line", "--train_tokenizer_vocab_size", "301",
+       "--block_size", "64", "--packing", "documents", "--global_batch_size", "8", "--max_train_steps", "4",
+       "--save_steps", "2", "--learning_rate", "1e-3", "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
+LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
+    "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start(cache):
+    """start(strategy, output folder)."""
+
+    def started(strategy, output) -> None:
+        micro_batch, processes, machines = LAYOUTS[strategy]
+        launch(output, *RUN, "--per_device_train_batch_size", micro_batch, "--cache_dir", cache, strategy=strategy,
+               processes=processes, machines=machines)  # fmt: skip
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def runs(start, tmp_path_factory):
+    """{strategy: output folder}."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for strategy in LAYOUTS:
+        start(strategy, folder / strategy)
+    return {strategy: folder / strategy for strategy in LAYOUTS}
+
+
+def check_alike(ours, theirs) -> None:
+    assert len(updates(ours)) == len(updates(theirs)) == 4
+    for line, other in zip(ours, theirs, strict=True):
+        for name in {"loss", "grad_norm", "learning_rate", "targets", "eval_loss"} & other.keys():
+            assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-15), (name, line["update"])
+
+
+@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz"])
+def test_it_trains_as_one_process_does(runs, strategy):
+    check_alike(metrics(runs[strategy]), metrics(runs["single"]))
+
+
+def test_a_partition_is_a_machine(runs):
+    effective = yaml.safe_load((runs["zero3_hpz"] / "strategy.yaml").read_text())
+    assert effective["num_machines"] == 2
+    assert effective["deepspeed"]["zero_optimization"]["zero_hpz_partition_size"] == 2
+
+
+def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
+    """They are copies of the weights that were there before it was read."""
+    output = tmp_path / "run"
+    shutil.copytree(runs["zero3_hpz"], output, symlinks=True)
+    shutil.rmtree(output / "checkpoints" / "update_00000004")
+    shutil.rmtree(output / "model")  # as if it had been killed before
+    start("zero3_hpz", output)
+    check_alike(metrics(output), metrics(runs["single"]))
