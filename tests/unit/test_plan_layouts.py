@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT
 
 from train.cli import main
@@ -23,13 +24,17 @@ COMMON = ["--task", "clm", "--block_size", "64", "--precision", "fp32", "--gpu_m
 ALONE, SHARED, SPLIT = ParallelLayout(), ParallelLayout(2, tensor=2), ParallelLayout(2, sequence=2)
 
 
+def zero(stage: int) -> DeepSpeedZeroConfig:
+    return DeepSpeedZeroConfig(stage=stage)
+
+
 def subject_of(*flags: str) -> Subject:
     options, _ = read_with_recipe(PlanOptions, [*COMMON, *flags], "test")
     return read_subject(options, "clm", on_gpu=True)
 
 
 def steps_of(subject: Subject, layout: ParallelLayout, batch_size: int = 2):
-    return subject.tracer("fp32", True, layout).steps(batch_size)
+    return subject.tracer("fp32", zero(2), layout).steps(batch_size)
 
 
 def total(steps, kind: str, attribute: str) -> int:
@@ -38,6 +43,22 @@ def total(steps, kind: str, attribute: str) -> int:
 
 def exchanged(steps, kind: str, phase: str) -> list[int]:
     return [one.bytes for step in steps if step.phase == phase for one in step.operations if one.kind == kind]
+
+
+# ----------------------------------------------------------------------------------------------------- frozen weights
+
+
+def test_under_zero_3_a_layer_keeps_the_inputs_of_frozen_weights():
+    """deepspeed/runtime/zero/linear.py. Two inputs are kept in any case: the adapter of q_proj reads one, and torch's
+    attention keeps its output. Those of gate_proj (H) and down_proj (I) are not."""
+    subject = subject_of(*LLAMA, "--packing", "none", "--lora", "--lora_target_modules", "q_proj")
+    off = DeepSpeedZeroConfig(stage=3, memory_efficient_linear=False)
+    kept = [
+        max(step.start for step in subject.tracer("fp32", one, ALONE).steps(2) if step.phase == "loss")
+        for one in (zero(2), off, zero(3))
+    ]
+    assert kept[0] == kept[1]
+    assert kept[2] - kept[0] == 3 * 2 * 64 * (64 + 128) * 4
 
 
 # ------------------------------------------------------------------------------------------------- one rank of several
@@ -109,7 +130,7 @@ def test_each_gradient_of_a_stage_is_completed_once(model):
     subject = subject_of(*model)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
     for stage in subject.stages(layout):
-        weights, steps = subject.weights_of(layout, stage), subject.steps("fp32", True, layout, stage, 2)
+        weights, steps = subject.weights_of(layout, stage), subject.steps("fp32", zero(1), layout, stage, 2)
         completed = [step.completed for step in steps if step.completed]
         assert sorted(completed) == sorted(weights.sizes)
         assert sum(step.gradient for step in steps) == pytest.approx(4 * weights.trained, rel=0.02)  # blocks of 512

@@ -8,7 +8,7 @@ train/strategy/torch_engine.py. All sizes are in bytes of one process.
 from typing import Any
 
 from train.tools.plan.constants import MASTER_BYTES, NORM_BYTES
-from train.tools.plan.weights import FlatGroup, Weights, fullest_rank
+from train.tools.plan.weights import FlatGroup, Weights, kept_by_rank
 
 
 class Engine:
@@ -84,14 +84,13 @@ class BucketEngine(Engine):
 
 
 class FlatEngine(BucketEngine):
-    """ZeRO-1 and 2, on the rank that keeps most."""
+    """ZeRO-1 and 2, on one rank."""
 
-    def __init__(self, weights: Weights, zero: Any, world_size: int, width: int, offloads: bool):
+    def __init__(self, weights: Weights, zero: Any, groups: list[FlatGroup], rank: int, width: int, offloads: bool):
         super().__init__(weights, zero, width, offloads)
         self.shards_gradients, self.num_buffers = int(zero.stage) == 2, 2 if zero.overlap_comm else 1
-        groups = [FlatGroup(group, world_size) for group in weights.groups]
         self.parts = {name: parts for group in groups for name, parts in group.parts.items()}
-        self.rank, self.kept_elements = fullest_rank(groups, self.sizes)
+        self.rank, self.kept_elements = rank, kept_by_rank(groups, self.sizes).get(rank, 0)
         self.kept = 0  # of the gradients in this rank's partition, of this micro-batch
         self.earlier = 0  # of the micro-batches before it
         self.whole: dict[str, int] = {}  # ZeRO-1: gradients of earlier micro-batches, not exchanged yet

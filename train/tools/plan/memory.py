@@ -107,7 +107,15 @@ def _moments(
             "buffers": states.buffers}  # fmt: skip
     yield Moment("start", {"weights": states.load})
     yield Moment("optimizer step", _sum(held, states.step))
-    engine = states.engine()
+    for rank in states.ranks:
+        yield from _passes(states, states.engine(rank), held, training, evaluation, accumulation, in_flight)
+
+
+def _passes(
+    states: States, engine: Engine, held: dict[str, int], training: list[Step], evaluation: list[Step],
+    accumulation: int, in_flight: InFlight | None,
+) -> Iterator[Moment]:  # fmt: skip
+    """The moments of a rank's passes."""
     for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
         is_last = in_flight is None and (number == accumulation - 1 or number == 1)
         engine.begin(first=number == 0, last=is_last)

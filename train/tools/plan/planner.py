@@ -81,17 +81,19 @@ class Planner:
         )  # fmt: skip
 
     def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
-        subject, layout, with_deepspeed = self.subject, resolved.layout, resolved.zero is not None
+        subject, layout = self.subject, resolved.layout
         states = resolved.states(subject, accumulation > 1, stage)
-        about = resolved.precision, with_deepspeed, layout, stage
+        about = resolved.precision, resolved.zero, layout, stage
         training = subject.steps(*about, micro_batch)
         in_flight = None
         if layout.pipeline > 1:
             hidden = subject.hidden_bytes(resolved.precision, micro_batch)
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
-        size_up = partial(find_peak, states, training, accumulation=accumulation, num_groups=_num_groups(layout),
-                          on_gpu=subject.on_gpu, with_deepspeed=with_deepspeed, in_flight=in_flight)  # fmt: skip
+        size_up = partial(
+            find_peak, states, training, accumulation=accumulation, num_groups=_num_groups(layout),
+            on_gpu=subject.on_gpu, with_deepspeed=resolved.zero is not None, in_flight=in_flight,
+        )  # fmt: skip
         peak = size_up([])
         if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak

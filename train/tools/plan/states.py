@@ -12,7 +12,9 @@ from typing import Any
 from train.tools.plan.constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from train.tools.plan.engines import DistributedEngine, Engine, FlatEngine, ShardedEngine
 from train.tools.plan.gathered import Gathered
-from train.tools.plan.weights import FlatGroup, Weights, fullest_rank
+from train.tools.plan.weights import FlatGroup, Weights, kept_by_rank
+
+MOST_FOLLOWED = 8  # ranks
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class States:
 
     Attributes:
         weights, gradients, optimizer, buffers: always on the device.
-        engine: makes what follows the gradients of a backward pass.
+        engine: (rank) -> what follows the gradients of a backward pass on that rank.
+        ranks: those that are followed; the first one keeps most gradients.
         gathered: weights of other processes, during the passes; None: there are none.
         step: on the device during the optimizer's step, beside weights and optimizer: the largest of its moments.
         load: on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy
@@ -31,7 +34,8 @@ class States:
 
     weights: int
     optimizer: int
-    engine: Callable[[], Engine]
+    engine: Callable[[int], Engine]
+    ranks: tuple[int, ...] = (0,)
     gradients: int = 0
     buffers: int = 0
     gathered: Gathered | None = None
@@ -49,7 +53,7 @@ def torch_states(weights: Weights, world_size: int, trained_dtype, frozen_dtype,
     return States(
         weights=held,
         optimizer=MOMENTS_BYTES * weights.trained,
-        engine=lambda: kind(weights, width),
+        engine=lambda rank: kind(weights, width),
         step={"gradients": width * weights.trained, "workspace": norm},
         load=held,
     )
@@ -74,13 +78,15 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     """ZeRO-1 and ZeRO-2 (stage_1_and_2.py)."""
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]
-    shard, offload = sum(shards), zero.offload_optimizer
+    shard, offload, all_kept = sum(shards), zero.offload_optimizer, kept_by_rank(groups, weights.sizes)
+    ranks = _followed(all_kept, world_size)
     offloads = offload_device(offload) != "none"
     held = width * shard * world_size + weights.frozen_bytes(dtype)
     common = {
         "weights": held,
         "load": held,
-        "engine": lambda: FlatEngine(weights, zero, world_size, width, offloads),
+        "engine": lambda rank: FlatEngine(weights, zero, groups, rank, width, offloads),
+        "ranks": ranks,
     }
     if offloads:
         host = {
@@ -89,10 +95,9 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
             "buffers": _pinned(width * (shard + weights.largest), offload, on_gpu),
         }
         return States(optimizer=0, buffers=width * weights.largest, host=host, **common)
-    rank, elements = fullest_rank(groups, weights.sizes)
-    kept = width * elements  # grads_in_partition
+    kept = width * all_kept[ranks[0]]  # grads_in_partition
     # Step by step: norms in fp64; each group's gradients flat, and again in fp32.
-    slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == rank]
+    slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == ranks[0]]
     moments = [NORM_BYTES * max(slices, default=0)]
     moments += [width * one + (MASTER_BYTES * one if width != MASTER_BYTES else 0) for one in shards]
     if not on_gpu:  # gloo gathers into a tensor of its own, after gradients are gone
@@ -131,7 +136,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     return States(
         weights=width * (persistent + copied + (0 if offloads_weights else shard)),
         optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
-        engine=lambda: ShardedEngine(weights, zero, world_size, width, offloads),
+        engine=lambda rank: ShardedEngine(weights, zero, world_size, width, offloads),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
         gathered=Gathered(weights, zero, width, keeps_layers) if copies else None,
@@ -139,6 +144,15 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
         load=width * (persistent + shard),
         host=host,
     )
+
+
+def _followed(kept: dict[int, int], world_size: int) -> tuple[int, ...]:
+    """The rank that keeps most gradients, and others: of ZeRO-1 one that keeps less may need more, since a gradient
+    that is larger than a bucket, and not its own, stays where backward made it. Of many ranks, some."""
+    fullest = max(kept, key=kept.get)
+    spread = [place * (world_size - 1) // (MOST_FOLLOWED - 1) for place in range(MOST_FOLLOWED)]
+    others = range(world_size) if world_size <= MOST_FOLLOWED else spread
+    return tuple(dict.fromkeys((fullest, *others)))
 
 
 def offload_device(offload: Any) -> str:

@@ -82,15 +82,19 @@ class Subject:
         return micro_batch * self.rows.length * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
 
     def steps(
-        self, precision: str, with_deepspeed: bool, layout: ParallelLayout, stage: Stage, batch_size: int,
+        self, precision: str, zero: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
         evaluated: bool = False, rows: Rows | None = None,
     ) -> list[Step]:  # fmt: skip
-        """The passes of a batch through the model, or through a stage of it."""
-        tracer = self.tracer(precision, with_deepspeed, layout, evaluated, rows)
+        """The passes of a batch through the model, or through a stage of it.
+
+        Args:
+            zero: DeepSpeed's own DeepSpeedZeroConfig; None without DeepSpeed.
+        """
+        tracer = self.tracer(precision, zero, layout, evaluated, rows)
         if layout.pipeline == 1:
             return tracer.steps(batch_size)
         weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, batch_size)
-        width = self.dtypes(precision, with_deepspeed)[0].itemsize
+        width = self.dtypes(precision, zero is not None)[0].itemsize
         return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
@@ -133,12 +137,12 @@ class Subject:
         return (half if with_deepspeed else torch.float32), half
 
     def tracer(
-        self, precision: str, with_deepspeed: bool, layout: ParallelLayout, evaluated: bool = False,
+        self, precision: str, zero: Any, layout: ParallelLayout, evaluated: bool = False,
         rows: Rows | None = None,
     ) -> Tracer:  # fmt: skip
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
-        trained, frozen = self.dtypes(precision, with_deepspeed)
-        autocast = None if with_deepspeed or precision == "fp32" else torch.bfloat16
+        trained, frozen = self.dtypes(precision, zero is not None)
+        autocast = None if zero is not None or precision == "fp32" else torch.bfloat16
         settings = TraceSettings(
             dtype=frozen if self.recipe.lora else trained,
             autocast=autocast,
@@ -149,6 +153,7 @@ class Subject:
             evaluated=evaluated,
             tensor=layout.tensor,
             sequence=layout.sequence,
+            keeps_inputs=zero is not None and int(zero.stage) == 3 and zero.memory_efficient_linear,
         )
         rows = self._rows(rows or self.rows, precision)
         key = (settings, rows)

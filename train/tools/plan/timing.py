@@ -60,7 +60,7 @@ class Timing:
 
     def _passes_of(self, resolved: Resolved, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
-        layout, about = resolved.layout, (resolved.precision, resolved.zero is not None, resolved.layout)
+        layout, about = resolved.layout, (resolved.precision, resolved.zero, resolved.layout)
         tracer = self.subject.tracer(*about, rows=self.rows)
         exchanged = self._exchanged(layout)
         times = self._times.setdefault((tracer, stage), {})

@@ -40,6 +40,7 @@ class TraceSettings:
         cpu_kernels: the kernels of a CPU, although the device is another one: a simulated accelerator.
         tensor: ranks that share each layer; the traced one has the largest share.
         sequence: ranks that split each row.
+        keeps_inputs: linear layers are those of ZeRO-3, which keep their input also where their weight is frozen.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class TraceSettings:
     cpu_kernels: bool = False
     tensor: int = 1
     sequence: int = 1
+    keeps_inputs: bool = False
 
     @property
     def gpu_kernels(self) -> bool:
@@ -202,9 +204,11 @@ class Tracer:
         multiplies = losses._has_half_matmul
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
+        linear = _linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
+        rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         try:
             losses._has_half_matmul = lambda device: self.settings.gpu_kernels
-            with collectives.in_place(), rows_split(self.model, self.settings.sequence, ATTENTION), self.mode, casts:
+            with collectives.in_place(), rows, linear, self.mode, casts:
                 yield
         finally:
             losses._has_half_matmul = multiplies
@@ -237,6 +241,19 @@ class Borders:
             layer.register_forward_pre_hook(entered, with_kwargs=True),
             layer.register_forward_hook(left, with_kwargs=True),
         ]
+
+
+@contextlib.contextmanager
+def _linear_of_zero_3() -> Iterator[None]:
+    """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    linear = torch.nn.functional.linear
+    torch.nn.functional.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
 
 
 def _make_fake(model: torch.nn.Module) -> None:

@@ -122,12 +122,11 @@ class FlatGroup:
             begin = end
 
 
-def fullest_rank(groups: list[FlatGroup], sizes: dict[str, int]) -> tuple[int, int]:
-    """(rank, elements) where most gradients are kept: whole weights, although the rank may have a part of them."""
+def kept_by_rank(groups: list[FlatGroup], sizes: dict[str, int]) -> dict[int, int]:
+    """{rank: elements of the gradients that it keeps}: whole weights, although the rank may have a part of them."""
     kept: dict[int, int] = {0: 0}
     for group in groups:
         for name, parts in group.parts.items():
             for rank, _ in parts:
                 kept[rank] = kept.get(rank, 0) + sizes[name]
-    rank = max(kept, key=kept.get)
-    return rank, kept[rank]
+    return kept
