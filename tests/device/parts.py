@@ -12,6 +12,7 @@ from train.data.collate import Batch, CausalCollator
 from train.record.run_folder import describe_environment
 from train.strategy.adamw import adamw
 from train.strategy.batches import BatchSizes
+from train.strategy.engine import Engine
 from train.strategy.layout import ParallelLayout
 from train.strategy.state import WholeState
 from train.training.evaluation import eval_batches
@@ -37,12 +38,12 @@ class Alone:
     """An engine of one process and device, without accelerate; after one update."""
 
     layout, is_main, device = ParallelLayout(), True, DEVICE
+    stored_buffers = Engine.stored_buffers
 
     def __init__(self):
         torch.manual_seed(0)
-        self.module = self.model = self.whole = torch.nn.Linear(480, 700).to(
-            DEVICE
-        )  # 1.3 MiB: pinned by itself it takes 2
+        layer = torch.nn.Linear(480, 700)  # 1.3 MiB: pinned by itself it takes 2
+        self.module = self.model = self.whole = layer.to(DEVICE)
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
         self.state = WholeState(self)
         self.module(torch.ones(1, 480, device=DEVICE)).sum().backward()

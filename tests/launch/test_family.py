@@ -75,15 +75,7 @@ def run(model_flags, cache, tmp_path_factory):
 def test_the_loss_is_that_of_transformers(run, cache, tmp_path):
     """Of the exported model over the held-out texts, one by one, computed by transformers alone."""
     output = run("single")[1]
-    flags = (
-        "--config",
-        output / "recipe.yaml",
-        "--model_name_or_path",
-        output,
-        "--packing",
-        "none",
-        "--evaluate_only",
-    )
+    flags = "--config", output / "recipe.yaml", "--model_name_or_path", output, "--packing", "none"
     (line,) = launch(tmp_path / "again", *flags, "--evaluate_only", strategy="single", processes=1)
     model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")

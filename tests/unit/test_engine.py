@@ -26,7 +26,9 @@ def test_the_gradient_norm_is_exact_on_a_cpu():
 
 def strategy_of(stage: int | None) -> Strategy:
     deepspeed = None if stage is None else {"zero_optimization": {"stage": stage}}
-    return Strategy(launch=None, batches=None, precision="fp32", deepspeed=deepspeed, source="")
+    return Strategy(
+        launch=SimpleNamespace(world_size=1, rank=0), batches=None, precision="fp32", deepspeed=deepspeed, source=""
+    )
 
 
 STRATEGY = strategy_of(None)

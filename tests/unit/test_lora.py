@@ -42,7 +42,8 @@ FAMILIES = {  # task, class, sizes, what has an adapter, how many times
     "blenderbot": ("seq2seq", PAIRS, BLENDERBOT, "q_proj k_proj v_proj out_proj", 4 * (1 + 2 * 2)),
     "t5": ("seq2seq", PAIRS, T5, "q k v o", 4 * (2 + 2 * 2)),
 }
-NOT_SHARDED = Strategy(launch=None, batches=None, precision="fp32", deepspeed=None, source="")
+ALONE = SimpleNamespace(world_size=1, rank=0)  # a launch
+NOT_SHARDED = Strategy(launch=ALONE, batches=None, precision="fp32", deepspeed=None, source="")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_an_adapter_changes_nothing_before_it_is_trained(bases):
 
 
 def test_frozen_weights_are_held_in_half_and_trained_ones_in_fp32(bases):
-    half = Strategy(launch=None, batches=None, precision="bf16", deepspeed=None, source="")
+    half = Strategy(launch=ALONE, batches=None, precision="bf16", deepspeed=None, source="")
     model, _ = adapted(bases["llama"], "llama", strategy=half)
     kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}

@@ -434,6 +434,16 @@ def test_what_the_processes_do_not_divide_becomes_zero_3():
     assert "2 processes are no multiple of 4" in done.flags.rows["tensor_model_parallel_size"].words
 
 
+def test_a_degree_that_is_left_over_is_not_said_to_become_zero_3_beside_a_pipeline():
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 8 {flags}")
+    assert (done.layout.strategy, done.layout.stage, done.layout.sequence) == ("3d", 1, 1)
+    words = done.flags.rows["context_parallel_size"].words
+    assert "rows are not split together with another kind" in words
+    assert "data-parallel ones here" in words
+    assert "ZeRO-3" not in words
+
+
 def test_recomputation_that_is_selective_is_not_turned_into_full():
     for flags in ("--recompute-activations", "--recompute-granularity selective"):
         done = typed(MINIMAL + flags)

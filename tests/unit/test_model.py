@@ -1,6 +1,7 @@
 """Published architectures, parameter counts, weight decay, vocabulary."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,7 +236,8 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
         model.transformer.h[1].ln_1.bias[0] = -torch.inf
     model.save_pretrained(tmp_path)
     recipe = ClmRecipe(model_name_or_path=str(tmp_path))
-    strategy = Strategy(launch=None, batches=None, precision="fp32", deepspeed=None, source="")
+    launch = SimpleNamespace(world_size=1, rank=0)
+    strategy = Strategy(launch, batches=None, precision="fp32", deepspeed=None, source="")
     said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, strategy, 0)
     assert f"model_name_or_path = {str(tmp_path)!r}: 2 of its 28 weights hold NaN or infinity" in said
     assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said

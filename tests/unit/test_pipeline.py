@@ -15,7 +15,7 @@ from train.model.loss import install_loss
 from train.model.stages import check_stages, keep_stage, layers_of, whole_model
 from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe
-from train.strategy.degrees import check_accumulation, check_pipeline, idle_note, idle_share, read_pipeline_degree
+from train.strategy.degrees import check_degrees, idle_note, idle_share, read_pipeline_degree
 from train.strategy.layout import ParallelLayout
 from train.strategy.state import OptimizerState, Piece
 from train.training.configuration import check_layout
@@ -252,14 +252,16 @@ def test_what_deepspeed_would_do_by_itself_is_turned_off():
 def test_what_does_not_go_together_is_refused_in_one_message():
     recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, predict_file="asked.jsonl")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    config = {"zero_optimization": zero, "sequence_parallel_size": 2}
-    message = refusal(check_pipeline, config, "my.json", recipe, 2)
-    for words in ("lora (--lora)", "torch_compile", "zero_optimization.stage = 3", "Write 1", "sequence_parallel_size",
-                  "zero_optimization.offload_optimizer", "predict_file"):  # fmt: skip
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    about = {"zero_optimization": zero}, "my.json", recipe, "fp32"
+    message = refusal(check_degrees, *about, ParallelLayout(8, pipeline=2, tensor=2, sequence=2))
+    for words in ("lora (--lora)", "torch_compile", "zero_optimization.stage = 3", "Write 1", "predict_file",
+                  "zero_optimization.offload_optimizer", "pipeline.stages = 2 does not go together with "
+                  "zero_optimization.overlap_comm", "sequence_parallel_size = 2 does not go together with "
+                  "tensor_parallel.autotp_size and pipeline.stages"):  # fmt: skip
         assert words in message
-    assert "6 problems" in message
-    check_pipeline(config, "my.json", recipe, 1)
+    assert "7 problems" in message, "each is named once"
+    check_degrees(*about, ParallelLayout(8))
 
 
 @pytest.mark.parametrize(
@@ -271,12 +273,14 @@ def test_what_does_not_go_together_is_refused_in_one_message():
 )  # fmt: skip
 def test_gradients_in_another_dtype_do_not_go_with_every_degree(degrees, precision, stage, is_refused):
     config = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
-    about = "my.json", precision, ParallelLayout(2, 0, **degrees)
+    about = "my.json", ClmRecipe(config_name="gpt2"), precision, ParallelLayout(2, 0, **degrees)
     if is_refused:
-        assert f"does not go together with {next(iter(degrees))}" in refusal(check_accumulation, config, *about)
+        message = refusal(check_degrees, config, *about)
+        assert message.startswith(f"error: my.json: {next(iter(degrees))}")
+        assert f"does not go together with data_types.grad_accum_dtype in {precision}" in message
     else:
-        check_accumulation(config, *about)
-    check_accumulation({"zero_optimization": {"stage": stage}}, *about)
+        check_degrees(config, *about)
+    check_degrees({"zero_optimization": {"stage": stage}}, *about)
 
 
 def test_a_pipeline_that_idles_is_warned_of():

@@ -14,12 +14,15 @@ from helpers import refusal
 from train.checkpoint import writer as saving
 from train.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from train.checkpoint.writer import AsyncCheckpointWriter
+from train.strategy.engine import Engine
 from train.strategy.layout import ParallelLayout
 from train.strategy.state import KINDS, WholeState
 
 
 class Alone:
     """An engine of one process, without accelerate."""
+
+    stored_buffers = Engine.stored_buffers
 
     def __init__(self, seed: int = 0, width: int = 16):
         torch.manual_seed(seed)

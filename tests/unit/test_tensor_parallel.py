@@ -21,7 +21,8 @@ from train.model.tensor_parallel.draw import draw_share
 from train.model.tensor_parallel.read import stored_dtype
 from train.model.tensor_parallel.split import check_split, split_model
 from train.recipe import ClmRecipe
-from train.strategy.degrees import check_tensor_parallel, take_tensor_degree
+from train.strategy.degrees import check_degrees, take_tensor_degree
+from train.strategy.layout import ParallelLayout
 from train.strategy.state import KINDS, Piece
 
 RANKS = 2
@@ -287,12 +288,13 @@ def test_what_does_not_go_together_is_refused_in_one_message():
     recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, loss="liger")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}
-    message = refusal(check_tensor_parallel, {"zero_optimization": zero}, "my.json", recipe, 2)
+    about = {"zero_optimization": zero}, "my.json", recipe, "fp32"
+    message = refusal(check_degrees, *about, ParallelLayout(2, tensor=2))
     for words in ("lora (--lora)", "torch_compile", "loss = liger. Use --loss auto", "zero_optimization.offload_param",
                   "zero_optimization.zero_hpz_partition_size"):  # fmt: skip
         assert words in message
     assert "5 problems" in message
-    check_tensor_parallel({"zero_optimization": zero}, "my.json", recipe, 1)
+    check_degrees(*about, ParallelLayout(2))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ class AsyncCheckpointWriter:
         tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
         tensors = self._on_the_host("state", {name: tensor.float() for name, tensor in tensors.items()}, copied)
         from_state = progress is not None and self._state_has_all
-        exported = self._buffers_of_the_model() if from_state else dict(weights())
+        buffers = engine.stored_buffers() if self._whole else {}
+        exported = buffers if from_state else dict(weights())
         if copied:
             held = [*engine.module.parameters(), *engine.module.buffers()]
             live = {tensor.untyped_storage().data_ptr() for tensor in held}
@@ -108,12 +109,6 @@ class AsyncCheckpointWriter:
             self._save.stood_still = time.perf_counter() - began
         else:
             self.wait()
-
-    def _buffers_of_the_model(self) -> dict[str, torch.Tensor]:
-        """What belongs to the exported model and is no parameter."""
-        buffers = dict(self.engine.whole.named_buffers()) if self._whole else {}
-        kept = self.engine.whole.state_dict().keys() if buffers else ()
-        return {name: buffer for name, buffer in buffers.items() if name in kept}
 
     def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
         """Tensors on the CPU; where training continues meanwhile, copies in memory that the next save uses again."""

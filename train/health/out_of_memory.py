@@ -289,6 +289,7 @@ def _copies(recipe, copied: int) -> dict[str, int]:
 
 def _can_be_shared(engine, recipe, beside: bool) -> dict[str, bool]:
     """Whether two processes can share the model's layers, and split its rows; not `beside` what is in force."""
+    from train.model.configuration import load_configuration
     from train.model.tensor_parallel.split import check_split
     from train.recipe.tasks import ClmRecipe
     from train.strategy.degrees import MASKS_ONLY
@@ -297,18 +298,12 @@ def _can_be_shared(engine, recipe, beside: bool) -> dict[str, bool]:
     if not isinstance(recipe, ClmRecipe) or recipe.lora or recipe.torch_compile or beside:
         return {}
     with contextlib.suppress(Exception):  # before there is a model, its configuration may be out of reach
-        config = engine.module.config if engine is not None else _configuration(recipe)
+        config = engine.module.config if engine is not None else load_configuration(recipe)
         return {
             "can_share_layers": recipe.loss != "liger" and _passes(check_split, config),
             "can_split_rows": recipe.attn_implementation not in MASKS_ONLY and _passes(check_model, config),
         }
     return {}
-
-
-def _configuration(recipe):
-    from train.model.configuration import load_configuration
-
-    return load_configuration(recipe)
 
 
 def _passes(check, config) -> bool:

@@ -39,7 +39,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
     """
     build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters)
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
-    if strategy.keeps_all_layers:
+    if strategy.layout.model_size == 1:
         return build(dtype)
     keep = partial(_keep_share, strategy, dtype)
     if not recipe.model_name_or_path:

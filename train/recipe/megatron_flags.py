@@ -9,10 +9,8 @@ DROPOUT = (
     "other)"
 )
 STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
-DEGREE = (
-    "its processes are data-parallel ones here, and ZeRO-3 shards the weights over them (--config_file "
-    "accelerate_configs/zero3.yaml)"
-)
+DATA_PARALLEL = "its processes are data-parallel ones here"
+DEGREE = f"{DATA_PARALLEL}, and ZeRO-3 shards the weights over them (--config_file accelerate_configs/zero3.yaml)"
 SPLIT_ROWS = f"{STRATEGY}; of sp.yaml the JSON has the degree, sequence_parallel_size"
 IN_FULL = "each tensor-parallel process keeps norms and inputs of layers in full; the figures are the same"
 TOKENIZER = "name the tokenizer's folder with --tokenizer_name"

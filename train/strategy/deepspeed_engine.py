@@ -154,12 +154,7 @@ class DeepSpeedEngine(Engine):
                 if self.is_main:
                     yield name, whole.to("cpu", copy=True)
         if self.is_main:
-            yield from self._kept_buffers()
-
-    def _kept_buffers(self):
-        """(name, buffer) of those that are stored with the model."""
-        kept = self.whole.state_dict().keys()
-        return ((name, buffer.cpu()) for name, buffer in self.whole.named_buffers() if name in kept)
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
     def _joined(self, parameter):
         """The full parameter, on all ranks that share its layer."""

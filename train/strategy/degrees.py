@@ -1,6 +1,8 @@
 """The degrees of model parallelism in a DeepSpeed JSON, under DeepSpeed's own names, and what does not go with it."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from train.recipe.errors import UserError
@@ -32,27 +34,6 @@ def read_sequence_degree(config: dict[str, Any], source: str) -> int:
     return degree
 
 
-def check_sequence_parallel(config: dict[str, Any], source: str, recipe, degree: int) -> None:
-    """Check that nothing is asked for that does not go together with sequence parallelism.
-
-    Raises:
-        UserError: all that does not.
-    """
-    if degree == 1:
-        return
-    beside = f"{source}: {SEQUENCE} = {degree} does not go together with"
-    problems = _common_problems(config, recipe, beside, SEQUENCE)
-    attention = getattr(recipe, "attn_implementation", None)
-    if attention in MASKS_ONLY:
-        problems.append(f"{beside} attn_implementation = {attention}. Use --attn_implementation sdpa")
-    # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
-    if config["zero_optimization"].get("reduce_scatter") is False:
-        problems.append(f"{beside} zero_optimization.reduce_scatter = false. Remove one of them")
-    problems += [f"{beside} {name}. Remove one of them" for name in ("prescale_gradients",) if config.get(name)]
-    if problems:
-        raise UserError(problems)
-
-
 def take_tensor_degree(config: dict[str, Any], source: str) -> int:
     """Take `tensor_parallel` out of the configuration. Returns the number of ranks that share each layer.
 
@@ -71,24 +52,6 @@ def take_tensor_degree(config: dict[str, Any], source: str) -> int:
     if problems:
         raise UserError(problems)
     return degree
-
-
-def check_tensor_parallel(config: dict[str, Any], source: str, recipe, degree: int) -> None:
-    """Check that nothing is asked for that does not go together with tensor parallelism.
-
-    Raises:
-        UserError: all that does not.
-    """
-    if degree == 1:
-        return
-    beside = f"{source}: {TENSOR}.autotp_size = {degree} does not go together with"
-    problems = _common_problems(config, recipe, beside, TENSOR)
-    if config.get(SEQUENCE, 1) != 1:
-        problems.append(f"{beside} {SEQUENCE}. Remove one of them")
-    if getattr(recipe, "loss", None) == "liger":
-        problems.append(f"{beside} loss = liger. Use --loss auto")
-    if problems:
-        raise UserError(problems)
 
 
 def read_pipeline_degree(config: dict[str, Any], source: str) -> int:
@@ -113,46 +76,83 @@ def read_pipeline_degree(config: dict[str, Any], source: str) -> int:
     return degree
 
 
-def check_pipeline(config: dict[str, Any], source: str, recipe, degree: int) -> None:
-    """Check that nothing is asked for that does not go together with pipeline parallelism.
+def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: int) -> dict[str, Any]:
+    """A copy of a configuration, with these degrees in place of those that it has. It gets no other kind of them."""
+    degrees = {TENSOR: {"autotp_size": tensor}, SEQUENCE: sequence,
+               PIPELINE: {**config.get(PIPELINE, {}), "stages": pipeline}}  # fmt: skip
+    return {key: degrees.get(key, value) for key, value in config.items()}
+
+
+def check_degrees(config: dict[str, Any], source: str, recipe, precision: str, layout: ParallelLayout) -> None:
+    """Check that nothing is asked for that does not go together with the degrees.
 
     Raises:
         UserError: all that does not.
     """
-    if degree == 1:
+    degrees = {SEQUENCE: layout.sequence, f"{TENSOR}.autotp_size": layout.tensor,
+               f"{PIPELINE}.stages": layout.pipeline}  # fmt: skip
+    degrees = {key: degree for key, degree in degrees.items() if degree > 1}
+    if not degrees:
         return
-    beside = f"{source}: {PIPELINE}.stages = {degree} does not go together with"
-    problems = _common_problems(config, recipe, beside, PIPELINE)
-    stage = config["zero_optimization"].get("stage")
-    if stage in (2, 3):
-        problems.append(
-            f"{beside} zero_optimization.stage = {stage}: gradients of many micro-batches are added up in full. "
-            "Write 1"
-        )
-    if config.get(SEQUENCE, 1) != 1:
-        problems.append(f"{beside} {SEQUENCE}. Remove one of them")
-    if getattr(recipe, "predict_file", None):
-        problems.append(f"{beside} predict_file: no rank has all layers. Use a pair without it, such as tp or zero3")
+    zero, problems = config["zero_optimization"], []
+
+    def refuse(what: str, remedy: str, key: str = next(iter(degrees))) -> None:
+        problems.append(f"{source}: {key} = {degrees[key]} does not go together with {what}. {remedy}")
+
+    for name in ("lora", "torch_compile"):
+        if getattr(recipe, name, False):
+            refuse(
+                f"{name} ({recipe.source(name)})", "Remove it, or use a pair without model parallelism, such as zero3"
+            )
+    settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
+    settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
+    for setting in settings:
+        refuse(f"zero_optimization.{setting}", "Remove one of them")
+    if layout.sequence > 1:
+        _check_sequence(config, recipe, precision, refuse)
+        if len(degrees) > 1:
+            refuse(" and ".join(key for key in degrees if key != SEQUENCE), "Remove one of them")
+    if layout.tensor > 1 and getattr(recipe, "loss", None) == "liger":
+        refuse("loss = liger", "Use --loss auto", f"{TENSOR}.autotp_size")
+    if layout.pipeline > 1:
+        _check_pipeline(config, recipe, precision, partial(refuse, key=f"{PIPELINE}.stages"))
     if problems:
         raise UserError(problems)
 
 
-def check_accumulation(config: dict[str, Any], source: str, precision: str, layout: ParallelLayout) -> None:
-    """Check that gradients which are added up in another dtype go together with the degrees.
+def _check_sequence(config: dict[str, Any], recipe, precision: str, refuse: Callable[[str, str], None]) -> None:
+    zero = config["zero_optimization"]
+    attention = getattr(recipe, "attn_implementation", None)
+    if attention in MASKS_ONLY:
+        refuse(f"attn_implementation = {attention}", "Use --attn_implementation sdpa")
+    # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
+    if zero.get("reduce_scatter") is False:
+        refuse("zero_optimization.reduce_scatter = false", "Remove one of them")
+    if config.get("prescale_gradients"):
+        refuse("prescale_gradients", "Remove one of them")
+    # BF16_Optimizer asks for groups that are not there.
+    if zero.get("stage") == 1 and precision == "bf16" and _accumulation_dtype(config):
+        refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
 
-    Raises:
-        UserError: they do not. Under a pipeline in fp16 the ends would not add up a tied vocabulary's gradient
-            (runtime/pipe/engine.py reads what stage_1_and_2.py has moved away); with split rows BF16_Optimizer asks
-            for groups that are not there.
-    """
-    if (config.get("data_types") or {}).get("grad_accum_dtype") is None:
-        return
-    is_first = config["zero_optimization"].get("stage") == 1
-    key = f"{PIPELINE}.stages" if layout.pipeline > 1 else SEQUENCE
-    if (layout.pipeline > 1 and precision == "fp16") or (layout.sequence > 1 and is_first and precision == "bf16"):
-        raise UserError(
-            f"{source}: data_types.grad_accum_dtype does not go together with {key} in {precision}. Remove it"
-        )
+
+def _check_pipeline(config: dict[str, Any], recipe, precision: str, refuse: Callable[[str, str], None]) -> None:
+    zero = config["zero_optimization"]
+    stage = zero.get("stage")
+    if stage in (2, 3):
+        refuse(f"zero_optimization.stage = {stage}: gradients of many micro-batches are added up in full", "Write 1")
+    if zero.get("overlap_comm"):  # DeepSpeed turns it off
+        refuse("zero_optimization.overlap_comm: gradients are exchanged after the last micro-batch", "Remove it")
+    if getattr(recipe, "predict_file", None):
+        refuse("predict_file: no rank has all layers", "Use a pair without it, such as tp or zero3")
+    # The ends would not add up a tied vocabulary's gradient: runtime/pipe/engine.py reads what stage_1_and_2.py has
+    # moved away.
+    if precision == "fp16" and _accumulation_dtype(config):
+        refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
+
+
+def _accumulation_dtype(config: dict[str, Any]) -> str | None:
+    """The dtype in which gradients are added up, where it is another one."""
+    return (config.get("data_types") or {}).get("grad_accum_dtype")
 
 
 def idle_share(stages: int, micro_batches: int) -> float:
@@ -174,15 +174,3 @@ def idle_note(stages: int, micro_batches: int) -> str | None:
 def _degree_problems(key: str, degree: Any) -> list[str]:
     is_number = isinstance(degree, int) and not isinstance(degree, bool) and degree > 0
     return [] if is_number else [f"{key} = {degree!r}: expected a number of processes, e.g. 2"]
-
-
-def _common_problems(config: dict[str, Any], recipe, beside: str, key: str) -> list[str]:
-    """What goes with no kind of model parallelism."""
-    problems = [
-        f"{beside} {name} ({recipe.source(name)}). Remove it, or use a pair without {key}, such as zero3"
-        for name in ("lora", "torch_compile") if getattr(recipe, name, False)
-    ]  # fmt: skip
-    zero = config["zero_optimization"]
-    settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
-    settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
-    return problems + [f"{beside} zero_optimization.{setting}. Remove one of them" for setting in settings]

@@ -93,7 +93,7 @@ class PipelineEngine(DeepSpeedEngine):
                     torch.distributed.recv(weight, senders[name])
                 yield name, weight.to("cpu", copy=True)
         if self.is_main:
-            yield from self._kept_buffers()
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
     def generate(self, input_ids, attention_mask=None, **kwargs):
         raise NotImplementedError("the layers are on several ranks: generate with the exported model")

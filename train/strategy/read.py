@@ -9,10 +9,7 @@ from train.strategy.batches import resolve_batches
 from train.strategy.deepspeed_config import resolve_config
 from train.strategy.deepspeed_json import read_config, stated_precision
 from train.strategy.degrees import (
-    check_accumulation,
-    check_pipeline,
-    check_sequence_parallel,
-    check_tensor_parallel,
+    check_degrees,
     idle_note,
     read_pipeline_degree,
     read_sequence_degree,
@@ -81,11 +78,7 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
-        check_sequence_parallel(resolved, source, recipe, sequence)
-        check_tensor_parallel(resolved, source, recipe, tensor)
-        check_pipeline(resolved, source, recipe, pipeline)
-        if precision is not None:
-            check_accumulation(resolved, source, precision, layout)
+        check_degrees(resolved, source, recipe, precision, layout)
     if problems.found:
         return None
     recipe.precision = precision

@@ -51,11 +51,6 @@ class Strategy:
         return ParallelLayout(self.launch.world_size, self.launch.rank, self.tensor, self.pipeline, self.sequence)
 
     @property
-    def keeps_all_layers(self) -> bool:
-        """Whether no layer is split, and none is on another rank."""
-        return self.tensor == 1 and self.pipeline == 1
-
-    @property
     def shards_parameters(self) -> bool:
         """Whether each rank holds a shard of the weights only (ZeRO-3)."""
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
@@ -145,7 +140,7 @@ class Strategy:
     def device_of_weights(self):
         """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
         device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
-        device, keeps_all = current_device(), self.keeps_all_layers and not self.shards_parameters
+        device, keeps_all = current_device(), self.layout.model_size == 1 and not self.shards_parameters
         return device if keeps_all and device is not None and device.type != "cpu" else None
 
     @property

@@ -56,13 +56,7 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
         strategy = read_strategy(recipe, config_file, keep_global_batch)
     problems.raise_found()
     with problems.collected():
-        degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
-        kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
-        if task != "clm" and kinds:
-            raise UserError(
-                f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
-                "such as zero3"
-            )
+        check_task(task, strategy)
     with problems.collected():
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
             strategy.check_precision()
@@ -80,6 +74,21 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, (*notes, *plan.notes))
+
+
+def check_task(task: str, strategy: Strategy) -> None:
+    """Check that a task supports the kinds of parallelism of a strategy.
+
+    Raises:
+        UserError: it does not.
+    """
+    degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
+    kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
+    if task != "clm" and kinds:
+        raise UserError(
+            f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
+            "such as zero3"
+        )
 
 
 def check_layout(config, strategy) -> None:

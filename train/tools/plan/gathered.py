@@ -12,7 +12,7 @@ __params_to_release): then each layer is released as soon as it has run, and one
 from typing import Any
 
 from train.tools.plan.steps import Step
-from train.tools.plan.weights import Weights
+from train.tools.plan.weights import Weights, number_of
 
 AFTER = "backward of after"  # of head and loss
 
@@ -32,7 +32,7 @@ class Gathered:
         for weight in sharded:
             for stack in weights.stacks:
                 if weight.name.startswith(f"{stack}."):
-                    place = (stack, int(weight.name[len(stack) + 1 :].partition(".")[0]))
+                    place = stack, number_of(weight.name, stack)
                     self.layers[place] = self.layers.get(place, 0) + weight.size
         self.others = self.total - sum(self.layers.values())  # embeddings and head
         self.head = sum(weight.size for weight in sharded if weight.name == weights.head)

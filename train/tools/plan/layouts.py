@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError
-from train.strategy.degrees import PIPELINE, SEQUENCE, TENSOR
+from train.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from train.strategy.pairs import ROOT, find_strategies
 
 FILE = "deepspeed_config_file"  # of an accelerate YAML
@@ -64,9 +64,7 @@ class Pair:
         """The same with these degrees, in place of those that it has."""
         if degrees == self.degrees:
             return self
-        changed = {TENSOR: {"autotp_size": degrees.tensor}, SEQUENCE: degrees.sequence,
-                   PIPELINE: {**self.config.get(PIPELINE, {}), "stages": degrees.pipeline}}  # fmt: skip
-        return replace(self, config={key: changed.get(key, value) for key, value in self.config.items()})
+        return replace(self, config=with_degrees(self.config, **vars(degrees)))
 
     def write(self, yaml_file: Path, head: str = "", changes: dict[str, Any] | None = None) -> None:
         """Write NAME.yaml, and NAME.json beside it where there is one.

@@ -17,6 +17,7 @@ from train.tools.plan.stages import Stage
 from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
 from train.tools.plan.subject import Subject
 from train.tools.rank_environment import environment_of_a_rank, without_launcher
+from train.training.configuration import check_layout, check_task
 
 BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
     "reduce_bucket_size": lambda hidden: hidden * hidden,
@@ -69,7 +70,8 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
-    _check_model(strategy, subject)
+    check_task(subject.task, strategy)
+    check_layout(subject.config, strategy)
     return resolved(name, strategy, subject)
 
 
@@ -98,27 +100,6 @@ def _replaced(text: str, words: dict[str, str]) -> str:
     for word, other in words.items():
         text = text.replace(word, other)
     return text
-
-
-def _check_model(strategy: Strategy, subject: Subject) -> None:
-    """See that the ranks of a replica can share such a model."""
-    layout = strategy.layout
-    if layout.replica_size == 1:
-        return
-    from train.model.stages import check_stages
-    from train.model.tensor_parallel.split import check_split
-    from train.strategy.sequence import check_model
-
-    kinds = [kind for kind in ("sequence", "tensor", "pipeline") if getattr(layout, kind) > 1]
-    if subject.task != "clm":
-        shown = " and ".join(kinds)
-        raise UserError(f"{strategy.source}: train/{subject.task}.py does not support {shown} parallelism")
-    if layout.pipeline > 1:
-        check_stages(subject.config, layout.pipeline, strategy.source)
-    if layout.tensor > 1:
-        check_split(subject.config, layout.tensor, strategy.source)
-    if layout.sequence > 1:
-        check_model(subject.config, layout.sequence, strategy.source)
 
 
 def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:

@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from train.model.tensor_parallel.cut import TensorGroup
+from train.strategy.grid import replaced
 from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, Operation
 
 
@@ -60,16 +61,15 @@ class Collectives:
         if self.size == 1:
             yield
             return
-        modules = [(layers, "distributed")]
+        places = [(layers, "distributed")]
         with contextlib.suppress(ImportError):
             from deepspeed.runtime.sequence_parallel import ulysses_sp
             from deepspeed.sequence import layer
 
-            modules += [(ulysses_sp, "dist"), (layer, "dist")]
-        with contextlib.ExitStack() as replaced:
-            for module, name in modules:
-                replaced.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, self)
+            places += [(ulysses_sp, "dist"), (layer, "dist")]
+        with contextlib.ExitStack() as replacements:
+            for place in places:
+                replacements.enter_context(replaced(*place, self))
             yield
 
 
@@ -101,9 +101,8 @@ def rows_split(model: torch.nn.Module, size: int, attention: str) -> Iterator[No
 
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, model, "forward", model.forward)
-        restored.callback(setattr, sequence, "sequence_groups", sequence.sequence_groups)
+        restored.enter_context(replaced(sequence, "sequence_groups", lambda layout: Groups))
         for name in (attention, "sdpa"):
             restored.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, name, ALL_ATTENTION_FUNCTIONS[name])
-        sequence.sequence_groups = lambda layout: Groups
         sequence.SplitRows(model, ParallelLayout(size, sequence=size))
         yield

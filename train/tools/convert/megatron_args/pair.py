@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.recipe.megatron_flags import DEGREE
+from train.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
-from train.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS
+from train.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
 from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
 from train.tools.convert.megatron_args.expressions import shown, unknown_in
 from train.tools.convert.megatron_args.ledger import Ledger, Row
@@ -108,7 +108,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     _stage(flags, layout, bool(left.keys() & set(SPLITTING)))
     for name in split:
         if name in left:
-            flags.none(name, f"{left[name]}{DEGREE}")
+            flags.none(name, f"{left[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
         else:
             flags.carried(name, f"the pair: {layout.strategy}, {KEYS[name]}: {split[name]}")
     if flags.has("sequence_parallel") and layout.tensor == 1:
@@ -236,9 +236,7 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     config = None
     if layout.stage:
         config = json.loads((ROOT / "ds_configs" / f"{layout.strategy}.json").read_text())
-        degrees = {TENSOR: {"autotp_size": layout.tensor}, SEQUENCE: layout.sequence,
-                   PIPELINE: {**config.get(PIPELINE, {}), "stages": layout.pipeline}}  # fmt: skip
-        config |= {key: degree for key, degree in degrees.items() if key in config}
+        config = with_degrees(config, layout.tensor, layout.pipeline, layout.sequence)
         zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
         config = {**config, **layout.block, "zero_optimization": zero}
     lines = ["compute_environment: LOCAL_MACHINE"]
