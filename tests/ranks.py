@@ -1,8 +1,8 @@
-"""Ranks that are forked from a process which has imported the libraries: started in a tenth of the time.
+"""Ranks that are forked from a process which has imported the libraries.
 
-A rank spends 8 seconds of a core on imports, several times what the tests' tiny models train for. What torchrun would
-start is started here: the same program, in processes of its own, with torchrun's variables and --strategy. What the
-launchers do themselves is tested where `launched` of helpers.py is told to launch for real.
+Imports take most of the time of a rank that trains a tiny model for some updates. What torchrun would start is started
+here: the same program, in processes of its own, with torchrun's variables and --strategy. What the launchers do
+themselves is tested where `launched` of helpers.py is told to launch for real.
 """
 
 import importlib
