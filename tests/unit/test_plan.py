@@ -9,7 +9,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from train.cli import main
 from train.tools.plan import trace
-from train.tools.plan.gathered import Gathered
 from train.tools.plan.gpus import GPUS
 from train.tools.plan.memory import find_peak
 from train.tools.plan.rows import Rows
@@ -127,7 +126,6 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.weights == 2 * 1000 + 2 * (2 * MILLION + 250)
     assert states.optimizer == 12 * (2 * MILLION + 250)
     assert states.gradients == 2 * (2 * MILLION + 250)
-    assert states.gathered.most == 8 * MILLION  # less than max_live_parameters: all of it
     assert states.buffers == 2 * MILLION
 
 
@@ -147,21 +145,6 @@ def test_zero_3_of_one_rank_reads_its_shards_in_place():
     states = deepspeed_states(weights(8 * MILLION, 1000), settings, 1, torch.bfloat16, False, on_gpu=True)
     assert states.weights == 2 * (8 * MILLION + 1000)
     assert states.gathered is None
-
-
-def test_zero_3_gathers_layer_by_layer_and_releases_backwards():
-    layers = [Weight(f"h.{number}.weight", 1000) for number in range(3)]
-    settings = zero(3, stage3_param_persistence_threshold=1, stage3_prefetch_bucket_size=0)
-    model = Weights((*layers, Weight("embed", 500), Weight("head", 700)), ("h",), "head", 1000)
-    gathered = Gathered(model, settings, 2)
-    forward = [("forward", "before", None), *(("forward", "layer", ("h", number)) for number in range(3))]
-    backward = [("backward", "backward of after", None)]
-    backward += [("backward", "backward of layer", ("h", number)) for number in (2, 1, 0)]
-    steps = [Step(*about, 0, 0, 0, 0) for about in (*forward, ("loss", "after", None), *backward)]
-    gathered.begin()
-    assert [gathered.at(step) // 2 for step in steps] == [500, 1500, 2500, 3500, 4200, 4200, 3500, 2500, 1500]
-    at_once = Gathered(model, settings, 2, keeps=False)  # the layer that runs, and one ahead
-    assert [at_once.at(step) // 2 for step in steps] == [1500, 2500, 2500, 2500, 2200, 2200, 3200, 3200, 3200]
 
 
 def test_offload_moves_the_optimizer_to_the_host():

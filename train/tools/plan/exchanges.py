@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.tools.plan.constants import NORM_BYTES
-from train.tools.plan.gathered import Gathered
 from train.tools.plan.links import Exchange
 from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from train.tools.plan.states import offload_device
@@ -103,14 +102,16 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
 
 def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
     threshold, half = int(zero.param_persistence_threshold), width < 4
-    held = Gathered(weights, zero, width, keeps_layers)
-    total, trained_shard = held.total, weights.trained / world_size
+    total, trained_shard = sum(one.size for one in weights.all if one.size > threshold), weights.trained / world_size
     count = sum(weight.size > threshold for weight in weights.all)
-    again = (total - held.kept) / total if total else 0  # of the weights; the others are gathered once
+    near = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
+    in_layers = sum(one.size for one in weights.all if one.name.startswith(weights.stacks) and one.size > threshold)
+    kept = near if keeps_layers else min(near, total - in_layers)  # from the forward to the backward pass
+    again = (total - kept) / total if total else 0  # of the weights; the others are gathered once
     gathered = Exchange(ALL_GATHER, width * total, max(1, count), half)
     within = int(zero.zero_hpz_partition_size)  # ZeRO++: from the copies within a machine
-    near = within if within > 1 else 0
-    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half, near)
+    within_machine = within if within > 1 else 0
+    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half, within_machine)
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
     persistent = sum(size for size in weights.sizes.values() if size <= threshold)
     fetched = width * total / world_size * (1 + again) if offload_device(zero.offload_param) != "none" else 0

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from train.tools.plan.operations import Operation, operation_of
+from train.tools.plan.visits import Visit
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Segment:
         completed: the name of the parameter whose gradient is completed at its end, and released; empty: none is.
         gradient: bytes of that gradient.
         operations: what is computed in it, in order.
+        visit: the visit of a module that it begins with; None: it begins with another thing.
     """
 
     name: Hashable
@@ -33,6 +35,7 @@ class Segment:
     completed: str = ""
     gradient: int = 0
     operations: list[Operation] = field(default_factory=list)
+    visit: Visit | None = None
 
     @property
     def delta(self) -> int:
@@ -74,6 +77,11 @@ class Ledger(TorchDispatchMode):
         """A segment begins."""
         self._close()
         self.segments.append(Segment(name, self.live, self.live))
+
+    def visit(self, visit: Visit) -> None:
+        """A module is met: another segment of the same name begins."""
+        self.mark(self.segments[-1].name)
+        self.segments[-1].visit = visit
 
     def gradient_completed(self, name: str, parameter: torch.Tensor) -> None:
         """A gradient is complete: it is released here, and what follows is another segment of the same name."""

@@ -125,9 +125,9 @@ def _passes(
         engine.begin(first=False, last=True)
         exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
         yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
-    gathered = states.gathered.most_bytes if states.gathered else 0
-    for step in evaluation:
-        parts = {"gathered weights": gathered, ACTIVATIONS: step.start, WORKSPACE: step.rise}
+    for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
+        rise = max(0, gathered + step.rise - at_first)
+        parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise}
         if isinstance(engine, DistributedEngine):
             parts["gradients"] = engine.gradients
         yield Moment("evaluation", _sum(held, parts))
@@ -145,11 +145,10 @@ def _others(in_flight: InFlight | None, training: list[Step], accumulation: int,
 def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Moment:
     """The moment of a forward and backward pass at which most is held beside the states."""
     most, largest, gathered = -1, None, 0
-    if states.gathered:
-        states.gathered.begin()
-    for step in steps:
-        if states.gathered:
-            gathered = states.gathered.at(step)
+    for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
+        total = at_first + engine.held + step.start
+        if total > most:
+            most, largest = total, (step, at_first, engine.gradients, engine.buffers, step.start, 0)
         total = gathered + engine.held + step.start + step.rise
         if total > most:
             most, largest = total, (step, gathered, engine.gradients, engine.buffers, step.start, step.rise)
@@ -164,6 +163,11 @@ def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Momen
     if gathered + exchanged + steps[-1].end > most:
         largest = (steps[-1], gathered, engine.gradients, engine.buffers, steps[-1].end, exchanged - engine.held)
     return _moment(*largest)
+
+
+def _gathered(states: States, training: list[Step], evaluation: list[Step] | None = None) -> list[tuple[int, int]]:
+    steps = training if evaluation is None else evaluation
+    return states.gathered.follow(training, evaluation) if states.gathered else [(0, 0)] * len(steps)
 
 
 def _moment(step: Step, gathered: int, gradients: int, buffers: int, alive: int, rise: int) -> Moment:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from train.tools.plan.ledger import Segment
 from train.tools.plan.operations import Operation
+from train.tools.plan.visits import Visit
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Step:
     completed: str = ""  # the parameter of the full model whose gradient is completed at its end
     gradient: int = 0  # of that gradient
     operations: tuple[Operation, ...] = ()
+    visit: Visit | None = None  # of a module, that it begins with
 
 
 def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
@@ -49,11 +51,10 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
                 completed = _renamed(segment.completed, where, place)
                 end = live + segment.delta
                 steps.append(
-                    Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient, computed)
-                )
-                if is_last_of_forward:
-                    head = max(0, segment.delta)
-                elif name == "backward of after":
+                    Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient, computed,
+                         _visit_of(segment, where, place))
+                )  # fmt: skip
+                if is_last_of_forward or name == "backward of after":
                     head = max(0, head + segment.delta)
                 live = end
             if not trains and place != places[-1]:  # only a backward pass needs what went into a layer
@@ -84,6 +85,15 @@ def _renamed(parameter: str, where: list, place: tuple[str, int] | None) -> str:
         return parameter
     traced, full = (f"{place[0]}.{number}." for number in (where[1], place[1]))
     return full + parameter.removeprefix(traced) if parameter.startswith(traced) else parameter
+
+
+def _visit_of(segment: Segment, where: list, place: tuple[str, int] | None) -> Visit | None:
+    """With the names of the full model."""
+    visit = segment.visit
+    if visit is None or place is None:
+        return visit
+    module = _renamed(f"{visit.module}.", where, place)[:-1]
+    return replace(visit, module=module, weights=tuple(_renamed(name, where, place) for name in visit.weights))
 
 
 def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:

@@ -142,6 +142,7 @@ class Subject:
     ) -> Tracer:  # fmt: skip
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
         trained, frozen = self.dtypes(precision, zero is not None)
+        is_third_stage = zero is not None and int(zero.stage) == 3
         autocast = None if zero is not None or precision == "fp32" else torch.bfloat16
         settings = TraceSettings(
             dtype=frozen if self.recipe.lora else trained,
@@ -153,7 +154,8 @@ class Subject:
             evaluated=evaluated,
             tensor=layout.tensor,
             sequence=layout.sequence,
-            keeps_inputs=zero is not None and int(zero.stage) == 3 and zero.memory_efficient_linear,
+            keeps_inputs=is_third_stage and zero.memory_efficient_linear,
+            watched=is_third_stage,
         )
         rows = self._rows(rows or self.rows, precision)
         key = (settings, rows)

@@ -20,6 +20,7 @@ from train.tools.plan.rows import Rows, make_inputs
 from train.tools.plan.shared import Collectives, rows_split
 from train.tools.plan.steps import Step, compose, extrapolate
 from train.tools.plan.trace_cache import TraceCache, Traces
+from train.tools.plan.visits import watch_modules
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
@@ -41,6 +42,7 @@ class TraceSettings:
         tensor: ranks that share each layer; the traced one has the largest share.
         sequence: ranks that split each row.
         keeps_inputs: linear layers are those of ZeRO-3, which keep their input also where their weight is frozen.
+        watched: the visits of modules are noted, for ZeRO-3.
     """
 
     dtype: torch.dtype
@@ -53,6 +55,7 @@ class TraceSettings:
     tensor: int = 1
     sequence: int = 1
     keeps_inputs: bool = False
+    watched: bool = False
 
     @property
     def gpu_kernels(self) -> bool:
@@ -169,6 +172,8 @@ class Tracer:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
+            for handle in watch_modules(self.model, ledger.visit) if self.settings.watched else ():
+                hooks.callback(handle.remove)
             borders = Borders(ledger)
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
@@ -238,7 +243,7 @@ class Borders:
             self.ledger.mark(("after", stack))
 
         return [
-            layer.register_forward_pre_hook(entered, with_kwargs=True),
+            layer.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
             layer.register_forward_hook(left, with_kwargs=True),
         ]
 
