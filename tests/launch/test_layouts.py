@@ -1,13 +1,17 @@
 """Layouts that have no row in the core of test_agreement.py, each in a short run against one process.
 
 Under sp two ranks split rows. ZeRO++'s hierarchical partitions gather weights within a machine, here of two processes.
+FSDP2 is torch's own sharding.
 """
 
+import json
 import shutil
 
 import pytest
+import torch
 import yaml
 from helpers import ROOT, launch, metrics, updates
+from safetensors.torch import load_file
 
 TEXT = ROOT / "docs" / "lora.md"
 RUN = ["--model_type", "llama", "--config_overrides",
@@ -16,7 +20,7 @@ RUN = ["--model_type", "llama", "--config_overrides",
        "--block_size", "64", "--packing", "documents", "--global_batch_size", "8", "--max_train_steps", "4",
        "--save_steps", "2", "--learning_rate", "1e-3", "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
 LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
-    "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2),
+    "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2), "fsdp2": (2, 2, 1),
 }  # fmt: skip
 
 
@@ -48,7 +52,7 @@ def check_alike(ours, theirs) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-15), (name, line["update"])
 
 
-@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz"])
+@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2"])
 def test_it_trains_as_one_process_does(runs, strategy):
     check_alike(metrics(runs[strategy]), metrics(runs["single"]))
 
@@ -67,3 +71,18 @@ def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
     shutil.rmtree(output / "model")  # as if it had been killed before
     start("zero3_hpz", output)
     check_alike(metrics(output), metrics(runs["single"]))
+
+
+def test_fsdp2_holds_its_rows_and_goes_on_where_one_process_has_left(runs, start, tmp_path):
+    ours, theirs = (json.loads((runs[each] / "environment.json").read_text())["bytes_held_by_rank_0"]
+                    for each in ("fsdp2", "single"))  # fmt: skip
+    assert ours == pytest.approx({name: size / 2 for name, size in theirs.items()}, rel=0.01)
+    output = tmp_path / "run"
+    shutil.copytree(runs["single"], output, symlinks=True)
+    shutil.rmtree(output / "checkpoints" / "update_00000004")
+    shutil.rmtree(output / "model")
+    start("fsdp2", output)
+    check_alike(metrics(output), metrics(runs["single"]))
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (output, runs["single"]))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], weight, rtol=1e-3, atol=2e-5) for name, weight in theirs.items())

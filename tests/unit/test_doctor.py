@@ -327,7 +327,7 @@ def test_variables_that_an_earlier_launch_has_left(folder, capsys):
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     report = examined(capsys, "--strategy", "ddp", "--num_processes", "2")
     assert "unset ACCELERATE_USE_FSDP" in "\n".join(texts(report, "warning"))
-    assert "FSDP is not supported" in "\n".join(texts(report))
+    assert "fsdp_version = 1 is not supported" in "\n".join(texts(report))
     del os.environ["ACCELERATE_USE_FSDP"]
     os.environ["ACCELERATE_GRADIENT_CLIPPING"] = "0.3"
     report = examined(capsys, *MINE, "--strategy", "zero2_plain")

@@ -314,7 +314,7 @@ def tiny_run():
     launch = SimpleNamespace(rank=0, world_size=1)
     strategy = SimpleNamespace(
         layout=ParallelLayout(), name="single", deepspeed=None, batches=BatchSizes(4, 1, 1), launch=launch,
-        precision="fp32", shards_parameters=False, tensor=1,
+        precision="fp32", shards_parameters=False, tensor=1, stage=0,
     )  # fmt: skip
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=True)
     accelerator.prepare = lambda model, optimizer: (model, SimpleNamespace(optimizer=optimizer))
@@ -423,17 +423,19 @@ def test_the_model_s_size_stands_against_the_limit():
         (None, "fp32", False, (400, 400, 800)), (None, "bf16", False, (400, 400, 800)),
         (None, "bf16", True, (200, 0, 0)), (1, "bf16", False, (200, 200, 300)),
         (2, "bf16", False, (200, 50, 300)), (3, "bf16", False, (50, 50, 300)), (3, "fp32", True, (100, 0, 0)),
+        ("fsdp2", "bf16", False, (100, 100, 200)), ("fsdp2", "bf16", True, (50, 0, 0)),
     ],
 )  # fmt: skip
 def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
-    strategy = SimpleNamespace(deepspeed=None if stage is None else {"zero_optimization": {"stage": stage}},
-                               precision=precision, layout=ParallelLayout(4), tensor=1)  # fmt: skip
+    strategy = SimpleNamespace(deepspeed={} if isinstance(stage, int) else None, precision=precision,
+                               stage={None: 0, "fsdp2": 3}.get(stage, stage), layout=ParallelLayout(4),
+                               tensor=1)  # fmt: skip
     found = sizes_of(strategy, ClmRecipe(lora=lora), 100)
     assert (found.weights, found.gradients, found.optimizer) == sizes
 
 
 def test_the_state_of_a_rank_that_has_half_of_each_layer():
-    strategy = SimpleNamespace(deepspeed={"zero_optimization": {"stage": 2}}, precision="bf16", tensor=2,
+    strategy = SimpleNamespace(deepspeed={}, stage=2, precision="bf16", tensor=2,
                                layout=ParallelLayout(4, tensor=2))  # fmt: skip
     found = sizes_of(strategy, ClmRecipe(), 100)
     assert (found.weights, found.gradients, found.optimizer) == (100, 50, 300)

@@ -9,6 +9,7 @@ from helpers import ROOT, refusal
 
 from train.recipe import ClmRecipe, parse_recipe
 from train.strategy import launch as launch_module
+from train.strategy.fsdp import fsdp_problems, read_fsdp
 from train.strategy.named import VARIABLES, environment_of, take_named
 from train.strategy.read import read_strategy
 from train.tools.tool_recipe import read_with_recipe
@@ -53,8 +54,10 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
     arguments.deepspeed_fields_from_accelerate_config = ""
     make = {"DEEPSPEED": lambda: launch.prepare_deepspeed_cmd_env(arguments)[1],
             "MULTI_GPU": lambda: launch.prepare_multi_gpu_env(arguments),
+            "FSDP": lambda: launch.prepare_multi_gpu_env(arguments),
             "NO": lambda: launch.prepare_simple_launcher_cmd_env(arguments)[1]}[kind]  # fmt: skip
-    theirs = {name: value for name, value in make().items() if name.startswith("ACCELERATE_")}
+    all_theirs = make()
+    theirs = {name: value for name, value in all_theirs.items() if name.startswith("ACCELERATE_")}
     ours = environment_of(yaml.safe_load(path.read_text()), str(path))
     without_effect = {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_CPU_AFFINITY"}
     theirs = {name: value for name, value in theirs.items()
@@ -62,6 +65,10 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
     if kind == "DEEPSPEED":
         assert "ACCELERATE_USE_DEEPSPEED" in ours
         assert theirs == ours
+    elif kind == "FSDP":
+        assert read_fsdp(ours) == {key: read_fsdp(all_theirs)[key] for key in read_fsdp(ours)}
+        assert fsdp_problems(read_fsdp(all_theirs), {}, "") == [], "nor of accelerate's defaults"
+        assert ours["ACCELERATE_MIXED_PRECISION"] == theirs["ACCELERATE_MIXED_PRECISION"] == "no"
     else:
         assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"
 
@@ -137,8 +144,8 @@ def test_mistakes(torchrun, tmp_path):
         (("--deepspeed_config", "none.json"), "there is no such file. Name a DeepSpeed JSON"),
         (("--config", str(tmp_path / "r.yaml")), "r.yaml, line 1: strategy = 'zero1': a recipe says what is trained"),
         (("--strategy", "single"), "Use --strategy ddp"),
-        (("--strategy", str(tmp_path / "fsdp.yaml")), "distributed_type = FSDP is not supported"),
         (("--strategy", str(tmp_path / "dynamo.yaml")), "dynamo_config is not supported without accelerate launch"),
+        (("--strategy", str(tmp_path / "fsdp.yaml")), "fsdp_version = 1 is not supported. Write fsdp_version: 2"),
     ):
         assert said in refusal(read_strategy, recipe(*flags))
     tool = ["--config", str(ROOT / "recipes/clm/stdlib-gpt2.yaml"), "--strategy", "zero2"]

@@ -44,6 +44,9 @@ class Alone:
             losses.append(loss.item())
         return losses
 
+    def live_tensors(self) -> list[torch.Tensor]:
+        return [*self.module.parameters()]
+
     def gather_objects(self, share):
         return [share]
 

@@ -94,8 +94,7 @@ class AsyncCheckpointWriter:
         buffers = engine.stored_buffers() if self._whole else {}
         exported = buffers if from_state else dict(weights())
         if copied:
-            held = [*engine.module.parameters(), *engine.module.buffers()]
-            live = {tensor.untyped_storage().data_ptr() for tensor in held}
+            live = {tensor.untyped_storage().data_ptr() for tensor in engine.live_tensors()}
             moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
             exported = {**exported, **self._on_the_host("model", moving, copied)}
         if progress is not None:

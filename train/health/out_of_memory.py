@@ -142,7 +142,7 @@ def take_stock(
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), asked=figures.get("asked"), free=free,
         total=total, host_free=host_memory()[0], others=_others(figures), unused=figures.get("unused"),
         process_limit=_process_limit() if where == "host" else None,
-        held=held, due=due, stage=zero.get("stage", 0), offload_optimizer=offloads["optimizer"],
+        held=held, due=due, stage=strategy.stage, offload_optimizer=offloads["optimizer"],
         offload_parameters=offloads["param"], strategy=strategy.name, precision=strategy.precision,
         micro_batch=batches.micro_batch, accumulation=batches.accumulation,
         global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
@@ -154,7 +154,7 @@ def take_stock(
         pretrained=bool(recipe.model_name_or_path) and strategy.layout.model_size == 1,
         dataloader_workers=recipe.dataloader_num_workers,
         copies=_copies(recipe, copied), parameters=parameters,
-        element=_element(strategy, recipe), is_sure=NO_HANDLE not in str(error),
+        element=_element(strategy, recipe), keeps_fp32=strategy.deepspeed is None, is_sure=NO_HANDLE not in str(error),
         **_of_model(engine, strategy, recipe, row_tokens or 0),
     )  # fmt: skip
 
@@ -208,40 +208,34 @@ def sizes_of(strategy, recipe, parameters: int) -> Held:
     """Weights, gradients and optimizer state of a rank, in bytes, by the number of the model's parameters. An adapter,
     which is small, is not counted."""
     quantised = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}.get(recipe.quantised)
-    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
-    stage, ranks = zero.get("stage", 0), strategy.layout.shard_size
+    stage, ranks = strategy.stage, strategy.layout.shard_size
     parameters //= strategy.layout.model_size
     trained = 0 if recipe.lora else parameters
     element = _element(strategy, recipe)
     weights = int(parameters * (quantised or element)) // (ranks if stage == 3 else 1)
     gradients = trained * element // (ranks if stage > 1 else 1)
-    if strategy.deepspeed is None:
-        return Held(weights, gradients, 2 * trained * element)
-    return Held(weights, gradients, 3 * 4 * trained // (ranks if stage else 1))
+    state = 2 * element if strategy.deepspeed is None else 3 * 4
+    return Held(weights, gradients, state * trained // (ranks if stage else 1))
 
 
 def _gradients(engine) -> int:
     """Bytes of this rank's gradients. Under DDP they are views of its buckets, which are there from the beginning."""
     from torch.nn.parallel import DistributedDataParallel
 
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     if isinstance(engine.model, DistributedDataParallel):
-        return sum(parameter.nbytes for parameter in trained)
-    return sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+        return sum(parameter.nbytes for parameter in engine.module.parameters() if parameter.requires_grad)
+    return sum(gradient.nbytes for gradient in engine.gradients())
 
 
 def _due(engine) -> tuple[int, int]:
     """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
-    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32, sharded as its stage says."""
+    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32; sharded as the stage says."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     count = sum(map(true_numel, trained)) // engine.layout.tensor
     element = max((parameter.element_size() for parameter in trained), default=0)
-    config = engine.strategy.deepspeed
-    if config is None:
-        return count * element, 2 * count * element
-    stage = config["zero_optimization"].get("stage", 0)
-    gradients = count * element // (engine.layout.shard_size if stage > 1 else 1)
-    return gradients, 3 * 4 * count // (engine.layout.shard_size if stage else 1)
+    strategy, ranks = engine.strategy, engine.layout.shard_size
+    state = 2 * element if strategy.deepspeed is None else 3 * 4
+    return count * element // (ranks if strategy.stage > 1 else 1), state * count // (ranks if strategy.stage else 1)
 
 
 def resident_bytes() -> int:

@@ -36,6 +36,7 @@ class Situation:
         due: what weights come to once they are loaded, gradients and optimizer once the first update is done.
         parameters: of the whole model.
         element: bytes of a weight as it is loaded.
+        keeps_fp32: weights that are trained are in fp32 in every precision.
         logits: what the logits of a micro-batch take where they are held whole, else 0.
         layer_inputs: the inputs of all layers together: what stays of the activations where they are recomputed.
         lengths: the options that say how long a row is, with their values.
@@ -67,6 +68,7 @@ class Situation:
     due: Held = Held()
     parameters: int = 0
     element: int = 4
+    keeps_fp32: bool = False
     stage: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -210,7 +212,7 @@ def _of_evaluation(s: Situation) -> list[Remedy]:
 def _of_loading(s: Situation) -> list[Remedy]:
     """Fewer bytes a weight. Without DeepSpeed what is trained is held in fp32, and only frozen weights are not."""
     applicable, half = [], "" if s.precision != "fp32" else " --precision bf16"
-    if s.element == 4 and s.stage:
+    if s.element == 4 and s.stage and not s.keeps_fp32:
         applicable.append(Remedy("--precision bf16", "weights in half precision", s.weights // 2))
     elif s.element == 4 and s.pretrained:
         applicable.append(Remedy(f"--lora{half}", "frozen weights, in half precision", s.weights // 2))

@@ -11,6 +11,7 @@ from train.model.configuration import from_hub_or_folder
 from train.model.lora import quantisation
 from train.model.nan_check import check_finite
 from train.model.parameters import true_shape
+from train.model.rows import keep_rows
 from train.model.stages import keep_stage
 from train.model.tensor_parallel.draw import draw_share
 from train.model.tensor_parallel.read import read_share, stored_dtype
@@ -39,7 +40,8 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
     """
     build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters)
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
-    if strategy.layout.model_size == 1:
+    keeps_rows = strategy.fully_shards and not recipe.lora  # an adapter is made for full weights
+    if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
     keep = partial(_keep_share, strategy, dtype)
     if not recipe.model_name_or_path:
@@ -48,6 +50,8 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
 
 
 def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
+    if strategy.fully_shards:
+        keep_rows(model, strategy.layout.rank, strategy.layout.world_size, dtype)
     if strategy.pipeline > 1:
         keep_stage(model, strategy.layout.stage, strategy.pipeline, dtype)
     if strategy.tensor > 1:

@@ -57,7 +57,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) ->
     Args:
         dtype: of the weights when the model is loaded.
     """
-    model.__dict__["whole"] = _without_weights(model, dtype)
+    model.__dict__["whole"] = without_weights(model, dtype)
     plan, body = family_of(model.config).stage_plan, model.base_model
     is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
     layers = getattr(body, plan.layers)
@@ -74,7 +74,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) ->
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """The model itself; of a stage a model with the names, shapes and dtypes of all its weights, and no memory."""
+    """The model itself; of a stage, or of some rows of its weights, a model that has all of them, and no memory."""
     return model.__dict__.get("whole", model)
 
 
@@ -83,8 +83,16 @@ def is_tied(model: nn.Module) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def _without_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in model.parameters()}
+def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy that has the names, shapes and dtypes of all weights, and no memory.
+
+    Args:
+        dtype: of all weights; None: each has its own.
+    """
+    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype, device="meta"), p.requires_grad)
+             for p in model.parameters()}  # fmt: skip
     whole = copy.deepcopy(model, empty)
-    whole.config, whole.generation_config = model.config, model.generation_config
+    whole.config = model.config
+    if getattr(model, "generation_config", None) is not None:
+        whole.generation_config = model.generation_config
     return whole

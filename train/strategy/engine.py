@@ -22,10 +22,16 @@ AcceptUpdate = Callable[[float], bool]
 LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss summed over the batch's targets
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """{address: bytes} of what the tensors lie in, each once."""
     held = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The sum of the bit patterns of each."""
+    patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return [int(tensor.view(patterns[tensor.element_size()]).sum(dtype=torch.int64)) for tensor in tensors]
 
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,6 +137,14 @@ class Engine:
             return None
         return {name: _on_the_host(tensor.detach()) for name, tensor in self.module.state_dict().items()}
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that this rank has now."""
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def live_tensors(self) -> list[torch.Tensor]:
+        """What lies in memory that training changes: the weights of this rank, and buffers."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The same one after another, for a reader that does not keep them; nothing but on the main process. All ranks
         must read it to its end."""
@@ -192,13 +206,14 @@ class Engine:
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
         """`generate` of the model on this rank's rows (B, T), on all ranks together.
 
-        Under ZeRO-3 every rank takes part in every forward pass, so ranks that have finished continue until all have.
+        Under ZeRO-3 and FSDP2 every rank takes part in every forward pass, so ranks that have finished continue until
+        all have.
         """
         self.model.eval()
         input_ids = input_ids.to(self.device)
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        together = self.strategy.shards_parameters and self.layout.world_size > 1
+        together = (self.strategy.shards_parameters or self.strategy.fully_shards) and self.layout.world_size > 1
         with self.rows_in_full():
             return self.module.generate(
                 input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True,
@@ -219,7 +234,7 @@ class Engine:
         held = [tensor for tensors in shards for tensor in tensors if tensor is not None]
         state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
-        weights, optimizer = _storages(held), _storages(filter(torch.is_tensor, states))
+        weights, optimizer = storages(held), storages(filter(torch.is_tensor, states))
         optimizer = {key: size for key, size in optimizer.items() if key not in weights}
         return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
 
@@ -227,8 +242,7 @@ class Engine:
         """The sums of the bit patterns of the frozen weights, one a weight, of this rank's shard under ZeRO-3."""
         frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
         shards = [getattr(parameter, "ds_tensor", parameter.data) for parameter in frozen]
-        patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        return [int(shard.view(patterns[shard.element_size()]).sum(dtype=torch.int64)) for shard in shards]
+        return checksums(shards)
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:

@@ -10,6 +10,7 @@ import yaml
 
 from train.recipe.errors import UserError, nearest
 from train.recipe.last_message import is_accelerate_launch
+from train.strategy.fsdp import fsdp_problems, read_fsdp
 from train.strategy.named import Named, hand_down
 from train.strategy.pairs import CONFIGS
 
@@ -36,6 +37,7 @@ class Launch:
     config_file: str | None  # accelerate YAML, where it can be found out
     yaml: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
+    fsdp: dict[str, str] | None = None  # FSDP's settings; None: it is not used
     threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
 
     @property
@@ -83,6 +85,7 @@ def find_launch(named: Named | None = None, config_file: str | None = None) -> L
         config_file=config_file,
         yaml=content,
         command=command,
+        fsdp=read_fsdp(environment),
         threads_are_the_users=threads_are_the_users,
     )
 
@@ -91,8 +94,10 @@ def check_launch(launch: Launch) -> None:
     """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
     supported."""
     problems = _yaml_problems(launch)
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        problems.append(f"{launch.source}: FSDP is not supported. Use one of accelerate_configs/, e.g. zero3.yaml")
+    if launch.fsdp is not None:
+        problems += fsdp_problems(launch.fsdp, launch.yaml, launch.source)
+        if launch.deepspeed:
+            problems.append(f"{launch.source}: FSDP and DeepSpeed are both asked for. unset ACCELERATE_USE_FSDP")
     if launch.precision == "fp8":
         problems.append(f"{launch.source}: mixed_precision = fp8 is not supported. Use bf16, fp16 or no")
     if problems:

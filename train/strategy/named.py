@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError
+from train.strategy.fsdp import variables_of
 from train.strategy.pairs import find_strategies
 
 OPTIONS = ("strategy", "deepspeed_config")
@@ -29,8 +30,8 @@ VARIABLES = {
     "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
-SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED")
-NOT_SUPPORTED = ("dynamo_config", "fp8_config", "parallelism_config", "megatron_lm_config", "fsdp_config")
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED", "FSDP")
+NOT_SUPPORTED = ("dynamo_config", "fp8_config", "parallelism_config", "megatron_lm_config")
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -135,4 +136,6 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
             if key in VARIABLES and value is not None:
                 is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
                 made[f"ACCELERATE_{VARIABLES[key]}"] = str(value) if is_name else str(value).lower()
+    if kind == "FSDP":
+        made |= variables_of(content.get("fsdp_config") or {})
     return made

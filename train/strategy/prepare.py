@@ -6,6 +6,7 @@ from train.recipe.options import OptimizerOptions
 from train.recipe.schedule import Schedule
 from train.strategy.deepspeed_engine import DeepSpeedEngine
 from train.strategy.engine import Engine
+from train.strategy.fsdp_engine import FullyShardedEngine
 from train.strategy.inference import InferenceEngine
 from train.strategy.pipeline_engine import PipelineEngine, PipelineInference
 from train.strategy.strategy import Strategy
@@ -20,7 +21,9 @@ NEVER_FREED: list[Engine] = []
 def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule) -> Engine:
     """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
-    if not recipe.trains:
+    if strategy.fully_shards:
+        kind = FullyShardedEngine
+    elif not recipe.trains:
         kind = InferenceEngine
     if strategy.pipeline > 1:
         kind = PipelineEngine if recipe.trains else PipelineInference

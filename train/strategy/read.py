@@ -15,6 +15,7 @@ from train.strategy.degrees import (
     read_sequence_degree,
     take_tensor_degree,
 )
+from train.strategy.fsdp import ALONE, check_fsdp
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, check_launch, find_launch
 from train.strategy.layout import ParallelLayout
@@ -50,17 +51,22 @@ def read_strategy(
 
 
 def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
-    """One process, or DDP. None: there are problems."""
+    """One process, DDP or FSDP2. None: there are problems."""
     precision, stated = None, [_of_launcher(launch)]
     with problems.collected():
         precision, stated = _agreed_precision(recipe, stated)
     with problems.collected():
         on_layout(ParallelLayout(launch.world_size, launch.rank))
         batches = resolve_batches(recipe, launch.world_size)
+    if launch.fsdp is not None:
+        with problems.collected():
+            check_fsdp(launch.source, recipe, precision)
     if problems.found:
         return None
     recipe.precision = precision
-    return Strategy(launch, batches, precision, None, launch.source, stated=tuple(stated))
+    fsdp = launch.fsdp if launch.world_size > 1 else None
+    notes = (ALONE,) if launch.fsdp is not None and fsdp is None else ()
+    return Strategy(launch, batches, precision, None, launch.source, notes, tuple(stated), fsdp=fsdp)
 
 
 def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from train.model.parameters import true_shape
+from train.model.rows import rows_of
 from train.model.tensor_parallel.cut import Cut
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -174,6 +175,27 @@ class WholeState(OptimizerState):
         parameter = self.parameters[piece.name]
         whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
         return whole.view(-1)[piece.start : piece.stop]
+
+
+class RowState(OptimizerState):
+    """FSDP2: each rank holds some rows of each parameter."""
+
+    def held(self):
+        pieces = []
+        for name, parameter in self.parameters.items():
+            layout, inner = self.engine.layout, parameter.shape[1:].numel()
+            start, stop = (row * inner for row in rows_of(len(parameter), layout.rank, layout.world_size))
+            if start < stop:
+                pieces.append(self.piece(name, start, stop))
+        return pieces
+
+    def get(self, kind, piece):
+        parameter = self.parameters[piece.name]
+        held = parameter if kind == "weight" else self.optimizer.state[parameter][kind]
+        return held.detach().to_local().view(-1)
+
+    def _weights_follow(self, read):
+        self.engine.forget_gathered()
 
 
 class FlatState(OptimizerState):

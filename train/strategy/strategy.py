@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.recipe.errors import UserError
 from train.strategy.batches import BatchSizes
+from train.strategy.fsdp import RESHARDS
 from train.strategy.grid import layer_groups
 from train.strategy.host_memory import host_memory
 from train.strategy.launch import Launch
@@ -42,6 +43,7 @@ class Strategy:
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages that share the layers
     sequence: int = 1  # ranks that split each row
+    fsdp: dict[str, str] | None = None  # FSDP2's settings; None: it is not used, or one process has nothing to share
 
     gather = staticmethod(everyones)
 
@@ -54,6 +56,22 @@ class Strategy:
     def shards_parameters(self) -> bool:
         """Whether each rank holds a shard of the weights only (ZeRO-3)."""
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
+
+    @property
+    def fully_shards(self) -> bool:
+        """Whether torch shards the weights (FSDP2)."""
+        return self.fsdp is not None
+
+    @property
+    def stage(self) -> int:
+        """How much is sharded, as ZeRO counts it: 0 to 3."""
+        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
+        return 3 if self.fully_shards else zero.get("stage", 0)
+
+    @property
+    def reshards(self) -> bool:
+        """Under FSDP2: whether the forward pass forgets the weights that it has gathered."""
+        return (self.fsdp or {}).get(RESHARDS, "true") == "true"
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -70,6 +88,8 @@ class Strategy:
             stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
             degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
             return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
+        if self.fully_shards:
+            return "fsdp2"
         return "ddp" if self.launch.world_size > 1 else "single"
 
     @property
@@ -140,7 +160,8 @@ class Strategy:
     def device_of_weights(self):
         """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
         device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
-        device, keeps_all = current_device(), self.layout.model_size == 1 and not self.shards_parameters
+        shards = self.shards_parameters or self.fully_shards
+        device, keeps_all = current_device(), self.layout.model_size == 1 and not shards
         return device if keeps_all and device is not None and device.type != "cpu" else None
 
     @property

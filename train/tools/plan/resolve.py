@@ -70,6 +70,9 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
+    if strategy.fully_shards:
+        raise UserError(f"{strategy.source}: FSDP2 is not predicted. Plan zero3, which shards the same, or measure it "
+                        "with `zerofit compare`")  # fmt: skip
     check_task(subject.task, strategy)
     check_layout(subject.config, strategy)
     return resolved(name, strategy, subject)

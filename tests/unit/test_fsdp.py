@@ -1,0 +1,137 @@
+"""FSDP2: the settings that a run honours, and the rows that a rank keeps. That it trains: tests/launch."""
+
+import os
+
+import pytest
+import torch
+import yaml
+from helpers import ROOT, refusal
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from train.model.rows import keep_rows, rows_of
+from train.model.stages import whole_model
+from train.model.tensor_parallel.draw import draw_share
+from train.recipe import ClmRecipe, parse_recipe
+from train.strategy import launch as launch_module
+from train.strategy.fsdp_engine import blocks_of, replace_parameters
+from train.strategy.read import read_strategy
+
+OWN = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+
+
+@pytest.fixture
+def read(monkeypatch, tmp_path):
+    """read(content of a YAML, flags): the strategy of the first of two processes that torchrun has started."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
+    monkeypatch.setattr("train.strategy.read.check_devices", lambda: None)
+
+    def made(content: dict, *flags: str, processes: int = 2):
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+        monkeypatch.setattr(os, "environ", {**kept, **world})
+        (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
+        words = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt", *flags]
+        return read_strategy(parse_recipe(ClmRecipe, [*words, "--strategy", str(tmp_path / "own.yaml")]))
+
+    return made
+
+
+def test_what_it_is(read):
+    strategy = read(OWN)
+    assert (strategy.fully_shards, strategy.stage, strategy.reshards) == (True, 3, True)
+    assert strategy.name == "fsdp2"
+    keeping = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}})
+    assert not keeping.reshards
+    alone = read(OWN, processes=1)
+    assert not alone.fully_shards
+    assert "nothing is sharded" in alone.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "said"),
+    [
+        ({"fsdp_config": {}}, [], "fsdp_version = 1 is not supported. Write fsdp_version: 2"),
+        ({"fsdp_config": {"fsdp_version": 1}}, [], "Write fsdp_version: 2"),
+        ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, [], "or use zero3_offload.yaml"),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [],
+            "use --gradient_checkpointing",
+        ),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, [],
+            "fsdp_auto_wrap_policy = size_based_wrap is not supported. Each block of the model is sharded. Remove it",
+        ),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"}}, [],
+            "fsdp_sharding_strategy = 'FULL_SHARD' is of FSDP1, or not supported. Remove it",
+        ),
+        ({"deepspeed_config": {"deepspeed_config_file": "ds_configs/zero3.json"}}, [], "Keep one of the two"),
+        ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),
+        ({}, ["--torch_compile"], "FSDP does not go together with torch_compile (--torch_compile)"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(read, content, flags, said):
+    message = refusal(read, {**OWN, **content}, *flags)
+    assert said in message
+    assert "own.yaml" in message
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 301])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_are_those_of_torch(count, size):
+    chunks = [chunk.tolist() for chunk in torch.arange(count).chunk(size)]
+    ours = [list(range(*rows_of(count, rank, size))) for rank in range(size)]
+    assert ours == [*chunks, *[[]] * (size - len(chunks))]
+
+
+def small_llama(tied: bool = True):
+    config = AutoConfig.for_model(
+        "llama", vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rank_keeps_its_rows_of_the_weights_of_one_process(tied):
+    expected = dict(small_llama(tied).named_parameters())
+    shares = [draw_share(lambda: small_llama(tied), lambda model, rank=rank: keep_rows(model, rank, 3, torch.float32))
+              for rank in range(3)]  # fmt: skip
+    for name, weight in expected.items():
+        parts = [dict(share.named_parameters())[name] for share in shares]
+        torch.testing.assert_close(torch.cat([part.detach() for part in parts]), weight.detach(), rtol=0, atol=0)
+        assert parts[0].cut.shape == weight.shape
+    whole = dict(whole_model(shares[0]).named_parameters())
+    assert {name: each.shape for name, each in whole.items()} == {name: p.shape for name, p in expected.items()}
+    assert all(each.is_meta for each in whole.values())
+
+
+def test_tied_weights_stay_tied():
+    model = small_llama()
+    replace_parameters(model, {name: torch.nn.Parameter(each + 1) for name, each in model.named_parameters()})
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto_class", "sizes", "count"),
+    [
+        ("gpt2", AutoModelForCausalLM, {"n_layer": 3, "n_embd": 8, "n_head": 2}, 3),
+        ("llama", AutoModelForCausalLM, {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3),
+        ("gpt_neox", AutoModelForCausalLM, {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3),
+        (
+            "deberta-v2", AutoModelForSequenceClassification,
+            {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3,
+        ),
+        ("bert", AutoModelForSequenceClassification, {"num_hidden_layers": 3, "hidden_size": 8,
+                                                      "num_attention_heads": 2}, 3),
+        ("t5", AutoModelForSeq2SeqLM, {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_kv": 4}, 4),
+        ("blenderbot", AutoModelForSeq2SeqLM, {"encoder_layers": 1, "decoder_layers": 2, "d_model": 8,
+                                               "encoder_attention_heads": 2, "decoder_attention_heads": 2}, 3),
+    ],
+)  # fmt: skip
+def test_blocks_are_found(kind, auto_class, sizes, count):
+    with torch.device("meta"):
+        model = auto_class.from_config(AutoConfig.for_model(kind, vocab_size=20, **sizes))
+    assert len(blocks_of(model)) == count

@@ -1,0 +1,23 @@
+"""The rows of each parameter that a rank keeps where fully_shard shards them: FSDP2 never needs them in full."""
+
+import torch
+
+from train.model.stages import without_weights
+from train.model.tensor_parallel.cut import Cut, cut_parameter
+
+
+def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
+    most = -(-count // size)
+    return min(rank * most, count), min((rank + 1) * most, count)
+
+
+def keep_rows(model: torch.nn.Module, rank: int, size: int, dtype: torch.dtype) -> None:
+    """Keep this rank's rows of all parameters; `whole_model` knows the rest from then on.
+
+    Args:
+        dtype: of the weights when the model is loaded.
+    """
+    model.__dict__["whole"] = without_weights(model, dtype)
+    for parameter in model.parameters():
+        cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (rows_of(parameter.shape[0], rank, size),)))

@@ -1,0 +1,202 @@
+"""FSDP2: torch's fully_shard shards weights, gradients and optimizer state, block by block.
+
+accelerate's own FSDP does not start on a host without a GPU (its DistributedType becomes MULTI_CPU there, and each
+rank would train alone), and it loads the full model before it shards it. So the engine calls torch itself.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from train.model.parameters import true_shape
+from train.model.rows import rows_of
+from train.model.stages import whole_model, without_weights
+from train.strategy.adamw import adamw
+from train.strategy.engine import Engine, checksums, storages
+from train.strategy.state import RowState
+from train.strategy.torch_engine import gradient_norm
+
+
+class FullyShardedEngine(Engine):
+    """FSDP2.
+
+    Attributes:
+        sharded: {name: parameter} of the module, each a DTensor; the module itself may have one in full for a while.
+    """
+
+    def _prepare(self, model, recipe):
+        if "whole" not in model.__dict__:  # it was loaded in full, for an adapter
+            model.__dict__["whole"] = without_weights(model)
+        self.whole = whole_model(model)
+        if not recipe.trains:
+            model.requires_grad_(False)
+        self._shard(model)
+        self.sharded = dict(model.named_parameters())
+        self.parameters = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
+        self.optimizer = adamw(model, recipe, self.device) if recipe.trains else None
+        return model
+
+    def _shard(self, model) -> None:
+        """Shard each block, and what is in none of them. The rows that this rank has are put in their place, so that
+        no weight has to be there in full."""
+        half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
+        policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+        mesh = init_device_mesh(self.device.type, (self.layout.world_size,))
+        rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
+        replace_parameters(model, {
+            name: torch.nn.Parameter(torch.empty(true_shape(each), dtype=each.dtype, device="meta"),
+                                     each.requires_grad)
+            for name, each in model.named_parameters()
+        })  # fmt: skip
+        blocks = blocks_of(model)
+        self.blocks = len(blocks)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.strategy.reshards)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        replace_parameters(model, {
+            name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
+            for name, each in model.named_parameters()
+        })  # fmt: skip
+
+    def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a parameter, in memory of their own."""
+        if hasattr(parameter, "cut"):
+            return parameter.detach()
+        start, stop = rows_of(len(parameter), self.layout.rank, self.layout.world_size)
+        return parameter.detach()[start:stop].clone()
+
+    def _as_shard(self, rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(
+            rows.to(self.device), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def accumulate(self, last):
+        return contextlib.nullcontext()  # each micro-batch is reduced, so that a rank never holds full gradients
+
+    def backward(self, loss):
+        loss.backward()
+
+    def update(self, number, accept_update):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(number)
+        gradients = self.gradients()
+        norm = self._norm_of_all(gradients)
+        if accept_update(float(norm)):
+            if self.max_grad_norm > 0:
+                torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self):
+        return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
+
+    @staticmethod
+    def _norm_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of all ranks' gradients together, a scalar."""
+        square = gradient_norm(gradients) ** 2
+        torch.distributed.all_reduce(square)
+        return square.sqrt()
+
+    @property
+    def learning_rate(self):
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def torch_optimizer(self):
+        return self.optimizer
+
+    def _state(self):
+        return RowState(self) if self.optimizer is not None else None
+
+    def forget_gathered(self) -> None:
+        """Free the weights that are in full here: after a forward pass without a backward one there are some."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def weights(self):
+        yield from self._gathered_weights(self.sharded)
+        if self.is_main:
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
+
+    def stored_buffers(self):
+        stored = self.whole.state_dict().keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
+
+    def live_tensors(self):
+        return [*self._shards().values(), *self.module.buffers()]
+
+    def state_dict(self):
+        return dict(self.weights()) or None
+
+    def trained_state(self):
+        trained = {name: each for name, each in self.sharded.items() if each.requires_grad}
+        return dict(self._gathered_weights(trained)) or None
+
+    @torch.no_grad()
+    def _gathered_weights(self, sharded: dict[str, DTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """One after another is gathered, on every rank for a moment."""
+        for name, parameter in sharded.items():
+            full = parameter.full_tensor()
+            if self.is_main:
+                yield name, full.to("cpu", copy=True)
+
+    def generate(self, input_ids, attention_mask=None, **kwargs):
+        self.module.unshard()  # what is in no block: generate calls an encoder past the model's own forward
+        try:
+            return super().generate(input_ids, attention_mask, **kwargs)
+        finally:
+            self.forget_gathered()
+
+    def held_bytes(self):
+        state = self.optimizer.state.values() if self.optimizer is not None else ()
+        moments = [each for entry in state for each in entry.values() if torch.is_tensor(each)]
+        moments = [each.to_local() if isinstance(each, DTensor) else each for each in moments]
+        weights = self._shards().values()
+        return {"parameters": sum(storages(weights).values()), "optimizer": sum(storages(moments).values())}
+
+    def frozen_checksum(self):
+        shards = self._shards()
+        return checksums(shards[name] for name, each in self.sharded.items() if not each.requires_grad)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of each parameter."""
+        return {name: parameter.detach().to_local() for name, parameter in self.sharded.items()}
+
+    def effective_strategy(self):
+        fsdp = {"version": 2, "reshard_after_forward": self.strategy.reshards, "blocks": self.blocks,
+                "gathered_in": self.strategy.precision, "reduced_in": "fp32"}  # fmt: skip
+        return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's blocks, which are gathered one at a time: what transformers can recompute one at a time, else what
+    it says is not to be split."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    return _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer)) or _outermost(
+        model, lambda module: type(module).__name__ in named
+    )
+
+
+def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:
+    """The modules below the model that are such ones, and are in no other."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if module is not model and is_one(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
+
+
+def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Parameter]) -> None:
+    """Put others in the place of parameters, by name; tied ones stay tied."""
+    by_id = {id(parameter): made[name] for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = by_id[id(parameter)]
