@@ -129,6 +129,12 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.buffers == 2 * MILLION
 
 
+def test_offloaded_weights_are_never_on_the_device_together():
+    settings = zero(3, stage3_param_persistence_threshold=1000, offload_param={"device": "cpu"})
+    states = deepspeed_states(weights(8 * MILLION, 1000), settings, 4, torch.bfloat16, False, on_gpu=True)
+    assert states.load == states.weights == 2 * 1000
+
+
 def test_hierarchical_partitions_are_a_second_copy_within_a_machine():
     settings = {"stage3_param_persistence_threshold": 1000, "reduce_bucket_size": MILLION}
     alone, copied = (

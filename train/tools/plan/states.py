@@ -141,7 +141,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
         gathered=Gathered(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
-        load=width * (persistent + shard),
+        load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
         host=host,
     )
 

@@ -81,19 +81,20 @@ def _places(
 
 def _renamed(parameter: str, where: list, place: tuple[str, int] | None) -> str:
     """The parameter's name in the full model."""
-    if place is None or not parameter:
+    if place is None or not parameter or place[1] == where[1]:
         return parameter
-    traced, full = (f"{place[0]}.{number}." for number in (where[1], place[1]))
+    traced, full = f"{place[0]}.{where[1]}.", f"{place[0]}.{place[1]}."
     return full + parameter.removeprefix(traced) if parameter.startswith(traced) else parameter
 
 
 def _visit_of(segment: Segment, where: list, place: tuple[str, int] | None) -> Visit | None:
     """With the names of the full model."""
     visit = segment.visit
-    if visit is None or place is None:
+    if visit is None or place is None or place[1] == where[1]:
         return visit
     module = _renamed(f"{visit.module}.", where, place)[:-1]
-    return replace(visit, module=module, weights=tuple(_renamed(name, where, place) for name in visit.weights))
+    weights = tuple(_renamed(name, where, place) for name in visit.weights)
+    return Visit(module, visit.enters, visit.forward, weights)
 
 
 def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
