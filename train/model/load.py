@@ -38,8 +38,8 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
     Raises:
         UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
-    build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters)
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
+    build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters, dtype)
     keeps_rows = strategy.fully_shards and not recipe.lora  # an adapter is made for full weights
     if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
@@ -58,7 +58,8 @@ def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
         split_model(model, strategy.tensor_group())
 
 
-def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num_parameters: int, dtype: torch.dtype):
+def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num_parameters: int,
+           drawn_dtype: torch.dtype, dtype: torch.dtype):  # fmt: skip
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
     if recipe.attn_implementation:
         common["attn_implementation"] = recipe.attn_implementation
@@ -76,8 +77,9 @@ def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
             model.initialized_weights = _initialize_missing(
-                model, {*info["missing_keys"], *ignored_weights}, strategy, seed
-            )
+                model, {*info["missing_keys"], *ignored_weights}, strategy, seed,
+                drawn_dtype if drawn_dtype != dtype else None,
+            )  # fmt: skip
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return model
         with strategy.building_from_scratch(num_parameters):
@@ -120,22 +122,31 @@ def head_weights(auto_class, config, num_labels: int) -> list[str]:
     return [name for name, shape in shapes[0].items() if shapes[1][name] != shape]
 
 
-def _initialize_missing(model: torch.nn.Module, missing: Iterable[str], strategy, seed: int) -> list[str]:
+def _initialize_missing(
+    model: torch.nn.Module, missing: Iterable[str], strategy, seed: int, dtype: torch.dtype | None = None
+) -> list[str]:
     """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so
-    they are the same in every run, on every device and under every strategy. Returns their names."""
+    they are the same in every run, on every device and under every strategy. Returns their names.
+
+    Args:
+        dtype: that the model will be converted to, where it was loaded in another one: they are drawn in it.
+    """
     parameters = dict(model.named_parameters())
     torch.manual_seed(seed)
     names = sorted(set(missing) & parameters.keys())
     for name in names:
         parameter, (owner, _, attribute) = parameters[name], name.rpartition(".")
         module = model.get_submodule(owner)
-        drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=parameter.dtype))
+        drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=dtype or parameter.dtype))
         for key, other in module._parameters.items():
             if key != attribute and other is not None:
                 other._is_hf_initialized = True  # transformers does not initialize these again
         module._parameters[attribute] = drawn
         model._init_weights(module)
         module._parameters[attribute] = parameter
+        if drawn.dtype != parameter.dtype:
+            parameter.data = drawn.data
+            continue
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(drawn)
     return names
