@@ -383,7 +383,7 @@ LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
     ("zero2", [(8, "single", 1), (16, "pp", 2)]),
     ("3d", [(8, "zero3", 2), (16, "pp", 2)]),
     ("zero2", [(8, "3d", 4), (16, "tp", 2)]),
-    ("fsdp2", [(8, "zero2", 2), (16, "single", 1)]),
+    ("fsdp2", [(8, "single", 1), (16, "zero2", 2)]),
     ("zero2", [(8, "single", 1), (16, "fsdp2", 2)]),
 )
 LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
@@ -426,7 +426,7 @@ def replicas(strategy: str, processes: int) -> int:
 
 
 ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed")
-             for layout in ("ddp", "zero2", "zero3", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
+             for layout in ("ddp", "zero2", "zero3", "fsdp2", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
              if _is_possible(name, layout)]  # fmt: skip
 
 
@@ -443,7 +443,7 @@ def test_evaluation_alone_gives_the_figures_of_the_run(run, tmp_path, case, layo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_predictions_without_targets_are_those_of_the_run(run, tmp_path, layout):
     _, output = run("blenderbot", REFERENCE)
     expected = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
