@@ -12,7 +12,8 @@
 tries three micro-batches, and the allocator's peak starts anew at each. The simulated accelerator
 (train/tools/simulate) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
 fragmentation and no cuBLAS workspace, so max_memory_allocated is compared with the prediction without that workspace.
-On a CPU the peak is what the memory limit counts, beyond what the process took before the model.
+On a CPU the peak is what the memory limit counts, beyond what the process took before the model. It is that of rank 0:
+only of that one is it noted what it took before, and ranks differ there by 150 MiB.
 
 The largest micro-batch: with a limit halfway between the measured peaks of two neighbouring micro-batches the smaller
 one is the largest that fits (tests/device shows that a run needs what its peak says); `table` looks for the largest
@@ -269,9 +270,11 @@ def peaks_in(folder: Path, configuration: Configuration, on: str) -> dict[str, i
     if [line["size"] for line in fits] != configuration.tried:
         raise RuntimeError(f"{configuration.name}: see {folder}")
     (taken,) = (line["taken"] for line in lines if line["event"] == "started")
-    counter, before = ("reserved", taken) if on == "cpu" else ("allocated", 0)
-    evaluated = max(rank[counter] for rank in fits[0]["with_evaluation"])
-    return {str(line["size"]): max(evaluated, *(rank[counter] for rank in line["ranks"])) - before for line in fits}
+    counter, before, ranks = ("reserved", taken, slice(1)) if on == "cpu" else ("allocated", 0, slice(None))
+    evaluated = [rank[counter] for rank in fits[0]["with_evaluation"][ranks]]
+    return {
+        str(line["size"]): max(*evaluated, *(rank[counter] for rank in line["ranks"][ranks])) - before for line in fits
+    }
 
 
 def _environment(on: str, processes: int) -> dict[str, str]:

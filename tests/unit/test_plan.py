@@ -115,8 +115,12 @@ def test_zero_1_leaves_a_large_gradient_of_another_rank_where_backward_made_it()
     assert peak.components["gradients"] + peak.components["buffers"] == most[0]
 
 
-def test_many_ranks_are_followed_by_some():
-    assert len(deepspeed_states(weights(*10 * [MILLION]), zero(2), 1024, torch.float32, False, on_gpu=True).ranks) == 9
+@pytest.mark.parametrize(("world_size", "followed"), [(1, (0,)), (8, (1, 0, *range(2, 8))), (64, (13, 0, 63))])
+def test_of_many_ranks_three_are_followed(world_size, followed):
+    """The one that keeps most has the end of the first weight and the beginning of the second one."""
+    model = weights(2 * MILLION, MILLION // 2, *7 * [MILLION])
+    states = deepspeed_states(model, zero(2), world_size, torch.float32, False, on_gpu=True)
+    assert states.ranks == followed
 
 
 def test_zero_3_shards_all_but_small_parameters():

@@ -148,10 +148,10 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
 
 def _followed(kept: dict[int, int], world_size: int) -> tuple[int, ...]:
     """The rank that keeps most gradients, and others: of ZeRO-1 one that keeps less may need more, since a gradient
-    that is larger than a bucket, and not its own, stays where backward made it. Of many ranks, some."""
+    that is larger than a bucket, and not its own, stays where backward made it. Of many ranks the first one, which
+    has the embedding, and the last one, whose gradients come first."""
     fullest = max(kept, key=kept.get)
-    spread = [place * (world_size - 1) // (MOST_FOLLOWED - 1) for place in range(MOST_FOLLOWED)]
-    others = range(world_size) if world_size <= MOST_FOLLOWED else spread
+    others = range(world_size) if world_size <= MOST_FOLLOWED else (0, world_size - 1)
     return tuple(dict.fromkeys((fullest, *others)))
 
 
