@@ -1,7 +1,6 @@
 """ZeRO of any stage, through DeepSpeed's engine."""
 
 import contextlib
-import functools
 import math
 
 from train.model.parameters import decay_groups
@@ -13,14 +12,6 @@ from train.strategy.grid import initializing_deepspeed
 from train.strategy.state import FlatState, ShardedState
 
 
-def _count_devices_once() -> None:
-    """ZeRO-3 asks for the number of devices with every bucket of gradients (zero/stage3.py), and DeepSpeed's
-    accelerator for CPUs starts `numactl` each time."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().device_count = functools.cache(get_accelerator().device_count)
-
-
 class DeepSpeedEngine(Engine):
     """ZeRO of any stage, with or without offload."""
 
@@ -28,7 +19,6 @@ class DeepSpeedEngine(Engine):
         from accelerate.utils import DummyOptim, DummyScheduler
 
         config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
-        _count_devices_once()
         fill_bucket_size(plugin["zero_optimization"], model)
         if "optimizer" in config:  # DeepSpeed builds it from the JSON
             groups = decay_groups(model.parameters(), recipe.weight_decay)

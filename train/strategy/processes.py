@@ -1,5 +1,7 @@
 """The processes of a run: their process group, and accelerate's Accelerator over it."""
 
+import functools
+import importlib
 import os
 import warnings
 from datetime import timedelta
@@ -50,6 +52,7 @@ def start_processes(
         if os.environ.get("LOCAL_RANK", "0") == "0":
             notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
         announce_builds()
+        _spare_deepspeed_on_a_cpu()
         kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
         kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
     # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
@@ -92,6 +95,20 @@ def _share_devices(num_devices: int) -> bool:
     # Both accelerate and DeepSpeed take LOCAL_RANK for the number of the device.
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_devices)
     return True
+
+
+def _spare_deepspeed_on_a_cpu() -> None:
+    """Leave out what DeepSpeed does on CPUs for nothing.
+
+    With its first process group it compiles a sum that its own layers use in inference (comm/torch.py,
+    inference_all_reduce): nothing here calls it. ZeRO-3 asks for the number of devices with every bucket of gradients
+    (zero/stage3.py), which starts `numactl` each time.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    backend.build_shm_op = lambda: None
+    get_accelerator().device_count = functools.cache(get_accelerator().device_count)
 
 
 def _deepspeed_plugin(strategy: Strategy) -> DeepSpeedPlugin:

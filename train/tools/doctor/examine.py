@@ -137,9 +137,7 @@ class Examination:
         if strategy is None:
             return needs
         on_gpu = num_devices() > 0
-        needs = dataclasses.replace(
-            needs, precision=strategy.precision, operations=operations_of(strategy.deepspeed, on_gpu)
-        )
+        needs = dataclasses.replace(needs, precision=strategy.precision, operations=operations_of(strategy.deepspeed))
         if not (self.task and self.is_sound and self.recipe.trains):
             return needs
         if strategy.layout.tensor > 1:  # no process holds a whole layer, which plan's states do not know
@@ -222,14 +220,10 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def operations_of(config: dict[str, Any] | None, on_gpu: bool) -> tuple[str, ...]:
-    """The operations of DeepSpeed that a configuration compiles (runtime/engine.py, _configure_basic_optimizer;
-    comm/torch.py, build_shm_op)."""
-    if config is None:
-        return ()
-    operations = () if on_gpu else ("deepspeed_shm_comm",)
-    optimizer = config.get("optimizer") or {}
+def operations_of(config: dict[str, Any] | None) -> tuple[str, ...]:
+    """The operations of DeepSpeed that a configuration compiles (runtime/engine.py, _configure_basic_optimizer)."""
+    optimizer = (config or {}).get("optimizer") or {}
     if str(optimizer.get("type", "")).lower() not in ADAMS or optimizer.get("params", {}).get("torch_adam"):
-        return operations
+        return ()
     offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
-    return (*operations, "cpu_adam" if offload != "none" else "fused_adam")
+    return ("cpu_adam" if offload != "none" else "fused_adam",)
