@@ -116,3 +116,17 @@ def test_with_a_gpu_threads_are_given_back_where_the_optimizer_is_offloaded(monk
     launch = Launch(1, 0, True, None, None, None, threads_are_the_users=of_user)
     processes.start_processes(Strategy(launch, BatchSizes(1, 1, 1), "bf16", {"zero_optimization": zero}, ""))
     assert bool(calls) == given
+
+
+def test_deepspeed_is_spared_what_it_does_for_nothing_on_a_cpu(monkeypatch):
+    """It compiles nothing with its first process group, and starts `numactl` once at most."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.torch import TorchBackend
+
+    backend, asked = sys.modules["deepspeed.comm.torch"], []
+    monkeypatch.setattr(backend, "build_shm_op", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(get_accelerator(), "device_count", lambda: asked.append(1) or 3, raising=False)
+    processes.spare_deepspeed_on_a_cpu()
+    assert TorchBackend.__init__.__globals__["build_shm_op"]() is None
+    assert [get_accelerator().device_count() for _ in range(5)] == [3] * 5
+    assert len(asked) == 1

@@ -52,7 +52,7 @@ def start_processes(
         if os.environ.get("LOCAL_RANK", "0") == "0":
             notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
         announce_builds()
-        _spare_deepspeed_on_a_cpu()
+        spare_deepspeed_on_a_cpu()
         kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
         kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
     # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
@@ -97,7 +97,7 @@ def _share_devices(num_devices: int) -> bool:
     return True
 
 
-def _spare_deepspeed_on_a_cpu() -> None:
+def spare_deepspeed_on_a_cpu() -> None:
     """Leave out what DeepSpeed does on CPUs for nothing.
 
     With its first process group it compiles a sum that its own layers use in inference (comm/torch.py,
