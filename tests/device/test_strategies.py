@@ -10,7 +10,7 @@ from device.runs import differences, peak
 pytestmark = pytest.mark.long
 
 ALL = ("single", "ddp", "zero1", "zero2", "zero2_plain", "zero2_offload", "zero3", "zero3_offload_optimizer",
-       "zero3_offload")  # fmt: skip
+       "zero3_offload", "fsdp2")  # fmt: skip
 SOME = ("single", "ddp", "zero2", "zero3_offload")
 CASES = [("clm", each) for each in ALL] + [(task, each) for task in ("cls", "seq2seq") for each in SOME]
 

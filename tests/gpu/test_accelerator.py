@@ -76,7 +76,7 @@ def test_documents_stay_apart(attention, dtype):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "strategy", ["single", "ddp", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain"]
+    "strategy", ["single", "ddp", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain", "fsdp2"]
 )
 def test_every_pair_trains_in_every_precision(tmp_path, cache, strategy, precision):
     lines = launch(

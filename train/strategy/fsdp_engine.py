@@ -1,7 +1,7 @@
 """FSDP2: torch's fully_shard shards weights, gradients and optimizer state, block by block.
 
-accelerate's own FSDP does not start on a host without a GPU (its DistributedType becomes MULTI_CPU there, and each
-rank would train alone), and it loads the full model before it shards it. So the engine calls torch itself.
+accelerate's own FSDP does not engage on a host without a GPU (1.15: DistributedType is NO there, and each rank is
+alone, or MULTI_CPU), and it loads the full model before it shards it. So the engine calls torch itself.
 """
 
 import contextlib
@@ -61,6 +61,8 @@ class FullyShardedEngine(Engine):
             name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
             for name, each in model.named_parameters()
         })  # fmt: skip
+        # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
+        fully_shard.state(model)._lazy_init()
 
     def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a parameter, in memory of their own."""
