@@ -18,6 +18,7 @@ from train.model.loss import install_loss
 from train.model.preflight import check_packing, check_split_rows
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
+from train.strategy.processes import spare_deepspeed_on_a_cpu
 from train.strategy.sequence import SplitRows
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -97,6 +98,7 @@ def checks(model, rows: SplitRows, layout: ParallelLayout) -> dict[str, str]:
 
 
 def main(output: Path) -> None:
+    spare_deepspeed_on_a_cpu()
     deepspeed.init_distributed("gloo", verbose=False)
     layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), sequence=2)
     found = {}

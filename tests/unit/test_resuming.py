@@ -32,7 +32,7 @@ class Resume:
 
     def __init__(self, options: ClmRecipe, folder: RunFolder, processes: int):
         self.options, self.folder, self.earlier = options, folder, EarlierRuns.read(options, folder)
-        self.note = self.earlier.keep_global_batch(options, processes)
+        self.given_for, self.note = self.earlier.keep_global_batch(options, processes)
 
     def plan(self, global_batch: int) -> list[str]:
         plan = self.earlier.plan(self.options, global_batch, self.folder)
@@ -54,6 +54,23 @@ def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes
     said = "".join(origin.plan(sizes.global_batch))
     assert ("the global batch stays 24, and the accumulation follows" in said) == (processes != 2)
     assert origin.sources == ["auto"]
+
+
+def test_the_same_command_resumes_it_again_on_what_is_left(tmp_path):
+    """First on 2 processes, then twice on 1: the options are still those of 2, whose accumulation is another."""
+    flags = "--gradient_accumulation_steps", "3"
+    folder = leave_a_run(tmp_path, recipe(*flags), 24, 2)
+    for _ in range(2):
+        options = recipe(*flags)
+        resumed = Resume(options, folder, 1)
+        assert resolve_batches(options, 1).accumulation == 6
+        assert "the accumulation follows" in resumed.note
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options.to_dict(), **identity(options, 24)}))
+        laid_out = {"num_processes": 1, "data_parallel": 1, "options_given_for": resumed.given_for}
+        (tmp_path / "strategy.yaml").write_text(yaml.safe_dump(laid_out))
+    options = recipe(*flags)
+    assert Resume(options, folder, 2).note is None, "back on 2, they are right as they are"
+    assert resolve_batches(options, 2).global_batch == 24
 
 
 def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):

@@ -11,7 +11,7 @@ from train.checkpoint.shards import read_progress
 from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
-from train.record.run_folder import RunFolder, differences, differing_options, identity
+from train.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
 
 SAMPLES_LOOKED_AT = 64
 
@@ -62,25 +62,28 @@ class EarlierRuns:
         checkpoint = Path(recipe.resume).expanduser()
         return cls(own, checkpoint, _run_of(checkpoint))
 
-    def keep_global_batch(self, recipe, replicas: int) -> str | None:
-        """Let the accumulation follow where a run resumes with another number of data-parallel processes: the recipe
-        adopts the global batch of the run before. Returns what was done.
+    def keep_global_batch(self, recipe, replicas: int) -> tuple[int, str | None]:
+        """Let the accumulation follow where a run resumes with another number of data-parallel processes than its
+        options were given for: the recipe adopts the global batch of the run before.
 
         Args:
             replicas: copies of the model, each of one process or more.
+
+        Returns: (the number of them that the options are given for, what was done). The number stays as it was,
+            so that the same command resumes the run again.
         """
-        if recipe.resume == "never":
-            return None
-        recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
+        recorded = None
+        if recipe.resume != "never":
+            recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
         recorded = recorded or {}
-        size, before = recorded.get("global_batch_size"), recorded.get("data_parallel", recorded.get("num_processes"))
+        size, before = recorded.get("global_batch_size"), next(filter(None, map(recorded.get, GIVEN_FOR)), None)
         if size is None or before in (None, replicas) or recipe.source("global_batch_size"):
-            return None
+            return replicas, None
         recipe.adopt("global_batch_size", size, f"the run that resumes, of {before} processes")
         recipe.adopt("gradient_accumulation_steps", None, "")
-        return (
-            f"{replicas} data-parallel processes, before it were {before}: the global batch stays {size}, and the "
-            "accumulation follows"
+        return before, (
+            f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
+            f"{size}, and the accumulation follows"
         )
 
     def _is_evidently_another(self, recipe) -> bool:

@@ -41,6 +41,8 @@ SETTINGS = (
     "MKL_NUM_THREADS", "KMP_", "MALLOC_", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
 # Options that do not change what is computed: a run that differs only in these is the same run.
+# Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
+GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
 NOT_THE_RUN = {
     "strategy", "deepspeed_config",
     "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking", "report_to", "report_name", "run_name",
@@ -69,8 +71,8 @@ class RunFolder:
         return self.path / "model"
 
     def recorded(self) -> dict[str, Any] | None:
-        """The options of the run that is in the folder, and its `data_parallel` processes; None where no update was
-        made."""
+        """The options of the run that is in the folder, and of its strategy the numbers of processes; None where no
+        update was made."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
         recipe, strategy = self.path / "recipe.yaml", self.path / "strategy.yaml"
@@ -78,7 +80,7 @@ class RunFolder:
             return None
         options = yaml.safe_load(recipe.read_text()) or {}
         laid_out = (yaml.safe_load(strategy.read_text()) or {}) if strategy.is_file() else {}
-        return {**options, "data_parallel": laid_out.get("data_parallel", laid_out.get("num_processes"))}
+        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
 
     def refuse_a_different_run(self, differing: list[str]) -> None:
         """Raises UserError: the folder holds another run than this one."""

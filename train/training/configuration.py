@@ -20,6 +20,8 @@ class RunConfiguration:
     Args:
         recipe: every option with the value that holds; frozen.
         trackers: those that are used.
+        options_given_for: the number of data-parallel processes with which the recipe's own accumulation makes the
+            global batch.
         notes: for the log.
     """
 
@@ -29,6 +31,7 @@ class RunConfiguration:
     resume: ResumePlan
     folder: RunFolder
     trackers: tuple[str, ...]
+    options_given_for: int
     notes: tuple[str, ...]
 
 
@@ -45,10 +48,12 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     recipe, problems = recipe.draft(), Problems()
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
-    notes: list[str] = []
+    given_for, notes = 1, []
 
     def keep_global_batch(layout: ParallelLayout) -> None:
-        notes.extend(filter(None, [earlier.keep_global_batch(recipe, layout.data_size)]))
+        nonlocal given_for
+        given_for, note = earlier.keep_global_batch(recipe, layout.data_size)
+        notes.extend(filter(None, [note]))
 
     with problems.collected():
         trackers = tuple(wanted_trackers(recipe))
@@ -73,7 +78,7 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
 
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, (*notes, *plan.notes))
+    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, (*notes, *plan.notes))
 
 
 def check_task(task: str, strategy: Strategy) -> None:

@@ -249,7 +249,8 @@ class Trainer:
         check_same({"training data": data}, "Give all machines the same data and the same packages")
         run = {
             **self.config.resume.identity, "num_processes": launch.world_size,
-            "data_parallel": engine.layout.data_size, "strategy": self.strategy.name,
+            "data_parallel": engine.layout.data_size, "options_given_for": self.config.options_given_for,
+            "strategy": self.strategy.name,
         }  # fmt: skip
         checkpoints = CheckpointManager(
             self.folder, engine, self.recipe, self.state, self.exporter, run, data, self.best.keeps, self.advise
@@ -257,7 +258,8 @@ class Trainer:
         checkpoints.resume(self.config.resume)
         if self.is_main:
             self.folder.start(
-                self.recipe, self.strategy.batches.global_batch, engine.effective_strategy(), self.environment,
+                self.recipe, self.strategy.batches.global_batch,
+                {**engine.effective_strategy(), "options_given_for": self.config.options_given_for}, self.environment,
                 self.state.updates, checkpoints.resumed_from,
             )  # fmt: skip
         check_output_folder(self.config, engine)
