@@ -79,6 +79,8 @@ def test_documents_stay_apart(attention, dtype):
     "strategy", ["single", "ddp", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_plain", "fsdp2"]
 )
 def test_every_pair_trains_in_every_precision(tmp_path, cache, strategy, precision):
+    if (strategy, precision) == ("fsdp2", "fp16"):
+        pytest.skip("fsdp2 refuses fp16: a unit test")
     lines = launch(
         tmp_path / "run", *SCRATCH, "--precision", precision, "--cache_dir", cache, strategy=strategy, processes=1
     )

@@ -152,8 +152,8 @@ class Engine:
 
     def stored_buffers(self) -> dict[str, torch.Tensor]:
         """By name, what is stored with the model's weights and is no parameter; the same on every rank."""
-        stored = self.whole.state_dict().keys()
-        return {name: buffer for name, buffer in self.whole.named_buffers() if name in stored}
+        stored, own = self.whole.state_dict().keys(), dict(self.module.named_buffers())
+        return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
 
     def trained_state(self) -> dict[str, torch.Tensor] | None:
         """The same for the weights that are trained, and no others: each is gathered for itself."""

@@ -125,10 +125,6 @@ class FullyShardedEngine(Engine):
         if self.is_main:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
-    def stored_buffers(self):
-        stored = self.whole.state_dict().keys()
-        return {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
-
     def live_tensors(self):
         return [*self._shards().values(), *self.module.buffers()]
 

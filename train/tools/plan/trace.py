@@ -9,11 +9,13 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from train.strategy.grid import replaced
 from train.tools.plan.casts import CudaCasts, run_backward
 from train.tools.plan.ledger import Ledger, Segment
 from train.tools.plan.rows import Rows, make_inputs
@@ -206,17 +208,13 @@ class Tracer:
         and the casts of its autocast."""
         from train.model import loss as losses
 
-        multiplies = losses._has_half_matmul
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
         linear = _linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
+        multiplies = replaced(losses, "_has_half_matmul", lambda device: self.settings.gpu_kernels)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
-        try:
-            losses._has_half_matmul = lambda device: self.settings.gpu_kernels
-            with collectives.in_place(), rows, linear, self.mode, casts:
-                yield
-        finally:
-            losses._has_half_matmul = multiplies
+        with collectives.in_place(), rows, linear, multiplies, self.mode, casts:
+            yield
 
 
 class Borders:
@@ -248,17 +246,11 @@ class Borders:
         ]
 
 
-@contextlib.contextmanager
-def _linear_of_zero_3() -> Iterator[None]:
+def _linear_of_zero_3() -> AbstractContextManager:
     """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    linear = torch.nn.functional.linear
-    torch.nn.functional.linear = zero3_linear_wrap
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = linear
+    return replaced(torch.nn.functional, "linear", zero3_linear_wrap)
 
 
 def _make_fake(model: torch.nn.Module) -> None:
