@@ -47,14 +47,14 @@ class Gathered:
         """
         known = tuple(step.visit for step in training)
         visits = known if evaluation is None else tuple(step.visit for step in evaluation)
-        held = _held(known, visits, self.sizes, self.frozen, self.rules, self.keeps)
-        return [(self.width * most, self.width * after) for most, after in held]
+        return _held(known, visits, self.sizes, self.frozen, self.rules, self.keeps, self.width)
 
 
 @functools.lru_cache(maxsize=64)
 def _held(
-    known: Visits, visits: Visits, sizes: tuple, frozen: frozenset[str], rules: Rules, keeps: bool
-) -> list[tuple[int, int]]:
+    known: Visits, visits: Visits, sizes: tuple, frozen: frozenset[str], rules: Rules, keeps: bool,
+    width: int,
+) -> list[tuple[int, int]]:  # fmt: skip
     sizes, order, remembered = dict(sizes), [visit for visit in known if visit], {}
     if not keeps:
         forward = [*itertools.takewhile(lambda visit: visit.forward, order)]
@@ -65,5 +65,5 @@ def _held(
     run, held = KnownPass(order, sizes, frozen, rules, remembered), []
     for visit in visits:
         most = run.at(visit) if visit else run.held
-        held.append((most, run.held))
+        held.append((width * most, width * run.held))
     return held

@@ -101,7 +101,7 @@ def steps_of_stage(steps: list[Step], stage: Stage, weights: Weights, hidden: in
             delta -= gradient
         if completed and completed not in weights.sizes:
             completed, gradient = "", 0
-        found.append(replace(step, start=live, end=live + delta, operations=operations, completed=completed,
+        found.append(step._replace(start=live, end=live + delta, operations=operations, completed=completed,
                              gradient=gradient, head=step.head if stage.is_last else 0))  # fmt: skip
         live += delta
     return found

@@ -1,15 +1,15 @@
 """The passes of the full model, put together from the segments of a trace of few layers."""
 
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from typing import NamedTuple
 
 from train.tools.plan.ledger import Segment
 from train.tools.plan.operations import Operation
 from train.tools.plan.visits import Visit
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are complete."""
 
     phase: str
@@ -46,13 +46,12 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
         operations = [tuple(segment.operations) for segment in run]
         places = _places(where, traced, stacks, backward)
         for place in places:
-            before = live
+            before, in_full = live, _renaming(where, place)
             for segment, computed in zip(run, operations):
-                completed = _renamed(segment.completed, where, place)
                 end = live + segment.delta
                 steps.append(
-                    Step(phase, name, place, live, segment.rise, end, head, completed, segment.gradient, computed,
-                         _visit_of(segment, where, place))
+                    Step(phase, name, place, live, segment.rise, end, head, in_full(segment.completed),
+                         segment.gradient, computed, _visit(segment.visit, in_full))
                 )  # fmt: skip
                 if is_last_of_forward or name == "backward of after":
                     head = max(0, head + segment.delta)
@@ -79,29 +78,30 @@ def _places(
     return [(stack, number) for number in (reversed(numbers) if backward else numbers)]
 
 
-def _renamed(parameter: str, where: list, place: tuple[str, int] | None) -> str:
-    """The parameter's name in the full model."""
-    if place is None or not parameter or place[1] == where[1]:
-        return parameter
+def _renaming(where: list, place: tuple[str, int] | None) -> Callable[[str], str]:
+    """(a name in the traced model) -> the one in the full model, of a layer that stands for that of `place`."""
+    if place is None or place[1] == where[1]:
+        return str
     traced, full = f"{place[0]}.{where[1]}.", f"{place[0]}.{place[1]}."
-    return full + parameter.removeprefix(traced) if parameter.startswith(traced) else parameter
+    return lambda name: full + name[len(traced) :] if name.startswith(traced) else name
 
 
-def _visit_of(segment: Segment, where: list, place: tuple[str, int] | None) -> Visit | None:
-    """With the names of the full model."""
-    visit = segment.visit
-    if visit is None or place is None or place[1] == where[1]:
+def _visit(visit: Visit | None, in_full: Callable[[str], str]) -> Visit | None:
+    if visit is None or in_full is str:
         return visit
-    module = _renamed(f"{visit.module}.", where, place)[:-1]
-    weights = tuple(_renamed(name, where, place) for name in visit.weights)
-    return Visit(module, visit.enters, visit.forward, weights)
+    module, enters, forward, weights = visit
+    return Visit(in_full(f"{module}.")[:-1], enters, forward, tuple(map(in_full, weights)))
 
 
 def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
     """The steps of a larger batch, on the line through those of two smaller ones."""
     part = (batch_size - at_second) / (at_second - at_first)
-    sizes = ("start", "rise", "end", "head")
+
+    def further(small: int, large: int) -> int:
+        return round(large + part * (large - small))
+
     return [
-        replace(b, **{name: round(getattr(b, name) + part * (getattr(b, name) - getattr(a, name))) for name in sizes})
+        b._replace(start=further(a.start, b.start), rise=further(a.rise, b.rise), end=further(a.end, b.end),
+                   head=further(a.head, b.head))
         for a, b in zip(first, second, strict=True)
-    ]
+    ]  # fmt: skip

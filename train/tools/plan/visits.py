@@ -4,13 +4,12 @@ Source: DeepSpeed 0.19, runtime/zero/parameter_offload.py (_register_deepspeed_m
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """A module's weights are fetched, or they may be released.
 
     Attributes:
