@@ -3,11 +3,12 @@
     python benchmarks/kills.py                              # 30 kills a strategy: about 8 minutes each on two cores
     python benchmarks/kills.py --strategies zero3 --kills 60
 
-A tiny GPT-2 from scratch, in fp32, two processes, a checkpoint after every update. Every other kill comes at a moment
-drawn uniformly from the whole time of a launch (start and resume included), the others at one drawn uniformly from
-what is left of the training. All processes get the signal at once. A killed run is launched again, and killed again or
-left to end; then another one begins, until there were as many kills as asked for. Every run must end with the samples
-of the undisturbed run in every update, none repeated, none skipped, with its losses to 1e-6, and without a traceback.
+A tiny GPT-2 from scratch (a Llama under sp), in fp32, two processes, a checkpoint after every update. Every other kill
+comes at a moment drawn uniformly from the whole time of a launch (start and resume included), the others at one drawn
+uniformly from what is left of the training. All processes get the signal at once. A killed run is launched again, and
+killed again or left to end; then another one begins, until there were as many kills as asked for. Every run must end
+with the samples of the undisturbed run in every update, none repeated, none skipped, with its losses to 1e-6, and
+without a traceback.
 
 Builds of DeepSpeed's operations lie in the folder too. A kill in the middle of one leaves a lock (column `builds cut
 off`) that the next launch would wait for, for ever, if it did not take it away (train/strategy/builds.py).
@@ -45,6 +46,12 @@ RECIPE = {
     "train_tokenizer_vocab_size": 300, "block_size": 128, "validation_split_percentage": 0,
     "per_device_train_batch_size": 4, "global_batch_size": 16, "learning_rate": 1e-3, "num_warmup_steps": 4,
     "precision": "fp32", "record_samples": True, "report_to": "none", "logging_steps": 1,
+}  # fmt: skip
+
+LLAMA = {  # GPT-2 has no sequence parallelism
+    "config_name": "llama-2-7b",
+    "config_overrides": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2,hidden_size=128,"
+                        "intermediate_size=344,max_position_embeddings=128",
 }  # fmt: skip
 
 
@@ -165,7 +172,8 @@ def trial_of(folder: Path, name: str, strategy: str, options) -> Trial:
         text.write_text("".join(f"{words.randrange(10**6)} is a number\n" for _ in range(20_000)))
     length = {"max_train_steps": options.updates, "save_steps": options.save_steps, "save_total_limit": 2}
     files = {"train_file": str(text), "cache_dir": str(folder.parent / "cache")}
-    recipe.write_text(yaml.safe_dump({**RECIPE, **length, **files}, sort_keys=False))
+    model = LLAMA if strategy == "sp" else {}
+    recipe.write_text(yaml.safe_dump({**RECIPE, **model, **length, **files}, sort_keys=False))
     return Trial("clm", ROOT / "accelerate_configs" / f"{strategy}.yaml", recipe, folder / name)
 
 

@@ -184,6 +184,11 @@ SHARED = [  # two ranks share each layer, or split each row
     _make("GPT-2, 3 of 512", "sp", "bf16", 96, 1, (2, 10), AGAIN),
     _make("GPT-2, 4 of 256", "pp", "fp32", 128, 2, (2, 8), WHOLE),
     _make("Llama, 4 of 256", "pp", "bf16", 128, 4, (2, 8), WHOLE),
+    _make("GPT-2, 3 of 512", "fsdp2", "fp32", 64, 1, (2, 8), WHOLE),
+    _make("Llama, 4 of 256", "fsdp2", "bf16", 128, 2, (2, 10), AGAIN),
+    _make("Llama, 3 of 384, grouped", "fsdp2", "bf16", 96, 1, (2, 9)),
+    _make("BERT, 4 of 256", "fsdp2", "fp32", 96, 2, (4, 16)),
+    _make("GPT-NeoX, 3 of 320", "fsdp2", "bf16", 128, 1, (2, 9), LORA),
 ]
 
 

@@ -25,6 +25,9 @@ SMALL = {
                    "--output", "{tmp}/saves.md"],
     "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
                 "1", "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
+    "pipeline_idle": ["pipeline_idle", "--micro_batches", "1", "2", "--updates", "4", "--text", "docs/*.md", "--shape",
+                      "num_hidden_layers=2,hidden_size=32,intermediate_size=64,num_attention_heads=2,"
+                      "num_key_value_heads=2", "--output", "{tmp}/idle.md"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "plan_time": ["plan_time", "--only", "ddp lora"],
 }  # fmt: skip

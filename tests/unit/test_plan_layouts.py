@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT
 
 from train.cli import main
 from train.strategy.layout import ParallelLayout
+from train.tools.plan.fully_sharded import fully_sharded_states
 from train.tools.plan.layouts import Degrees, possible_degrees, read_pair
 from train.tools.plan.operations import ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX
 from train.tools.plan.options import PlanOptions
@@ -70,6 +72,14 @@ def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
     assert subject.weights.trained == 127_552
     assert subject.weights_of(SHARED).trained == 68_288 + 64
     assert subject.weights_of(SPLIT) == subject.weights
+
+
+@pytest.mark.parametrize(("processes", "held"), [(2, 255_232), (4, 127_744)])
+def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
+    """docs/strategies.md; beside the moments the optimizer has counters, and pads nothing."""
+    states = fully_sharded_states(subject_of(*GPT2).weights, processes, torch.float32, True, reshards=True)
+    assert states.weights == held
+    assert states.optimizer == 2 * held
 
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA])

@@ -8,6 +8,7 @@ train/strategy/torch_engine.py. All sizes are in bytes of one process.
 from typing import Any
 
 from train.tools.plan.constants import MASTER_BYTES, NORM_BYTES
+from train.tools.plan.steps import Step
 from train.tools.plan.weights import FlatGroup, Weights, kept_by_rank
 
 
@@ -17,7 +18,10 @@ class Engine:
     Attributes:
         gradients: held of completed gradients.
         buffers: held for their exchange.
+        gathered: held of other ranks' weights.
     """
+
+    gathered = 0
 
     def __init__(self, weights: Weights, width: int):
         self.sizes, self.width = weights.sizes, width
@@ -25,13 +29,22 @@ class Engine:
 
     @property
     def held(self) -> int:
-        return self.gradients + self.buffers
+        return self.gradients + self.buffers + self.gathered
+
+    @property
+    def by_kind(self) -> tuple[int, int, int]:
+        """(gathered, gradients, buffers)."""
+        return self.gathered, self.gradients, self.buffers
 
     def begin(self, first: bool, last: bool) -> None:
         """A backward pass begins: of the first, and the last, micro-batch of an update."""
         self.first, self.last = first, last
         if first:
             self.gradients = 0
+
+    def enter(self, step: Step) -> int:
+        """A step of the pass begins. Returns the most that is held at a moment meanwhile."""
+        return self.held
 
     def complete(self, name: str) -> int:
         """The gradient of a weight is complete: until here the backward pass holds it, and from here on the engine.

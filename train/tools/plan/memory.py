@@ -11,7 +11,7 @@ from train.tools.plan.constants import (
     FRAGMENTATION,
     NCCL_BYTES,
 )
-from train.tools.plan.engines import DistributedEngine, Engine
+from train.tools.plan.engines import Engine
 from train.tools.plan.states import States
 from train.tools.plan.steps import Step
 
@@ -125,11 +125,11 @@ def _passes(
         engine.begin(first=False, last=True)
         exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
         yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
+    engine.begin(first=True, last=True)
     for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
-        rise = max(0, gathered + step.rise - at_first)
-        parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise}
-        if isinstance(engine, DistributedEngine):
-            parts["gradients"] = engine.gradients
+        at_first += engine.enter(step) - engine.gradients
+        rise = max(0, gathered + engine.gathered + step.rise - at_first)
+        parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
         yield Moment("evaluation", _sum(held, parts))
 
 
@@ -146,22 +146,22 @@ def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Momen
     """The moment of a forward and backward pass at which most is held beside the states."""
     most, largest, gathered = -1, None, 0
     for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
-        total = at_first + engine.held + step.start
+        entering = engine.enter(step)
+        total = at_first + entering + step.start
         if total > most:
-            most, largest = total, (step, at_first, engine.gradients, engine.buffers, step.start, 0)
+            most, largest = total, (step, at_first, *engine.by_kind, step.start, entering - engine.held)
         total = gathered + engine.held + step.start + step.rise
         if total > most:
-            most, largest = total, (step, gathered, engine.gradients, engine.buffers, step.start, step.rise)
+            most, largest = total, (step, gathered, *engine.by_kind, step.start, step.rise)
         if step.completed:
             exchanged = engine.complete(step.completed)
             total = gathered + exchanged + step.end + step.gradient
             if total > most:
-                most = total
-                largest = (step, gathered, engine.gradients + step.gradient, engine.buffers, step.end,
-                           exchanged - engine.held)  # fmt: skip
+                most, parts = total, (engine.gathered, engine.gradients + step.gradient, engine.buffers)
+                largest = (step, gathered, *parts, step.end, exchanged - engine.held)
     exchanged = engine.finish()
     if gathered + exchanged + steps[-1].end > most:
-        largest = (steps[-1], gathered, engine.gradients, engine.buffers, steps[-1].end, exchanged - engine.held)
+        largest = (steps[-1], gathered, *engine.by_kind, steps[-1].end, exchanged - engine.held)
     return _moment(*largest)
 
 
@@ -170,11 +170,12 @@ def _gathered(states: States, training: list[Step], evaluation: list[Step] | Non
     return states.gathered.follow(training, evaluation) if states.gathered else [(0, 0)] * len(steps)
 
 
-def _moment(step: Step, gathered: int, gradients: int, buffers: int, alive: int, rise: int) -> Moment:
+def _moment(step: Step, at_hand: int, gathered: int, gradients: int, buffers: int, alive: int, rise: int) -> Moment:
+    """`at_hand`: weights that ZeRO-3 has gathered; what follows is the engine's."""
     in_loss = step.phase == "loss"
     head = min(step.head, alive)
     return Moment(step.phase, {
-        "gathered weights": gathered, "gradients": gradients, "buffers": buffers, ACTIVATIONS: alive - head,
+        "gathered weights": at_hand + gathered, "gradients": gradients, "buffers": buffers, ACTIVATIONS: alive - head,
         HEAD: head + (rise if in_loss else 0), WORKSPACE: 0 if in_loss else rise,
     })  # fmt: skip
 

@@ -83,7 +83,7 @@ class Planner:
     def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
         subject, layout = self.subject, resolved.layout
         states = resolved.states(subject, accumulation > 1, stage)
-        about = resolved.precision, resolved.zero, layout, stage
+        about = resolved.precision, resolved.sharding, layout, stage
         training = subject.steps(*about, micro_batch)
         in_flight = None
         if layout.pipeline > 1:

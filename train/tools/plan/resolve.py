@@ -12,6 +12,7 @@ from train.strategy.buckets import fill_by_sizes
 from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
+from train.tools.plan.fully_sharded import FullyShards, fully_sharded_states
 from train.tools.plan.layouts import Degrees, Pair
 from train.tools.plan.stages import Stage
 from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
@@ -28,26 +29,34 @@ BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator
 
 @dataclass(frozen=True)
 class Resolved:
-    """A strategy with nothing left open. `zero` is DeepSpeed's own object of its configuration; None without it."""
+    """A strategy with nothing left open. `sharding`: DeepSpeed's own object of its configuration, or FSDP2's settings;
+    None without either."""
 
     name: str
     layout: ParallelLayout
     precision: str
-    zero: Any
+    sharding: Any
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's object; None without DeepSpeed."""
+        return None if isinstance(self.sharding, FullyShards) else self.sharding
 
     @property
     def sharded_stages(self) -> tuple[int, int]:
         """How much is sharded and offloaded: what fits with less of it is faster."""
         if self.zero is None:
-            return 0, 0
+            return 0, 0 if self.sharding is None else 3
         offloads = sum(
             offload_device(part) != "none" for part in (self.zero.offload_optimizer, self.zero.offload_param)
         )
         return offloads, int(self.zero.stage)
 
     def states(self, subject: Subject, accumulates: bool, stage: Stage | None = None) -> States:
-        trained, frozen = subject.dtypes(self.precision, self.zero is not None)
+        trained, frozen = subject.dtypes(self.precision, self.sharding is not None)
         weights, sharers = subject.weights_of(self.layout, stage), self.layout.shard_size
+        if isinstance(self.sharding, FullyShards):
+            return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards)
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, subject.on_gpu)
         return deepspeed_states(
@@ -70,9 +79,6 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
-    if strategy.fully_shards:
-        raise UserError(f"{strategy.source}: FSDP2 is not predicted. Plan zero3, which shards the same, or measure it "
-                        "with `zerofit compare`")  # fmt: skip
     check_task(subject.task, strategy)
     check_layout(subject.config, strategy)
     return resolved(name, strategy, subject)
@@ -96,7 +102,7 @@ def resolve_with(
         except UserError as error:
             named = {str(file): str(pair.source), str(file.with_suffix(".json")): str(pair.json_file)}
             raise UserError(_replaced(problem, named) for problem in error.problems) from None
-    return Resolved(name, found.layout, found.precision, found.zero)
+    return Resolved(name, found.layout, found.precision, found.sharding)
 
 
 def _replaced(text: str, words: dict[str, str]) -> str:
@@ -108,7 +114,8 @@ def _replaced(text: str, words: dict[str, str]) -> str:
 def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:
     """With what follows from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
-        return Resolved(name, strategy.layout, strategy.precision, None)
+        sharding = FullyShards(strategy.reshards) if strategy.fully_shards else None
+        return Resolved(name, strategy.layout, strategy.precision, sharding)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
     weights = subject.weights_of(strategy.layout)
     fill_by_sizes(section, weights.trained, weights.trained + weights.frozen)

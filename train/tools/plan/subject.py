@@ -82,19 +82,19 @@ class Subject:
         return micro_batch * self.rows.length * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
 
     def steps(
-        self, precision: str, zero: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
+        self, precision: str, sharding: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
         evaluated: bool = False, rows: Rows | None = None,
     ) -> list[Step]:  # fmt: skip
         """The passes of a batch through the model, or through a stage of it.
 
         Args:
-            zero: DeepSpeed's own DeepSpeedZeroConfig; None without DeepSpeed.
+            sharding: DeepSpeed's own DeepSpeedZeroConfig, or FullyShards; None without either.
         """
-        tracer = self.tracer(precision, zero, layout, evaluated, rows)
+        tracer = self.tracer(precision, sharding, layout, evaluated, rows)
         if layout.pipeline == 1:
             return tracer.steps(batch_size)
         weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, batch_size)
-        width = self.dtypes(precision, zero is not None)[0].itemsize
+        width = self.dtypes(precision, sharding is not None)[0].itemsize
         return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Subject:
     @cached_property
     def weights(self) -> Weights:
         every = tuple(
-            Weight(name, parameter.numel(), parameter.requires_grad, parameter.dim() > 1)
+            Weight(name, parameter.numel(), parameter.requires_grad, parameter.dim() > 1, *parameter.shape[:1])
             for name, parameter in self.full.named_parameters()
         )
         stacks = tuple(_layer_stacks(self.full))
@@ -131,19 +131,20 @@ class Subject:
         checked by forward passes before training (gathered.py)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 
-    def dtypes(self, precision: str, with_deepspeed: bool) -> tuple[torch.dtype, torch.dtype]:
-        """(of what is trained, of what is frozen): without DeepSpeed weights that are trained stay in fp32."""
+    def dtypes(self, precision: str, computes_in_half: bool) -> tuple[torch.dtype, torch.dtype]:
+        """(of what is trained, of what is frozen) in the passes: DeepSpeed and FSDP2 compute with weights in half
+        precision; without them those that are trained stay in fp32."""
         half = DTYPES[precision]
-        return (half if with_deepspeed else torch.float32), half
+        return (half if computes_in_half else torch.float32), half
 
     def tracer(
-        self, precision: str, zero: Any, layout: ParallelLayout, evaluated: bool = False,
+        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
         rows: Rows | None = None,
     ) -> Tracer:  # fmt: skip
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
-        trained, frozen = self.dtypes(precision, zero is not None)
-        is_third_stage = zero is not None and int(zero.stage) == 3
-        autocast = None if zero is not None or precision == "fp32" else torch.bfloat16
+        trained, frozen = self.dtypes(precision, sharding is not None)
+        is_third_stage = int(getattr(sharding, "stage", 0)) == 3
+        autocast = None if sharding is not None or precision == "fp32" else torch.bfloat16
         settings = TraceSettings(
             dtype=frozen if self.recipe.lora else trained,
             autocast=autocast,
@@ -154,7 +155,7 @@ class Subject:
             evaluated=evaluated,
             tensor=layout.tensor,
             sequence=layout.sequence,
-            keeps_inputs=is_third_stage and zero.memory_efficient_linear,
+            keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
             watched=is_third_stage,
         )
         rows = self._rows(rows or self.rows, precision)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from train.model.parameters import flops_per_pair_token, flops_per_token
 from train.strategy.layout import ParallelLayout
-from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
+from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, fully_sharded_exchanges, torch_exchanges
+from train.tools.plan.fully_sharded import FullyShards
 from train.tools.plan.links import Exchange, Links, MeasuredLinks
 from train.tools.plan.operations import ALL_GATHER, Operation
 from train.tools.plan.prediction import Budget, Speed
@@ -60,7 +61,7 @@ class Timing:
 
     def _passes_of(self, resolved: Resolved, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
-        layout, about = resolved.layout, (resolved.precision, resolved.zero, resolved.layout)
+        layout, about = resolved.layout, (resolved.precision, resolved.sharding, resolved.layout)
         tracer = self.subject.tracer(*about, rows=self.rows)
         exchanged = self._exchanged(layout)
         times = self._times.setdefault((tracer, stage), {})
@@ -103,6 +104,9 @@ class Timing:
 
     def exchanges(self, resolved: Resolved, accumulates: bool) -> Exchanges:
         weights, world_size = self.subject.weights_of(resolved.layout), resolved.layout.shard_size
+        if isinstance(resolved.sharding, FullyShards):
+            width = DTYPES[resolved.precision].itemsize
+            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding.reshards)
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.subject.on_gpu)
         return deepspeed_exchanges(

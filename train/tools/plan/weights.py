@@ -12,12 +12,18 @@ ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter. `size` is in elements; the optimizer has a group of matrices and one of vectors (decay_groups)."""
+    """A parameter. `size` is in elements, `rows` of its first dimension; the optimizer has a group of matrices and one
+    of vectors (decay_groups)."""
 
     name: str
     size: int
     trained: bool = True
     is_matrix: bool = True
+    rows: int = 1
+
+    def padded(self, world_size: int) -> int:
+        """Its elements with rows filled up, so that each rank has as many."""
+        return -(-self.rows // world_size) * world_size * (self.size // self.rows)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""`zerofit plan`: what FSDP2 holds, counted by hand from torch's fully_shard."""
+
+import pytest
+import torch
+
+from train.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
+from train.tools.plan.steps import Step
+from train.tools.plan.weights import Weight, Weights
+
+ENDS, LAYER = 4 * 80, 4 * 48  # bytes of the weights in no block, and of a block's
+
+
+def weights(rows: int = 6) -> Weights:
+    layers = [Weight(f"layers.{number}.w", rows * 8, rows=rows) for number in range(2)]
+    return Weights((Weight("embed", 80, rows=10), *layers), ("layers",))
+
+
+def at(phase: str, layer: int | None = None) -> Step:
+    return Step(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
+
+
+def test_two_blocks_are_there_at_once_and_a_flat_copy_of_one():
+    engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
+    engine.begin(first=True, last=True)
+    assert engine.enter(at("forward")) == 2 * ENDS
+    assert engine.enter(at("forward", 0)) == 2 * ENDS + LAYER, "the flat copy before is kept until this one is there"
+    assert engine.enter(at("forward", 1)) == engine.gathered == ENDS + 2 * LAYER
+    engine.enter(at("loss"))
+    assert engine.gathered == ENDS + LAYER
+    engine.enter(at("backward"))
+    assert engine.gathered == ENDS + LAYER, "the last block is fetched ahead"
+    assert engine.enter(at("backward", 1)) == engine.gathered == ENDS + 2 * LAYER
+    engine.complete("layers.1.w")
+    shard = LAYER // 2
+    arriving = ENDS + 2 * LAYER + LAYER + shard  # with the flat gradients of the block after it
+    assert engine.enter(at("backward", 0)) == arriving
+    assert engine.by_kind == (ENDS + LAYER, shard, LAYER)
+    engine.complete("layers.0.w")
+    engine.enter(at("backward"))
+    assert engine.by_kind == (ENDS, 2 * shard, LAYER)
+    engine.complete("embed")
+    assert engine.finish() == 2 * ENDS + 2 * LAYER
+    assert engine.by_kind == (0, ENDS // 2 + LAYER, 0)
+
+
+def test_later_micro_batches_add_to_the_shards():
+    engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
+    for number in range(3):
+        engine.begin(first=number == 0, last=number == 2)
+        for phase, layer in (("forward", None), ("forward", 0), ("forward", 1), ("loss", None),
+                             ("backward", None), ("backward", 1), ("backward", 0), ("backward", None)):  # fmt: skip
+            engine.enter(at(phase, layer))
+            if phase == "backward" and layer is not None:
+                engine.complete(f"layers.{layer}.w")
+        engine.complete("embed")
+        engine.finish()
+        assert engine.by_kind == (0, (ENDS + 2 * LAYER) // 2, 0)
+
+
+def test_blocks_that_are_not_forgotten_stay():
+    engine = FullyShardedEngine(weights(), 4, 2, reshards=False)
+    engine.begin(first=True, last=True)
+    for step in (at("forward"), at("forward", 0), at("forward", 1), at("backward")):
+        engine.enter(step)
+    assert engine.gathered == ENDS + 2 * LAYER
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_trained_are_in_fp32_and_gathered_in_half_precision(dtype):
+    states = fully_sharded_states(weights(), 2, dtype, on_gpu=True, reshards=True)
+    assert (states.weights, states.optimizer) == (4 * 88, 8 * 88)
+    engine = states.engine(0)
+    engine.begin(first=True, last=True)
+    engine.enter(at("forward"))
+    assert engine.gathered == 2 * dtype.itemsize * 80
+
+
+def test_rows_are_filled_up():
+    """Of 3 rows, two ranks have 2 each, as torch counts them."""
+    assert weights(3).all[1].padded(2) == 4 * 8
+    states = fully_sharded_states(weights(3), 2, torch.float32, on_gpu=True, reshards=True)
+    assert states.weights == 4 * (40 + 2 * 16)
