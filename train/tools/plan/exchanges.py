@@ -13,7 +13,7 @@ from train.tools.plan.links import Exchange
 from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from train.tools.plan.states import offload_device
 from train.tools.plan.time_constants import ADAM_BYTES
-from train.tools.plan.weights import Weights, number_of
+from train.tools.plan.weights import Weights
 
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
 
@@ -69,8 +69,8 @@ def fully_sharded_exchanges(weights: Weights, world_size: int, width: int, resha
         width: bytes of an element of the weights that are gathered.
     """
     total, trained, half = sum(one.size for one in weights.all), weights.trained, width < 4
-    in_blocks = sum(one.size for one in weights.all if one.name.startswith(weights.stacks)) if reshards else 0
-    groups = len({_block_of(one.name, weights.stacks) for one in weights.all})
+    in_blocks = sum(one.size for one in weights.all if weights.place_of(one.name)) if reshards else 0
+    groups = len({weights.place_of(one.name) for one in weights.all})
     shard = trained / world_size
     return Exchanges(
         forward=[Exchange(ALL_GATHER, width * total, groups, half)],
@@ -79,11 +79,6 @@ def fully_sharded_exchanges(weights: Weights, world_size: int, width: int, resha
         micro_moved=2 * width * (total + in_blocks) + (width + 4) * trained,  # out of flat tensors, and into them
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
     )
-
-
-def _block_of(name: str, stacks: tuple[str, ...]) -> str:
-    stack = next((stack for stack in stacks if name.startswith(f"{stack}.")), None)
-    return "" if stack is None else f"{stack}.{number_of(name, stack)}"
 
 
 def deepspeed_exchanges(

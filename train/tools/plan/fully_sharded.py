@@ -14,9 +14,7 @@ from train.tools.plan.constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from train.tools.plan.engines import Engine
 from train.tools.plan.states import States
 from train.tools.plan.steps import Step
-from train.tools.plan.weights import Weight, Weights, number_of
-
-Place = tuple[str, int] | None  # (stack, number of the layer); None: in no layer
+from train.tools.plan.weights import Place, Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -70,16 +68,12 @@ class FullyShardedEngine(Engine):
 
     def __init__(self, weights: Weights, width: int, world_size: int, reshards: bool):
         super().__init__(weights, width)
-        self.reshards, self.stacks = reshards, weights.stacks
-        members: dict[Place, list[Weight]] = {None: []}
+        self.reshards, self.place_of = reshards, weights.place_of
+        members: dict[Place | None, list[Weight]] = {None: []}
         for weight in weights.all:
-            members.setdefault(self._place_of(weight.name), []).append(weight)
+            members.setdefault(self.place_of(weight.name), []).append(weight)
         self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
         self.kept = 0  # shards of gradients
-
-    def _place_of(self, name: str) -> Place:
-        stack = next((stack for stack in self.stacks if name.startswith(f"{stack}.")), None)
-        return None if stack is None else (stack, number_of(name, stack))
 
     @property
     def gathered(self) -> int:
@@ -90,15 +84,16 @@ class FullyShardedEngine(Engine):
         if first:
             self.kept = 0
         self.first, self.gradients, self.buffers = first, self.kept, 0
-        self.here: set[Place] = set()
+        self.here: set[Place | None] = set()
         self.arrived = self.arriving = 0  # flat tensors: of the group that came last, and of the one that comes next
-        self.next: Place = None  # which is on its way
+        self.next: Place | None = None  # which is on its way
         self.order: list[Place] = []  # of the forward pass
-        self.completed: dict[Place, int] = {}  # gradients that are not reduced yet
+        self.completed: dict[Place | None, int] = {}  # gradients that are not reduced yet
         self.place, self.backward = None, False
 
     def enter(self, step: Step) -> int:
-        place, backward, most = self._known(step.place), step.phase == "backward", self.held
+        backward, most = step.phase == "backward", self.held
+        place = step.place if step.place in self.groups else None
         if not self.here:  # the pass begins
             most = self._gather(None)
         if (place, backward) == (self.place, self.backward):
@@ -115,10 +110,7 @@ class FullyShardedEngine(Engine):
             return max(most, self._gather(place))
         return max(most, self._wait(place))
 
-    def _known(self, place: Place) -> Place:
-        return place if place in self.groups else None
-
-    def _gather(self, place: Place) -> int:
+    def _gather(self, place: Place | None) -> int:
         """In the forward pass. Returns the most that is held meanwhile."""
         group = self.groups[place]
         most = self.held + group.cast + group.arriving
@@ -157,12 +149,12 @@ class FullyShardedEngine(Engine):
         return self.held
 
     def complete(self, name):
-        place, size = self._place_of(name), self.width * self.sizes[name]
+        place, size = self.place_of(name), self.width * self.sizes[name]
         self.completed[place] = self.completed.get(place, 0) + size
         self.gradients += size
         return self.held - size  # it stays where backward has made it
 
-    def _reduce(self, place: Place) -> int:
+    def _reduce(self, place: Place | None) -> int:
         """A group's gradients; those of the group before it are free now."""
         group = self.groups[place]
         self.here.discard(place)

@@ -7,6 +7,7 @@ import torch
 
 from train.tools.plan.constants import NF4_BYTES
 
+Place = tuple[str, int]  # (stack, number of the layer)
 ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl_start_alignment_factor)
 
 
@@ -79,21 +80,24 @@ class Weights:
                 for stack in self.stacks}  # fmt: skip
 
         def share_of(weight: Weight) -> int:
-            for stack, last in most.items():
-                if weight.name.startswith(f"{stack}."):
-                    number = number_of(weight.name, stack)
-                    rest = weight.name.removeprefix(f"{stack}.{number}.")
-                    return shares[f"{stack}.{min(number, last)}.{rest}"]
-            return shares[weight.name]
+            place = self.place_of(weight.name)
+            if place is None:
+                return shares[weight.name]
+            stack, number = place
+            rest = weight.name.removeprefix(f"{stack}.{number}.")
+            return shares[f"{stack}.{min(number, most[stack])}.{rest}"]
 
         every = tuple(replace(weight, size=share_of(weight)) for weight in self.all)
-        layers: dict[tuple[str, int], int] = {}
+        layers: dict[Place, int] = {}
         for weight in every:
-            for stack in self.stacks:
-                if weight.name.startswith(f"{stack}."):
-                    place = stack, number_of(weight.name, stack)
-                    layers[place] = layers.get(place, 0) + weight.size
+            if place := self.place_of(weight.name):
+                layers[place] = layers.get(place, 0) + weight.size
         return replace(self, all=every, layer=max(layers.values(), default=0))
+
+    def place_of(self, name: str) -> "Place | None":
+        """Of a weight; None: it is in no layer."""
+        stack = next((stack for stack in self.stacks if name.startswith(f"{stack}.")), None)
+        return None if stack is None else (stack, number_of(name, stack))
 
     def persistent(self, threshold: int) -> int:
         """Elements of the parameters that ZeRO-3 never shards."""
