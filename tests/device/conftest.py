@@ -54,10 +54,10 @@ def recipes(rows, cache) -> dict[str, list]:
             *pairs, "--model_type", "bert", "--config_overrides", "num_hidden_layers=2,hidden_size=64,"
             "num_attention_heads=2,intermediate_size=128,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
         ],
-        "seq2seq": [
+        "seq2seq": [  # of larger weights (0.3) the CPU's own runs differ by 4e-6; smaller ones (0.2) answer nothing
             *pairs, "--config_name", "blenderbot-400M-distill", "--config_overrides", "d_model=64,encoder_layers=1,"
             "decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2,encoder_ffn_dim=128,"
-            "decoder_ffn_dim=128,dropout=0,init_std=0.3", "--val_max_target_length", "4", "--num_beams", "2",
+            "decoder_ffn_dim=128,dropout=0,init_std=0.25", "--val_max_target_length", "4", "--num_beams", "2",
         ],
     }  # fmt: skip
 

@@ -29,7 +29,8 @@ class Runs:
         return self.done[key]
 
     def _arguments(self, task: str, steps: int, more) -> list:
-        return [*self.recipes[task], "--per_device_train_batch_size", "2", "--max_train_steps", steps, *more]
+        return [*self.recipes[task], "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2",
+                "--max_train_steps", steps, *more]  # fmt: skip
 
     def _where(self, where: str, strategy: str, *sizes: int, processes: int | None = None) -> dict:
         processes = processes or (1 if strategy == "single" else 2)
@@ -60,3 +61,8 @@ def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
 
 def peak(lines: list[dict]) -> int:
     return max(line["peak_memory_bytes"] for line in updates(lines))
+
+
+def steady_peak(lines: list[dict]) -> int:
+    """That every update after the first reaches: now and then a thread of DDP holds a scalar or two longer."""
+    return min(line["peak_memory_bytes"] for line in updates(lines)[1:])

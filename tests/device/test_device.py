@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import updates
 
-from device.runs import GIB, HERE, differences, on_device, peak
+from device.runs import GIB, HERE, differences, on_device, peak, steady_peak
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
@@ -51,14 +50,12 @@ def test_no_state_is_held_twice_under_ddp(runs):
 
 
 def test_out_of_memory_on_one_rank(runs, tmp_path):
-    """A block less than the peak of the same run is too little: `peak_memory_bytes` is the allocator's. (The lowest of
-    the updates' peaks: now and then a thread of DDP holds a scalar or two longer.)
+    """A block less than the peak of the same run is too little: `peak_memory_bytes` is the allocator's.
 
     The report's rows are what the rank held: its weights, gradients and moments, and the rest of the peak.
     """
     lines, output = runs("device", "ddp")
-    room = min(line["peak_memory_bytes"] for line in updates(lines)[1:]) - 512
-    weights = held(output)["parameters"]
+    room, weights = steady_peak(lines) - 512, held(output)["parameters"]
     done = runs.within(tmp_path / "run", (16 * GIB, room), "ddp")
     assert "exitcode  : 87" in done.stderr
     said = done.stderr
