@@ -10,7 +10,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from train.cli import main
 from train.tools.plan import trace
 from train.tools.plan.gpus import GPUS
-from train.tools.plan.memory import find_peak
+from train.tools.plan.memory import find_peak, training_moments
 from train.tools.plan.rows import Rows
 from train.tools.plan.states import deepspeed_states, torch_states
 from train.tools.plan.trace import ATTENTION, Step, Tracer, TraceSettings
@@ -111,7 +111,7 @@ def test_zero_1_leaves_a_large_gradient_of_another_rank_where_backward_made_it()
     bucket, kept, left = 4 * MILLION, (17_200_000, 17_600_000), 16 * MILLION
     assert most == [bucket + kept[0] + left + 4 * 4 * MILLION, bucket + kept[1] + 4 * 4 * MILLION]
     steps = [Step("backward", "w", None, 0, 0, 0, 0, name) for name in ("v1", "v0", "w2", "w1", "w0")]
-    peak = find_peak(states, steps, [], 1, 2, on_gpu=True)
+    peak = find_peak(states, [*training_moments(states, steps, 1)], 2, on_gpu=True)
     assert peak.components["gradients"] + peak.components["buffers"] == most[0]
 
 
@@ -293,7 +293,7 @@ def test_recomputation_keeps_less_and_a_larger_batch_more():
 def test_the_peak_is_a_maximum_over_phases_and_the_sum_of_its_parts():
     states = torch_states(weights(MILLION), 2, torch.float32, torch.float32, on_gpu=True)
     steps = tracer(gpt2(), Rows("clm", 48), dtype=torch.float32).steps(1)
-    peak = find_peak(states, steps, [], 1, 2, on_gpu=True)
+    peak = find_peak(states, [*training_moments(states, steps, 1)], 2, on_gpu=True)
     assert sum(peak.components.values()) == peak.allocated < peak.reserved < peak.device
     assert peak.phase in ("forward", "loss", "backward", "optimizer step")
 

@@ -66,24 +66,13 @@ class InFlight:
 
 
 def find_peak(
-    states: States,
-    training: list[Step],
-    evaluation: list[Step],
-    accumulation: int,
-    num_groups: int,
-    on_gpu: bool,
-    with_deepspeed: bool = False,
-    in_flight: InFlight | None = None,
+    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, with_deepspeed: bool = False
 ) -> Peak:
-    """The peak over all moments.
+    """The peak over the moments.
 
     Args:
-        training: the forward and backward pass of a micro-batch.
-        evaluation: the forward pass of an evaluation batch; empty where nothing is evaluated.
         num_groups: groups of processes that this one communicates in; 0: it is alone.
-        in_flight: of a stage of a pipeline.
     """
-    moments = [*_moments(states, training, evaluation, accumulation, in_flight)]
     host = sum(states.host.values())
     if not on_gpu:  # offloaded states lie in the same memory
         program = CPU_PROGRAM_BYTES + (CPU_DEEPSPEED_BYTES if with_deepspeed else 0)
@@ -100,22 +89,48 @@ def find_peak(
     return Peak(largest.phase, components, allocated, reserved, reserved + context, host)
 
 
-def _moments(
-    states: States, training: list[Step], evaluation: list[Step], accumulation: int, in_flight: InFlight | None
+def training_moments(
+    states: States, training: list[Step], accumulation: int, in_flight: InFlight | None = None
 ) -> Iterator[Moment]:
-    held = {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer,
-            "buffers": states.buffers}  # fmt: skip
+    """
+    Args:
+        training: the forward and backward pass of a micro-batch.
+        in_flight: of a stage of a pipeline.
+    """
     yield Moment("start", {"weights": states.load})
-    yield Moment("optimizer step", _sum(held, states.step))
+    yield Moment("optimizer step", _sum(_held(states), states.step))
     for rank in states.ranks:
-        yield from _passes(states, states.engine(rank), held, training, evaluation, accumulation, in_flight)
+        yield from _passes(states, states.engine(rank), training, accumulation, in_flight)
+
+
+def evaluation_moments(states: States, training: list[Step], evaluation: list[Step]) -> Iterator[Moment]:
+    """
+    Args:
+        evaluation: the forward pass of an evaluation batch.
+    """
+    held = _held(states)
+    for rank in states.ranks:
+        engine = states.engine(rank)
+        engine.begin(first=True, last=True)
+        for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
+            at_first += engine.enter(step) - engine.gradients
+            rise = max(0, gathered + engine.gathered + step.rise - at_first)
+            parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise,
+                     "gradients": engine.gradients}  # fmt: skip
+            yield Moment("evaluation", _sum(held, parts))
+
+
+def _held(states: States) -> dict[str, int]:
+    """All the time."""
+    return {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer,
+            "buffers": states.buffers}  # fmt: skip
 
 
 def _passes(
-    states: States, engine: Engine, held: dict[str, int], training: list[Step], evaluation: list[Step],
-    accumulation: int, in_flight: InFlight | None,
-) -> Iterator[Moment]:  # fmt: skip
+    states: States, engine: Engine, training: list[Step], accumulation: int, in_flight: InFlight | None
+) -> Iterator[Moment]:
     """The moments of a rank's passes."""
+    held = _held(states)
     for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
         is_last = in_flight is None and (number == accumulation - 1 or number == 1)
         engine.begin(first=number == 0, last=is_last)
@@ -125,12 +140,6 @@ def _passes(
         engine.begin(first=False, last=True)
         exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
         yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
-    engine.begin(first=True, last=True)
-    for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
-        at_first += engine.enter(step) - engine.gradients
-        rise = max(0, gathered + engine.gathered + step.rise - at_first)
-        parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
-        yield Moment("evaluation", _sum(held, parts))
 
 
 def _others(in_flight: InFlight | None, training: list[Step], accumulation: int, number: int) -> dict[str, int]:

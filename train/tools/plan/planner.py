@@ -1,13 +1,12 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
-from functools import partial
 
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import CHECKPOINT_BYTES
 from train.tools.plan.layouts import possible_degrees, read_pair
-from train.tools.plan.memory import InFlight, Peak, find_peak
+from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, training_moments
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
 from train.tools.plan.resolve import Resolved, resolve_with
 from train.tools.plan.stages import Stage
@@ -90,14 +89,13 @@ class Planner:
             hidden = subject.hidden_bytes(resolved.precision, micro_batch)
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
-        size_up = partial(
-            find_peak, states, training, accumulation=accumulation, num_groups=_num_groups(layout),
-            on_gpu=subject.on_gpu, with_deepspeed=resolved.zero is not None, in_flight=in_flight,
-        )  # fmt: skip
-        peak = size_up([])
+        moments = [*training_moments(states, training, accumulation, in_flight)]
+        rest = _num_groups(layout), subject.on_gpu, resolved.zero is not None
+        peak = find_peak(states, moments, *rest)
         if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
-        return size_up(subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True))
+        evaluation = subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
+        return find_peak(states, [*moments, *evaluation_moments(states, training, evaluation)], *rest)
 
     def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
         if self.timing is None:
