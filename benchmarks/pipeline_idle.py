@@ -20,12 +20,12 @@ from provenance import provenance
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 SHAPE = "num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4"
+STAGES = 2  # of the pair pp, with as many processes
 NOT_COUNTED = 2  # updates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="as many as stages")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--shape", default=SHAPE, help="changes to Llama's configuration")
     parser.add_argument("--text", default="{stdlib}/*.py", help="what is trained on")
@@ -36,9 +36,9 @@ def main() -> None:
     slope = statistics.linear_regression(list(times), list(times.values())).slope
     rows = ["| micro-batches | update, s | idle | (p - 1) / (m + p - 1) |", "|---|---|---|---|"]
     for count, seconds in times.items():
-        idle, bubble = 1 - count * slope / seconds, options.processes - 1
+        idle, bubble = 1 - count * slope / seconds, STAGES - 1
         rows.append(f"| {count} | {seconds:.3f} | {idle:.1%} | {bubble / (count + bubble):.1%} |")
-    about = provenance(f"pp, {options.processes} processes, fp32", "torch", "deepspeed", "transformers")
+    about = provenance(f"pp, {STAGES} processes, fp32", "torch", "deepspeed", "transformers")
     print("\n".join([*rows, "", about]))
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text("\n".join([*rows, "", about]) + "\n")
@@ -53,7 +53,7 @@ def seconds_of_an_update(micro_batches: int, options: argparse.Namespace) -> flo
             "--train_tokenizer_vocab_size", "2048", "--train_file", options.text, "--block_size", "128",
             "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", str(micro_batches),
             "--max_train_steps", str(options.updates), "--validation_split_percentage", "0", "--precision", "fp32",
-            "--max_train_samples", "4000", strategy="pp", processes=options.processes, timeout=1200,
+            "--max_train_samples", "4000", strategy="pp", processes=STAGES, timeout=1200,
         )  # fmt: skip
     return statistics.median(line["seconds"] for line in updates(lines)[NOT_COUNTED:])
 

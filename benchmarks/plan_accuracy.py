@@ -5,7 +5,7 @@
     python benchmarks/plan_accuracy.py table              # the half that the memory model may be corrected with
     python benchmarks/plan_accuracy.py table --half set-aside
     python benchmarks/plan_accuracy.py table --on cpu --half all
-    python benchmarks/plan_accuracy.py measure --half shared   # then table: tensor and sequence parallelism
+    python benchmarks/plan_accuracy.py measure --half shared   # then table: model parallelism, fsdp2
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -174,7 +174,7 @@ CONFIGURATIONS = [
 _draw = random.Random(19)
 SET_ASIDE = set(_draw.sample(range(len(CONFIGURATIONS)), len(CONFIGURATIONS) // 2))
 ON_CPU = set(_draw.sample(range(len(CONFIGURATIONS)), 10))
-SHARED = [  # two ranks share each layer, or split each row
+SHARED = [  # two ranks share each layer, split each row, are stages, or gather blocks (fsdp2)
     _make("GPT-2, 3 of 512", "tp", "fp32", 64, 1, (2, 8), WHOLE),
     _make("Llama, 3 of 384, grouped", "sp", "bf16", 128, 1, (2, 8)),
     _make("Llama, 3 of 384, grouped", "tp", "bf16", 96, 2, (2, 8)),

@@ -47,11 +47,13 @@ def test_what_is_sharded_or_offloaded_is_not_on_the_device(runs):
 def test_a_run_needs_what_its_peak_says(runs, tmp_path, strategy):
     """On devices of just that size it is the same run; with a block less it ends for want of memory."""
     lines, _ = runs("device", strategy)
-    spare = 4 * 512 * (strategy == "ddp")  # for the scalars of steady_peak
-    sizes = (peak(lines) + spare,) * (1 if strategy == "single" else 2)
+    most = least = peak(lines)
+    if strategy == "ddp":  # a thread may hold 3 blocks longer in one of the runs (steady_peak)
+        most, least = most + 3 * 512, steady_peak(lines)
+    sizes = (most,) * (1 if strategy == "single" else 2)
     done = runs.within(tmp_path / "enough", sizes, strategy)
     assert done.returncode == 0, done.stderr[-3000:]
     assert differences(metrics(tmp_path / "enough"), lines) == {"loss": 0, "grad_norm": 0, "learning_rate": 0}
-    done = runs.within(tmp_path / "less", (steady_peak(lines) - 512, *sizes[1:]), strategy)
+    done = runs.within(tmp_path / "less", (least - 512, *sizes[1:]), strategy)
     assert done.returncode != 0
     assert f"out of memory: rank 0 of {len(sizes)}, " in done.stderr

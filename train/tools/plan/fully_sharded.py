@@ -29,15 +29,14 @@ class Group:
     """Sizes of what is gathered, and reduced, together; in bytes.
 
     Attributes:
-        full: all of its weights as they are computed with, filled up to as many rows for each rank.
-        arriving: of the flat tensor that they are gathered in.
+        full: all of its weights as they are computed with, filled up to as many rows for each rank; so large is the
+            flat tensor that they arrive in, too.
         cast: of a rank's shards in the dtype that is gathered.
         reduced: of the gradients in fp32, as they are brought together.
         shard: of a rank's part of them.
     """
 
     full: int
-    arriving: int
     cast: int
     reduced: int
     shard: int
@@ -113,8 +112,8 @@ class FullyShardedEngine(Engine):
     def _gather(self, place: Place | None) -> int:
         """In the forward pass. Returns the most that is held meanwhile."""
         group = self.groups[place]
-        most = self.held + group.cast + group.arriving
-        self.arrived = group.arriving
+        most = self.held + group.cast + group.full
+        self.arrived = group.full
         self.here.add(place)
         return max(most, self.held)
 
@@ -123,8 +122,8 @@ class FullyShardedEngine(Engine):
         group, most = self.groups[place], self.held
         if place not in self.here:
             if self.next != place:
-                most = max(most, self.held + group.cast + group.arriving)
-                self.arriving = group.arriving
+                most = max(most, self.held + group.cast + group.full)
+                self.arriving = group.full
             self.here.add(place)
             most = max(most, self.held)
             self.arriving = 0
@@ -136,7 +135,7 @@ class FullyShardedEngine(Engine):
             return self.held
         self.next = self.order[place - 1]
         group = self.groups[self.next]
-        self.arriving = group.arriving
+        self.arriving = group.full
         return self.held + group.cast
 
     def _leave(self) -> int:
@@ -179,5 +178,5 @@ class FullyShardedEngine(Engine):
 def _group(weights: list[Weight], width: int, world_size: int) -> Group:
     full = width * sum(one.padded(world_size) for one in weights)
     reduced = MASTER_BYTES * sum(one.padded(world_size) for one in weights if one.trained)
-    alone, half = world_size == 1, width < MASTER_BYTES
-    return Group(full, 0 if alone else full, full // world_size if half else 0, reduced, reduced // world_size)
+    cast = full // world_size if width < MASTER_BYTES else 0
+    return Group(full, cast, reduced, reduced // world_size)

@@ -104,20 +104,18 @@ def training_moments(
 
 
 def evaluation_moments(states: States, training: list[Step], evaluation: list[Step]) -> Iterator[Moment]:
-    """
+    """They are the same on every rank.
+
     Args:
         evaluation: the forward pass of an evaluation batch.
     """
-    held = _held(states)
-    for rank in states.ranks:
-        engine = states.engine(rank)
-        engine.begin(first=True, last=True)
-        for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
-            at_first += engine.enter(step) - engine.gradients
-            rise = max(0, gathered + engine.gathered + step.rise - at_first)
-            parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise,
-                     "gradients": engine.gradients}  # fmt: skip
-            yield Moment("evaluation", _sum(held, parts))
+    held, engine = _held(states), states.engine(states.ranks[0])
+    engine.begin(first=True, last=True)
+    for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
+        at_first += engine.enter(step) - engine.gradients
+        rise = max(0, gathered + engine.gathered + step.rise - at_first)
+        parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
+        yield Moment("evaluation", _sum(held, parts))
 
 
 def _held(states: States) -> dict[str, int]:
