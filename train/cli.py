@@ -6,6 +6,8 @@
 A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --help` is fast.
 """
 
+import atexit
+import gc
 import importlib
 import os
 import sys
@@ -24,7 +26,13 @@ class Command:
 
     def run(self, argv: list[str]) -> int:
         module, _, function = self.entry.partition(":")
-        return getattr(importlib.import_module(module), function)(argv)
+        gc.disable()  # what libraries make as they are imported stays: to look for garbage in it takes a second
+        try:
+            command = getattr(importlib.import_module(module), function)
+        finally:
+            gc.enable()
+        atexit.register(gc.freeze)  # nor does the interpreter look again as it ends
+        return command(argv)
 
 
 COMMANDS = (

@@ -7,7 +7,7 @@ from datasets import Dataset, Features, List, Value
 from train.data.collate import CausalCollator
 from train.data.order import FILLER
 from train.data.pack import PackedBlocks, SeparateDocuments
-from train.data.token_tables import Documents
+from train.data.token_row import Documents
 from train.model.loss import IGNORE
 
 TEXTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18]]  # 18 tokens

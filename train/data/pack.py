@@ -5,13 +5,15 @@ A conversation is never split over two blocks (train/data/chat/prepare.py tokeni
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from datasets import Dataset
 
-from train.data.token_tables import Documents
+from train.data.token_row import Documents
 from train.model.loss import IGNORE
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # input_ids, labels, and position_ids if packed; each (length,) int64. num_tokens if some of them are filling.
 Sample = dict[str, np.ndarray]
@@ -156,7 +158,7 @@ class Conversations:
             each; trained, the number of labels that are trained on.
     """
 
-    def __init__(self, table: Dataset):
+    def __init__(self, table: "Dataset"):
         self.ids, self.labels = Documents(table), Documents(table, "labels")
         self.rows = np.flatnonzero(self.ids.lengths)
         self.lengths = self.sort_key = self.ids.lengths[self.rows]

@@ -4,7 +4,7 @@ import numpy as np
 from datasets import Dataset
 
 from train.data.pack import DatasetStats, Sample
-from train.data.token_tables import Documents
+from train.data.token_row import Documents
 
 
 class TokenizedDataset:

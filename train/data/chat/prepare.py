@@ -13,7 +13,8 @@ from train.data.pack import Conversations, PackedConversations, SampleSet, TextD
 from train.data.records import BadRecord, check_records, records_of
 from train.data.sources import Source
 from train.data.tables import first_records, hold_out
-from train.data.token_tables import IDS, Documents, encode_table, fingerprint
+from train.data.token_row import Documents
+from train.data.token_tables import IDS, encode_table, fingerprint
 from train.model import chat
 from train.model.chat import BadTemplate, Template, install_template, missing_end_token, render
 from train.model.loss import IGNORE

@@ -9,7 +9,7 @@ from datasets import Dataset
 from train.data.encodings import open_bytes
 from train.data.sources import Source, read_source
 from train.data.tables import columns_present, empty_split, first_records, hold_out, set_fingerprint, text_columns
-from train.data.token_tables import NO_TEXT
+from train.data.token_row import NO_TEXT
 from train.model.families.gpt2 import END_OF_TEXT
 from train.recipe.causal_options import TextOptions
 from train.recipe.errors import UserError

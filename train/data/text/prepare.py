@@ -7,7 +7,8 @@ from datasets import Dataset, Features
 from train.data.pack import DatasetStats, PackedBlocks, SampleSet, SeparateDocuments, TextData
 from train.data.sources import Source
 from train.data.text.documents import take_texts
-from train.data.token_tables import IDS, Documents, encode_table, fingerprint
+from train.data.token_row import Documents
+from train.data.token_tables import IDS, encode_table, fingerprint
 from train.model.tokenizer import get_tokenizer, padding_token
 from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.errors import UserError

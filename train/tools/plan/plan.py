@@ -24,6 +24,7 @@ from train.tools.plan.constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from train.tools.plan.device_speeds import device_speeds
 from train.tools.plan.gpus import CPU, Gpu, find_gpu
 from train.tools.plan.options import DevicesOptions, PlanOptions
+from train.tools.plan.parallel import find_all
 from train.tools.plan.planner import Planner
 from train.tools.plan.prediction import Budget, Outcome
 from train.tools.plan.report import describe_model, for_terminal, ranked, to_json
@@ -49,11 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     subject = read_subject(options, options.task, on_gpu)
     speeds, links, known = device_speeds(options, gpu, on_gpu)
     planner = Planner(options, subject, budget, Timing(subject, budget, speeds, links, options.mean_length))
-    outcomes = []
-    for name in names:
-        outcomes += planner.plan(
-            name, options.sizes, options.max_batch_size, lambda resolved: _objection(resolved, gpu, on_gpu)
-        )
+    outcomes = [
+        one for name in names for one in planner.layouts(name, lambda resolved: _objection(resolved, gpu, on_gpu))
+    ]
+    find_all(planner, outcomes, options.sizes, options.max_batch_size)
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
     best = [outcome.best for outcome in ranked(outcomes)][: options.top]

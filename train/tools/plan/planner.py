@@ -27,10 +27,8 @@ class Planner:
     def __init__(self, recipe, subject: Subject, budget: Budget, timing: Timing | None = None):
         self.recipe, self.subject, self.budget, self.timing = recipe, subject, budget, timing
 
-    def plan(
-        self, name: str, sizes: list[int] | None, max_batch_size: int, check: Callable[[Resolved], str]
-    ) -> list[Outcome]:
-        """For each layout of a strategy the named micro-batches, or the largest that fits and the fastest.
+    def layouts(self, name: str, check: Callable[[Resolved], str]) -> list[Outcome]:
+        """Those that a strategy can have, without predictions.
 
         Args:
             check: says what stands against a resolved strategy on this device; empty if nothing does.
@@ -48,12 +46,11 @@ class Planner:
             except UserError as error:
                 outcome.refused = "; ".join(error.problems)
             outcome.refused = outcome.refused or check(outcome.resolved)
-            if not outcome.refused:
-                self._find(outcome, sizes, max_batch_size)
         return outcomes
 
-    def _find(self, outcome: Outcome, sizes: list[int] | None, max_batch_size: int) -> None:
-        """Add the predictions of a layout, or why there are none."""
+    def find(self, outcome: Outcome, sizes: list[int] | None, max_batch_size: int) -> None:
+        """Add the predictions of the named micro-batches, or of the largest that fits and the fastest; or why there
+        are none."""
         replicas = outcome.resolved.layout.data_size
         candidates = self._possible(sizes or range(1, max_batch_size + 1), replicas)
         if not candidates:

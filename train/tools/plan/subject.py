@@ -137,15 +137,14 @@ class Subject:
         half = DTYPES[precision]
         return (half if computes_in_half else torch.float32), half
 
-    def tracer(
-        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
-        rows: Rows | None = None,
-    ) -> Tracer:  # fmt: skip
-        """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
+    def trace_settings(
+        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False
+    ) -> TraceSettings:
+        """Of the passes as they run under a strategy: those that compute alike share their traces."""
         trained, frozen = self.dtypes(precision, sharding is not None)
         is_third_stage = int(getattr(sharding, "stage", 0)) == 3
         autocast = None if sharding is not None or precision == "fp32" else torch.bfloat16
-        settings = TraceSettings(
+        return TraceSettings(
             dtype=frozen if self.recipe.lora else trained,
             autocast=autocast,
             on_gpu=self.on_gpu,
@@ -158,7 +157,17 @@ class Subject:
             keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
             watched=is_third_stage,
         )
-        rows = self._rows(rows or self.rows, precision)
+
+    def tracer(
+        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
+        rows: Rows | None = None,
+    ) -> Tracer:  # fmt: skip
+        """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
+        settings, rows = (
+            self.trace_settings(precision, sharding, layout, evaluated),
+            self._rows(rows or self.rows, precision),
+        )
+        trained, _ = self.dtypes(precision, sharding is not None)
         key = (settings, rows)
         if key not in self._tracers:
             build, cache = (

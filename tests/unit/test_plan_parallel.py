@@ -1,0 +1,78 @@
+"""Layouts predicted by several processes: the same plan, and the same errors."""
+
+import json
+import multiprocessing
+import os
+import sys
+
+import pytest
+
+from train.recipe.errors import UserError
+from train.tools.plan import parallel
+from train.tools.plan.parallel import in_processes
+from train.tools.plan.plan import main
+
+PLAN = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16", "--num_gpus", "2",
+        "--config_overrides", "n_layer=2,n_head=2,n_embd=32,n_positions=32,vocab_size=512", "--gpu", "a100-40gb",
+        "--strategies", "ddp,zero2,zero3,tp", "--json", "-"]  # fmt: skip
+
+
+def test_a_plan_is_the_same_in_one_process_and_in_two(monkeypatch, capfd):
+    used = []
+
+    def noted(function, items, workers):
+        used.append(workers)
+        return in_processes(function, items, workers)
+
+    monkeypatch.setattr(parallel, "in_processes", noted)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
+    plans = []
+    for can_fork in (False, True):
+        monkeypatch.setattr(parallel, "_can_fork", lambda can_fork=can_fork: can_fork)
+        assert main(PLAN) == 0
+        plans.append(json.loads(capfd.readouterr().out))
+    assert used == [1, 2]
+    assert len(plans[0]["predictions"]) >= 4
+    assert plans[0] == plans[1]
+
+
+def test_all_processes_take_part():
+    """Each item waits until the other two are begun: one process alone would wait for ever."""
+    together = multiprocessing.get_context("fork").Barrier(3)
+
+    def own_process(item: int) -> tuple[int, int]:
+        together.wait(timeout=100)
+        return item, os.getpid()
+
+    found = in_processes(own_process, list(range(3)), 3)
+    assert [item for item, _ in found] == [0, 1, 2]
+    assert len({process for _, process in found}) == 3
+
+
+@pytest.mark.parametrize("failure", [lambda: os._exit(1), lambda: 1 / 0])
+def test_what_another_process_did_not_bring_back_is_done_here(failure):
+    mine = os.getpid()
+
+    def fails_elsewhere(item: int) -> int:
+        if os.getpid() != mine:
+            failure()
+        return item * item
+
+    assert in_processes(fails_elsewhere, list(range(20)), 2) == [item * item for item in range(20)]
+
+
+def test_an_error_is_raised_here():
+    def refuses(item: int) -> int:
+        if item == 3:
+            raise UserError("no such layout")
+        return item
+
+    with pytest.raises(UserError, match="no such layout"):
+        in_processes(refuses, list(range(5)), 2)
+
+
+def test_a_process_with_other_threads_is_not_copied(monkeypatch):
+    monkeypatch.setattr(parallel.threading, "active_count", lambda: 1)
+    assert parallel._can_fork() == (sys.platform == "linux")
+    monkeypatch.setattr(parallel.threading, "active_count", lambda: 2)
+    assert not parallel._can_fork()
