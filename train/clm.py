@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
     # time out meanwhile.
     config = trainer.configuration(AutoModelForCausalLM)
-    data = prepare_causal_data(recipe, config, trainer.strategy.batches.global_batch)
+    data = prepare_causal_data(recipe, config, trainer.strategy.batches.consumed)
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
     trainer.plan(data.samples_per_epoch)
     timeline.mark("data")

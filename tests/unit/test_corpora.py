@@ -296,7 +296,7 @@ def prepared(tokenised, cache: Path, *flags: str):
         str(cache), "--split", "90,10,0", *given, *flags,
     ])  # fmt: skip
     config = load_configuration(recipe)
-    data = prepare_causal_data(recipe, config, global_batch=8)
+    data = prepare_causal_data(recipe, config, consumed=lambda updates: 8 * updates)
     check_vocabulary(config, data.tokenizer, recipe)
     return data
 

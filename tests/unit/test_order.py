@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from train.data.order import FILLER, MicroBatches, SampleOrder
+from train.strategy.batches import BatchSizes
 
 LAYOUTS = [
     (8, 1, 1),
@@ -63,3 +64,41 @@ def test_seeking_lands_on_the_next_sample(consumed):
 
 def test_the_seed_decides():
     assert global_batches(37, 74, (8, 1, 1), seed=1) != global_batches(37, 74, (8, 1, 1), seed=2)
+
+
+def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> list[list[int]]:
+    """The same of a run whose updates grow from 8 to 24 in four updates."""
+    micro, accumulation, world = layout
+    sizes = BatchSizes(micro, 3 * accumulation, world, first=8, growing=4)
+    growing = [sizes.accumulation_of(update) for update in range(consumed_updates + 1, 5)]
+    order, total, consumed = SampleOrder(37, 3), sizes.consumed(updates), sizes.consumed(consumed_updates)
+    rows = [
+        iter(MicroBatches(order, total, consumed, micro, 3 * accumulation, world, rank, growing=growing))
+        for rank in range(world)
+    ]
+    batches = []
+    for update in range(consumed_updates + 1, updates + 1):
+        passes = [[next(row) for row in rows] for _ in range(sizes.accumulation_of(update))]
+        batches.append([sample for ranks in passes for micro_batch in ranks for sample in micro_batch])
+    assert all(next(row, None) is None for row in rows)
+    return batches
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_that_grow_see_the_same_samples_in_every_layout(layout):
+    batches = growing_batches(layout, 7)
+    assert [len(batch) for batch in batches] == [8, 8, 16, 16, 24, 24, 24]
+    assert [sample for batch in batches for sample in batch] == SampleOrder(37, 3).places(0, 120).tolist()
+    assert growing_batches(layout, 7, consumed_updates=3) == batches[3:]
+
+
+def test_sizes_of_updates_that_grow():
+    sizes = BatchSizes(2, 6, 2, first=4, growing=10)
+    assert [sizes.of_update(update) for update in range(1, 13)] == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24]
+    assert [sizes.consumed(updates) for updates in (0, 1, 3, 10, 12)] == [0, 4, 16, 120, 168]
+    for samples in range(1, 200):
+        needed = sizes.num_updates(samples)
+        assert sizes.consumed(needed - 1) < samples <= sizes.consumed(needed)
+    plain = BatchSizes(2, 6, 2)
+    assert [plain.num_updates(samples) for samples in (1, 24, 25)] == [1, 1, 2]
+    assert [plain.consumed(updates) for updates in (0, 3)] == [0, 72]

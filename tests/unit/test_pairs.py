@@ -397,3 +397,13 @@ def test_batches_that_do_not_fit_say_what_would():
         resolve_batches(recipe(per_device_train_batch_size=7, global_batch_size=25), 2)
     with pytest.raises(UserError, match="the accumulation is 3"):
         resolve_batches(recipe(per_device_train_batch_size=4, global_batch_size=24, gradient_accumulation_steps=2), 2)
+    for first, remedy in ((3, "Begin with 4, 8, 12"), (24, "Begin with 4, 8, 12"), (16, "Begin with 4, 8, 12")):
+        with pytest.raises(UserError, match=rf"begin with {first} samples .* {remedy}$"):
+            resolve_batches(
+                recipe(per_device_train_batch_size=2, global_batch_size=24, global_batch_warmup=f"{first}@9"), 2
+            )
+    with pytest.raises(UserError, match="Leave it out"):
+        resolve_batches(recipe(per_device_train_batch_size=2, global_batch_warmup="2@9"), 2)
+    for text in ("64", "64@", "@9", "0@9", "64@0", "64->1024@9"):
+        assert "say START@UPDATES" in "".join(recipe(global_batch_warmup=text).problems())
+    assert recipe(global_batch_warmup="64@5000").problems() == []

@@ -1,5 +1,7 @@
 """Data of the causal task: text, chats, a tokenised corpus or prompts, whichever the recipe names, as samples."""
 
+from collections.abc import Callable
+
 from train.data.chat.instructions import KINDS, Form, find_form
 from train.data.chat.prepare import prepare_chat
 from train.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
@@ -15,16 +17,16 @@ from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
 
 
-def prepare_causal_data(recipe: ClmRecipe, config, global_batch: int = 1) -> TextData:
+def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int] = int) -> TextData:
     """Read, tokenise and pack. The first process of a machine does the work; the others find the result in the cache.
 
     No process group exists yet, so that none can time out meanwhile.
 
     Args:
-        global_batch: samples of an update; corpora are laid out for the whole run.
+        consumed: (updates) -> samples of so many updates; corpora are laid out for the whole run.
     """
     if recipe.data_path:
-        return prepare_corpora(recipe, config, global_batch)
+        return prepare_corpora(recipe, config, consumed)
     block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
     if recipe.predict_file:
         return read_causal_prompts(recipe, config, block_size)

@@ -1,7 +1,8 @@
 """The global order: which samples update k sees, whatever the number of processes, the strategy or the accumulation.
 
 A run is one endless sequence of samples: epoch after epoch, each a permutation drawn from (seed, epoch). Update k
-takes positions k * G to (k + 1) * G of it, where G is the global batch size; a batch may span two epochs, so that no
+takes positions k * G to (k + 1) * G of it, where G is the global batch size (which may grow in the first updates:
+then each update begins where the one before has ended); a batch may span two epochs, so that no
 sample is dropped or repeated between them. The position in the data is therefore one number, the consumed samples, and
 seeking to it costs nothing. The last update of a run is filled up with places that do not count.
 
@@ -12,7 +13,8 @@ If samples differ in length, LengthGroups rearranges the permutation so that the
 length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,10 +29,14 @@ FILLER = -1  # a place in a batch without a sample
 LARGEST_DRAWN = 2**26  # samples: 4 s to draw, and 0.5 GiB on each rank
 
 
-def samples_of_run(recipe, num_samples: int, global_batch: int) -> int:
-    """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it."""
+def samples_of_run(recipe, num_samples: int, consumed: Callable[[int], int]) -> int:
+    """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it.
+
+    Args:
+        consumed: (updates) -> samples of so many updates.
+    """
     if recipe.max_train_steps is not None:
-        return recipe.max_train_steps * global_batch
+        return consumed(recipe.max_train_steps)
     return max(1, round(recipe.num_train_epochs * num_samples))
 
 
@@ -145,6 +151,8 @@ class FixedOrder:
 class MicroBatches(torch.utils.data.Sampler):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
+    Where updates grow, `growing` has the accumulations of the first ones, and those after them have `accumulation`.
+
     Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
     (accumulation, world size, micro-batch). With a `sort_key` (of all samples) the places are first sorted, the
     largest first: the micro-batches that the ranks process at the same time then have similar lengths.
@@ -160,17 +168,28 @@ class MicroBatches(torch.utils.data.Sampler):
         world: int,
         rank: int,
         sort_key: np.ndarray | None = None,
+        growing: Sequence[int] = (),
     ):
         super().__init__()
         self.order, self.total, self.consumed, self.sort_key = order, total, consumed, sort_key
-        self.shape, self.rank = (accumulation, world, micro), rank
+        self.accumulation, self.growing = accumulation, growing
+        self.shape, self.rank = (-1, world, micro), rank
 
     def __len__(self) -> int:
-        return -(-(self.total - self.consumed) // int(np.prod(self.shape))) * self.shape[0]
+        return sum(accumulation for _, accumulation in self._updates())
+
+    def _updates(self) -> Iterator[tuple[int, int]]:
+        """(first place, accumulation) of each update."""
+        start = self.consumed
+        for accumulation in itertools.chain(self.growing, itertools.repeat(self.accumulation)):
+            if start >= self.total:
+                return
+            yield start, accumulation
+            start += accumulation * self.shape[1] * self.shape[2]
 
     def __iter__(self) -> Iterator[list[int]]:
-        size = int(np.prod(self.shape))
-        for start in range(self.consumed, self.total, size):
+        for start, accumulation in self._updates():
+            size = accumulation * self.shape[1] * self.shape[2]
             places = np.full(size, FILLER)
             samples = self.order.places(start, min(start + size, self.total))
             if self.sort_key is not None:

@@ -142,7 +142,7 @@ NONE = {  # what is not supported, and why
     "min_loss_scale": ONE_SCALE,
     "loss_scale_window": ONE_SCALE,
     "hysteresis": ONE_SCALE,
-    "rampup_batch_size": "the global batch has one size from the first update on",
+    "rampup_batch_size": "say --global_batch_warmup START@UPDATES, in updates and in steps of START",
     "step_batch_size_schedule": "the global batch has one size from the first update on",
     "exit_interval": "stop a run with --max_hours or a signal; a smaller max_train_steps makes another schedule",
     "no_save_optim": "say --save_only_model",

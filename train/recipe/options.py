@@ -3,6 +3,7 @@
 Those of the model and of the data are in model_options.py and data_options.py.
 """
 
+import re
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
@@ -34,6 +35,11 @@ class BatchOptions(Recipe):
         positive=True,
         common=True,
     )
+    global_batch_warmup: str | None = option(
+        None,
+        "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
+        "global batch, which those after UPDATES have.",
+    )
     num_train_epochs: float = option(
         3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
@@ -45,6 +51,21 @@ class BatchOptions(Recipe):
     dataloader_num_workers: int | None = option(
         None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
     )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.global_batch_warmup is not None and parse_batch_warmup(self.global_batch_warmup) is None:
+            problems.append(
+                f"global_batch_warmup = {self.global_batch_warmup!r}: say START@UPDATES, the samples of the first "
+                "update and the number of updates that grow, e.g. 64@5000"
+            )
+        return problems
+
+
+def parse_batch_warmup(text: str) -> tuple[int, int] | None:
+    """(samples of the first update, updates that grow) of `START@UPDATES`; None: it is no such text."""
+    found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
+    return found and (int(found[1]), int(found[2]))
 
 
 @dataclass

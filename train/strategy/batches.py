@@ -1,22 +1,64 @@
 """Micro-batch, accumulation and global batch: any two and the number of processes give the third."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from train.recipe.errors import UserError
-from train.recipe.options import BatchOptions
+from train.recipe.options import BatchOptions, parse_batch_warmup
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes in samples. global_batch = micro_batch * accumulation * replicas."""
+    """Sizes in samples. global_batch = micro_batch * accumulation * replicas.
+
+    Args:
+        replicas: data-parallel.
+        first, growing: the first update takes `first` samples, and updates grow in steps of as many until, after
+            `growing` updates, they take the global batch. Those of the same update are the same in every layout.
+    """
 
     micro_batch: int
     accumulation: int
-    replicas: int  # data-parallel
+    replicas: int
+    first: int = 0
+    growing: int = 0
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation * self.replicas
+        return self.one_pass * self.accumulation
+
+    @property
+    def one_pass(self) -> int:
+        return self.micro_batch * self.replicas
+
+    def of_update(self, update: int) -> int:
+        """Samples of an update, counted from 1."""
+        if update > self.growing:
+            return self.global_batch
+        steps = self.global_batch // self.first - 1
+        return self.first * (1 + (update - 1) * steps // self.growing)
+
+    def accumulation_of(self, update: int) -> int:
+        """Micro-batches of an update, counted from 1."""
+        return self.of_update(update) // self.one_pass
+
+    def consumed(self, updates: int) -> int:
+        """Samples of so many updates, the first ones, together."""
+        grown = min(updates, self.growing)
+        return int(self._while_growing[grown]) + (updates - grown) * self.global_batch
+
+    def num_updates(self, samples: int) -> int:
+        """The updates in which so many samples are consumed; the last may have fewer than its size."""
+        if samples <= self._while_growing[-1]:
+            return int(np.searchsorted(self._while_growing, samples))
+        return self.growing - int(self._while_growing[-1] - samples) // self.global_batch
+
+    @cached_property
+    def _while_growing(self) -> np.ndarray:
+        """Samples consumed by 0, 1, ... `growing` updates."""
+        return np.cumsum([0, *(self.of_update(update) for update in range(1, self.growing + 1))])
 
 
 def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) -> BatchSizes:
@@ -34,7 +76,7 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
     )  # fmt: skip
     one_pass, what = micro * replicas, "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
     if total is None:
-        return BatchSizes(micro, accumulation or 1, replicas)
+        return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas), what)
     if total % one_pass:
         sizes = [size for size in range(1, total + 1) if total % (size * replicas) == 0]
         counts = [count for count in range(1, total + 1) if total % (micro * count) == 0]
@@ -54,7 +96,29 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
             f"per_device_train_batch_size = {micro} and {replicas} {what} the accumulation is "
             f"{total // one_pass}. Set one of the two"
         )
-    return BatchSizes(micro, total // one_pass, replicas)
+    return _growing(recipe, BatchSizes(micro, total // one_pass, replicas), what)
+
+
+def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
+    """With the growth that the recipe states.
+
+    Raises:
+        UserError: the first size is no multiple of one pass, or the global batch none of it.
+    """
+    if recipe.global_batch_warmup is None:
+        return sizes
+    first, updates = parse_batch_warmup(recipe.global_batch_warmup)
+    stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
+    possible = [
+        size for size in range(sizes.one_pass, sizes.global_batch, sizes.one_pass) if sizes.global_batch % size == 0
+    ]
+    if first not in possible:
+        remedy = f"Begin with {_listed(possible)}" if possible else "Leave it out: an update takes one pass"
+        raise UserError(
+            f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to "
+            f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = {sizes.one_pass}. {remedy}"
+        )
+    return replace(sizes, first=first, growing=updates)
 
 
 def _listed(numbers: list[int]) -> str:

@@ -30,7 +30,7 @@ class PipelineEngine(DeepSpeedEngine):
         def scaled_loss(model, batch):
             loss = loss_sum(model, batch)
             losses.append(loss.detach().float())
-            return loss * (scale * len(batches))  # DeepSpeed divides by their number
+            return loss * (scale * self.engine.gradient_accumulation_steps())  # which DeepSpeed divides by
 
         self._pass_through(GradientSchedule, batches, scaled_loss, phase)
         return losses or [torch.zeros((), device=self.device) for _ in batches]

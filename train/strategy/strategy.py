@@ -96,7 +96,10 @@ class Strategy:
     def describe(self) -> str:
         """One line for the log."""
         b = self.batches
-        sizes = f"global batch {b.global_batch} = {b.micro_batch} x {b.accumulation} accumulation x {b.replicas}"
+        growing = f" (from {b.first}, after {b.growing} updates)" if b.growing else ""
+        sizes = (
+            f"global batch {b.global_batch}{growing} = {b.micro_batch} x {b.accumulation} accumulation x {b.replicas}"
+        )
         return f"{self.describe_layout}, {sizes}"
 
     @property

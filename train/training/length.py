@@ -1,6 +1,5 @@
 """How long a run is, and what is due after which update."""
 
-import math
 from dataclasses import dataclass
 
 from train.data.order import samples_of_run
@@ -19,7 +18,7 @@ class RunLength:
 
     def consumed(self, updates: int) -> int:
         """Samples seen after this many updates."""
-        return min(updates * self.batches.global_batch, self.total_samples)
+        return min(self.batches.consumed(updates), self.total_samples)
 
     def epoch(self, updates: int) -> float:
         """Epochs done after this many updates."""
@@ -42,5 +41,5 @@ class RunLength:
 
 def run_length(recipe: TrainingRecipe, num_samples: int, batches: BatchSizes) -> RunLength:
     """The length of the run in samples and updates."""
-    total = samples_of_run(recipe, num_samples, batches.global_batch)
-    return RunLength(num_samples, total, math.ceil(total / batches.global_batch), batches)
+    total = samples_of_run(recipe, num_samples, batches.consumed)
+    return RunLength(num_samples, total, batches.num_updates(total), batches)

@@ -42,8 +42,8 @@ class UpdateStream:
     """
 
     def __init__(self, task: Task, engine, length: RunLength, updates: int):
-        self._micro_batches = micro_batches(task, engine, length, length.consumed(updates))
-        self._accumulation, self._left = length.batches.accumulation, length.num_updates - updates
+        self._micro_batches = micro_batches(task, engine, length, updates)
+        self._length, self._loaded = length, updates
         self._prefetched: UpdateBatches | None = None
 
     def next(self) -> UpdateBatches:
@@ -54,21 +54,23 @@ class UpdateStream:
 
     def prefetch(self) -> UpdateBatches | None:
         """Load the micro-batches of the next update ahead; `next` gives them later. None after the last update."""
-        if self._prefetched is None and self._left:
-            self._left -= 1
-            self._prefetched = UpdateBatches([next(self._micro_batches) for _ in range(self._accumulation)])
+        if self._prefetched is None and self._loaded < self._length.num_updates:
+            self._loaded += 1
+            accumulation = self._length.batches.accumulation_of(self._loaded)
+            self._prefetched = UpdateBatches([next(self._micro_batches) for _ in range(accumulation)])
         return self._prefetched
 
 
-def micro_batches(task: Task, engine, length: RunLength, consumed: int) -> Iterator[Batch]:
-    """This rank's micro-batches after so many consumed samples; ranks of one replica get the same."""
+def micro_batches(task: Task, engine, length: RunLength, updates: int) -> Iterator[Batch]:
+    """This rank's micro-batches after so many updates; ranks of one replica get the same."""
     recipe, sizes, samples = task.recipe, length.batches, task.train_set
     groups = LengthGroups(samples.lengths, sizes.global_batch) if task.grouping == "window" else None
     sort_key = samples.sort_key if task.grouping != "none" else None
     order = task.order or SampleOrder(length.num_samples, recipe.seed, groups)
     sampler = MicroBatches(
-        order, length.total_samples, consumed, sizes.micro_batch, sizes.accumulation, engine.layout.data_size,
-        engine.layout.data_rank, sort_key,
+        order, length.total_samples, length.consumed(updates), sizes.micro_batch, sizes.accumulation,
+        engine.layout.data_size, engine.layout.data_rank, sort_key,
+        [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )  # fmt: skip
     pin = pins_memory(engine.device)
     return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers, pin))

@@ -1,6 +1,7 @@
 """Corpora in Megatron's format for the causal task: already tokenized, from files to samples, and a report."""
 
 import os
+from collections.abc import Callable
 
 from train.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from train.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
@@ -15,11 +16,11 @@ from train.recipe.tasks import ClmRecipe
 LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
 
 
-def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
+def prepare_corpora(recipe: ClmRecipe, config, consumed: Callable[[int], int]) -> TextData:
     """Open the corpora that the recipe names, and make the samples of the run.
 
     Args:
-        global_batch: samples of an update.
+        consumed: (updates) -> samples of so many updates.
 
     Raises:
         UserError: a corpus is missing or damaged, was made with another tokenizer, or a part of it is empty.
@@ -36,7 +37,7 @@ def prepare_corpora(recipe: ClmRecipe, config, global_batch: int) -> TextData:
     blend = Blend(corpora, weights, recipe.split, block_size, recipe.seed)
     blend.check()
     per_epoch = blend.samples_per_epoch(TRAINING)
-    total = samples_of_run(recipe, per_epoch, global_batch) if recipe.trains else 0
+    total = samples_of_run(recipe, per_epoch, consumed) if recipe.trains else 0
     held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
     if not (held_out or recipe.trains):
         raise UserError(

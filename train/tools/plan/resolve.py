@@ -77,6 +77,7 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
     with environment_of_a_rank(world_size, min(world_size, gpus_per_node), base):
         recipe.adopt("strategy", name, "--strategies")
         recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
+        recipe.reset_option("global_batch_warmup")
         recipe.per_device_train_batch_size = 1
         strategy = read_strategy(recipe)
     check_task(subject.task, strategy)
