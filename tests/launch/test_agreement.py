@@ -82,7 +82,7 @@ CASES = {
     "packed": Case("clm", 22, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
         "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
-        "--global_batch_warmup", "4@12",
+        "--global_batch_warmup", "4@12", "--block_size_warmup", "32@12",
     ), ("ddp", "tp", "pp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt",

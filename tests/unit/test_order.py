@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from train.data.order import FILLER, MicroBatches, SampleOrder
+from train.data.collate import CausalCollator
+from train.data.order import FILLER, MicroBatches, SampleOrder, Shortened, shortened
+from train.recipe.growth import Growth
 from train.strategy.batches import BatchSizes
 
 LAYOUTS = [
@@ -69,7 +71,7 @@ def test_the_seed_decides():
 def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> list[list[int]]:
     """The same of a run whose updates grow from 8 to 24 in four updates."""
     micro, accumulation, world = layout
-    sizes = BatchSizes(micro, 3 * accumulation, world, first=8, growing=4)
+    sizes = BatchSizes(micro, 3 * accumulation, world, Growth(8, 24, 4))
     growing = [sizes.accumulation_of(update) for update in range(consumed_updates + 1, 5)]
     order, total, consumed = SampleOrder(37, 3), sizes.consumed(updates), sizes.consumed(consumed_updates)
     rows = [
@@ -92,8 +94,22 @@ def test_updates_that_grow_see_the_same_samples_in_every_layout(layout):
     assert growing_batches(layout, 7, consumed_updates=3) == batches[3:]
 
 
+def test_samples_are_cut_with_all_that_belongs_to_their_tokens():
+    sample = {"input_ids": np.arange(8), "labels": np.arange(8), "position_ids": np.arange(8), "num_tokens": 6}
+    rows = [((shortened(sample, 5), 0)), (shortened({**sample, "num_tokens": 3}, 5), 1)]
+    batch = CausalCollator(pad_id=0)(rows)
+    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (8, 8, 10)
+    assert {tuple(tensor.shape) for tensor in batch.inputs.values()} == {(2, 5)}
+
+
+def test_each_micro_batch_has_the_length_of_its_update():
+    cut = Shortened(MicroBatches(SampleOrder(37, 3), 16, 0, 4, 2, 1, 0, growing=[1, 1]), iter([2, 4, 6, 6, 8]))
+    assert [(len(batch), {length for _, length in batch}) for batch in cut] == [(4, {2}), (4, {4}), (4, {6}), (4, {6})]
+    assert [Growth(2, 8, 6)(update) for update in range(1, 9)] == [2, 2, 4, 4, 6, 6, 8, 8]
+
+
 def test_sizes_of_updates_that_grow():
-    sizes = BatchSizes(2, 6, 2, first=4, growing=10)
+    sizes = BatchSizes(2, 6, 2, Growth(4, 24, 10))
     assert [sizes.of_update(update) for update in range(1, 13)] == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24]
     assert [sizes.consumed(updates) for updates in (0, 1, 3, 10, 12)] == [0, 4, 16, 120, 168]
     for samples in range(1, 200):

@@ -406,4 +406,4 @@ def test_batches_that_do_not_fit_say_what_would():
         resolve_batches(recipe(per_device_train_batch_size=2, global_batch_warmup="2@9"), 2)
     for text in ("64", "64@", "@9", "0@9", "64@0", "64->1024@9"):
         assert "say START@UPDATES" in "".join(recipe(global_batch_warmup=text).problems())
-    assert recipe(global_batch_warmup="64@5000").problems() == []
+    assert "warmup" not in "".join(recipe(global_batch_warmup="64@5000").problems())

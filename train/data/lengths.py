@@ -6,6 +6,7 @@ from train.model.configuration import usable_positions
 from train.recipe.base import Recipe
 from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
+from train.recipe.growth import Growth, read_growth
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
 WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
@@ -27,6 +28,28 @@ def choose_length(recipe: Recipe, option: str, config, default: int | None = Non
             )
         return positions
     return length
+
+
+def growing_blocks(recipe, block_size: int, is_chat: bool) -> Growth | None:
+    """How the length of samples grows, in tokens; None where all have block_size.
+
+    Raises:
+        UserError: block_size is not reached in steps of the first length; answers would be cut off.
+    """
+    text = recipe.block_size_warmup
+    if text is None or not recipe.trains:
+        return None
+    first, updates = read_growth(text)
+    stated = f"block_size_warmup = {text} ({recipe.source('block_size_warmup')})"
+    if is_chat:
+        raise UserError(f"{stated}: the answers of conversations would be cut off. It is for text")
+    if block_size % first or first in (1, block_size):
+        possible = [size for size in range(2, block_size) if block_size % size == 0]
+        remedy = f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out"
+        raise UserError(
+            f"{stated}: {first} tokens do not grow in steps of {first} to block_size = {block_size}. {remedy}"
+        )
+    return Growth(first, block_size, updates)
 
 
 def report_data_loss(

@@ -14,7 +14,7 @@ length, and each micro-batch has those nearest in length. Both depend on (seed, 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -199,8 +199,29 @@ class MicroBatches(torch.utils.data.Sampler):
                 yield micro_batch.tolist()
 
 
+class Shortened(torch.utils.data.Sampler):
+    """Micro-batches whose samples are read up to a length: (index, length) in place of each index.
+
+    Args:
+        lengths: of each micro-batch, in tokens.
+    """
+
+    def __init__(self, micro_batches: MicroBatches, lengths: Iterable[int]):
+        super().__init__()
+        self.micro_batches, self.lengths = micro_batches, lengths
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for micro_batch, length in zip(self.micro_batches, self.lengths):
+            yield [(index, length) for index in micro_batch]
+
+
+def shortened(sample: Sample, length: int) -> Sample:
+    """The first `length` tokens of a sample."""
+    return {name: min(value, length) if name == "num_tokens" else value[:length] for name, value in sample.items()}
+
+
 class _Indexed(torch.utils.data.Dataset):
-    """(sample, index) by index; a FILLER place borrows sample 0."""
+    """(sample, index) by index, or by (index, length); a FILLER place borrows sample 0."""
 
     def __init__(self, samples: SampleSet):
         self.samples = samples
@@ -208,8 +229,11 @@ class _Indexed(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Sample, int]:
-        return self.samples[max(index, 0)], index
+    def __getitem__(self, place: int | tuple[int, int]) -> tuple[Sample, int]:
+        if isinstance(place, tuple):
+            index, length = place
+            return shortened(self.samples[max(index, 0)], length), index
+        return self.samples[max(place, 0)], place
 
 
 def _without_torchs_traceback(batches: Iterator) -> Iterator:
@@ -226,6 +250,8 @@ class _Loader(torch.utils.data.DataLoader):
         return _without_torchs_traceback(super().__iter__())  # created now: it draws a random number
 
 
-def loader(samples: SampleSet, sampler: MicroBatches, collate, workers: int, pin: bool) -> torch.utils.data.DataLoader:
+def loader(
+    samples: SampleSet, sampler: torch.utils.data.Sampler, collate, workers: int, pin: bool
+) -> torch.utils.data.DataLoader:
     """A DataLoader over this rank's micro-batches."""
     return _Loader(_Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from train.recipe.base import Recipe
 from train.recipe.fields import option
+from train.recipe.growth import growth_problems
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
 TEXT_OPTIONS = (  # options of text data, without effect on corpora
@@ -33,6 +34,11 @@ class TextOptions(Recipe):
         minimum=2,
         aliases=("seq_length",),
         common=True,
+    )
+    block_size_warmup: str | None = option(
+        None,
+        "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
+        "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
     )
     packing: str = option(
         "documents",
@@ -62,7 +68,7 @@ class TextOptions(Recipe):
                 f"make_vocab_size_divisible_by = {self.make_vocab_size_divisible_by} has no effect with "
                 "model_name_or_path: pretrained weights keep their size. Remove it"
             )
-        return problems
+        return problems + growth_problems(self, "block_size_warmup", "64@2000")
 
 
 @dataclass

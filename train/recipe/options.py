@@ -3,12 +3,12 @@
 Those of the model and of the data are in model_options.py and data_options.py.
 """
 
-import re
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
 from train.recipe.data_options import SourceOptions
 from train.recipe.fields import option
+from train.recipe.growth import growth_problems
 from train.recipe.model_options import LoraOptions, ModelOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
@@ -53,19 +53,7 @@ class BatchOptions(Recipe):
     )
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.global_batch_warmup is not None and parse_batch_warmup(self.global_batch_warmup) is None:
-            problems.append(
-                f"global_batch_warmup = {self.global_batch_warmup!r}: say START@UPDATES, the samples of the first "
-                "update and the number of updates that grow, e.g. 64@5000"
-            )
-        return problems
-
-
-def parse_batch_warmup(text: str) -> tuple[int, int] | None:
-    """(samples of the first update, updates that grow) of `START@UPDATES`; None: it is no such text."""
-    found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
-    return found and (int(found[1]), int(found[2]))
+        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000")
 
 
 @dataclass

@@ -6,7 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from train.recipe.errors import UserError
-from train.recipe.options import BatchOptions, parse_batch_warmup
+from train.recipe.growth import Growth, read_growth
+from train.recipe.options import BatchOptions
 
 
 @dataclass(frozen=True)
@@ -15,15 +16,13 @@ class BatchSizes:
 
     Args:
         replicas: data-parallel.
-        first, growing: the first update takes `first` samples, and updates grow in steps of as many until, after
-            `growing` updates, they take the global batch. Those of the same update are the same in every layout.
+        growth: of the samples of an update, to the global batch; the same in every layout. None: all take it.
     """
 
     micro_batch: int
     accumulation: int
     replicas: int
-    first: int = 0
-    growing: int = 0
+    growth: Growth | None = None
 
     @property
     def global_batch(self) -> int:
@@ -35,10 +34,12 @@ class BatchSizes:
 
     def of_update(self, update: int) -> int:
         """Samples of an update, counted from 1."""
-        if update > self.growing:
-            return self.global_batch
-        steps = self.global_batch // self.first - 1
-        return self.first * (1 + (update - 1) * steps // self.growing)
+        return self.growth(update) if self.growth else self.global_batch
+
+    @property
+    def growing(self) -> int:
+        """The updates before those that take the global batch."""
+        return self.growth.updates if self.growth else 0
 
     def accumulation_of(self, update: int) -> int:
         """Micro-batches of an update, counted from 1."""
@@ -107,7 +108,7 @@ def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
     """
     if recipe.global_batch_warmup is None:
         return sizes
-    first, updates = parse_batch_warmup(recipe.global_batch_warmup)
+    first, updates = read_growth(recipe.global_batch_warmup)
     stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
     possible = [
         size for size in range(sizes.one_pass, sizes.global_batch, sizes.one_pass) if sizes.global_batch % size == 0
@@ -118,7 +119,7 @@ def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
             f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to "
             f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = {sizes.one_pass}. {remedy}"
         )
-    return replace(sizes, first=first, growing=updates)
+    return replace(sizes, growth=Growth(first, sizes.global_batch, updates))
 
 
 def _listed(numbers: list[int]) -> str:

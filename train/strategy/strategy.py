@@ -96,7 +96,7 @@ class Strategy:
     def describe(self) -> str:
         """One line for the log."""
         b = self.batches
-        growing = f" (from {b.first}, after {b.growing} updates)" if b.growing else ""
+        growing = f" (first {b.growth.first}, grows for {b.growing} updates)" if b.growth else ""
         sizes = (
             f"global batch {b.global_batch}{growing} = {b.micro_batch} x {b.accumulation} accumulation x {b.replicas}"
         )

@@ -1,10 +1,13 @@
 """The training data as the loop takes it: this rank's micro-batches, update after update."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.data.collate import Batch
-from train.data.order import LengthGroups, MicroBatches, SampleOrder, loader
+from train.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader
+from train.recipe.growth import Growth
+from train.strategy.batches import BatchSizes
 from train.strategy.devices import pins_memory
 from train.training.length import RunLength
 from train.training.task import Task
@@ -73,4 +76,12 @@ def micro_batches(task: Task, engine, length: RunLength, updates: int) -> Iterat
         [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )  # fmt: skip
     pin = pins_memory(engine.device)
+    if task.lengths is not None:
+        sampler = Shortened(sampler, _lengths(task.lengths, sizes, updates))
     return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers, pin))
+
+
+def _lengths(growth: Growth, sizes: BatchSizes, updates: int) -> Iterator[int]:
+    """The length of each micro-batch's samples, without end."""
+    for update in itertools.count(updates + 1):
+        yield from itertools.repeat(growth(update), sizes.accumulation_of(update))

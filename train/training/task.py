@@ -9,6 +9,7 @@ import torch
 from train.data.collate import Batch
 from train.data.order import Order
 from train.data.pack import SampleSet
+from train.recipe.growth import Growth
 from train.recipe.options import TrainingRecipe
 
 
@@ -27,6 +28,7 @@ class Task:
         grouping: who shares a batch (`length_grouping` of the recipe).
         longest: how many tokens a row may have, by column: of `input_ids`, and of `labels` where they have a length of
             their own.
+        lengths: of rows that grow in the first updates, in tokens; None: samples are read in full.
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
         predict: (engine) -> the files that the main process has written: the answers to predict_file. All ranks call
             it together.
@@ -42,6 +44,7 @@ class Task:
     unit: str = "token"
     grouping: str = "none"
     longest: dict[str, int] = field(default_factory=dict)
+    lengths: Growth | None = None
     order: Order | None = None
     predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None
