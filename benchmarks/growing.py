@@ -25,9 +25,8 @@ QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the tokens, at which the held-out loss i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200, help="of the plain run")
-    parser.add_argument("--flags", nargs="*", default=[], help="more options of the recipe")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "growing.md")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()  # more: of the recipe
     half = options.updates // 2
     tokens = options.updates * ROWS * LENGTH
     cases = {
@@ -40,8 +39,9 @@ def main() -> None:
     for name, (flags, while_growing) in cases.items():
         full = (tokens - while_growing) // (ROWS * LENGTH)
         updates = full + (half if flags else 0)
-        lines = run([*flags, "--max_train_steps", str(updates), "--eval_steps", str(max(1, options.updates // 20)),
-                     *options.flags])  # fmt: skip
+        lines = run(
+            [*flags, "--max_train_steps", str(updates), "--eval_steps", str(max(1, options.updates // 20)), *more]
+        )
         read = losses_by_tokens(lines)
         losses = [loss_at(read, share * tokens) for share in QUARTERS]
         seconds = sum(line.get("seconds", 0.0) for line in lines)
@@ -66,7 +66,7 @@ def run(flags: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         return launch(
             Path(folder) / "run", "--config", str(RECIPE), "--per_device_train_batch_size", "4",
-            "--sample_tokens", "0", *flags, strategy="single", processes=1, timeout=3600,
+            "--sample_tokens", "1", *flags, strategy="single", processes=1, timeout=3600,
         )  # fmt: skip
 
 

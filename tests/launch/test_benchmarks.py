@@ -28,7 +28,7 @@ SMALL = {
     "pipeline_idle": ["pipeline_idle", "--micro_batches", "1", "2", "--updates", "4", "--text", "docs/*.md", "--shape",
                       "num_hidden_layers=2,hidden_size=32,intermediate_size=64,num_attention_heads=2,"
                       "num_key_value_heads=2", "--output", "{tmp}/idle.md"],
-    "growing": ["growing", "--updates", "8", "--flags", "--train_file", "docs/*.md", "--config_overrides",
+    "growing": ["growing", "--updates", "8", "--train_file", "docs/*.md", "--config_overrides",
                 "n_layer=1,n_head=2,n_embd=32,n_positions=256", "--train_tokenizer_vocab_size", "512", "--output",
                 "{tmp}/growing.md"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
