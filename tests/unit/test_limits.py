@@ -1,6 +1,7 @@
 """The parts of `zerofit compare` that launch nothing: the search, the journal, the limits, the options, the report."""
 
 import csv
+import importlib.util
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report, markdown_table
 from train.tools.compare.results import Row, common_size, conclusion, fact_of
 from train.tools.compare.search import Fact, SearchState, next_size, next_step, predict
+from train.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_TASK
 from train.tools.compare.trial_launch import TrialLaunch
 from train.tools.compare.trial_request import Answers, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCaseBatches
@@ -574,3 +576,33 @@ def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
 
 def test_tables_are_markdown():
     assert markdown_table([("a", "b"), ("x|y", "1")]).splitlines() == ["| a | b |", "| :-- | --: |", "| x\\|y | 1 |"]
+
+
+SMALL_BLOCKS = """
+import torch
+from train.tools.compare.memory_limits import DataSegment
+
+segment = DataSegment()
+before = segment.now()
+blocks = [torch.zeros(2**17 // 4) for _ in range(512)]
+kept, full = blocks[::64], segment.now()
+del blocks
+print(before, full, segment.now())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts what Linux counts")
+def test_on_a_cpu_a_freed_tensor_is_given_back_although_others_lie_between():
+    """512 of 128 KiB, of which 8 are kept: 64 MiB, and 1 after that. In the heap all of it would stay."""
+    settings = Machine("cpu", [], 0, 0, {}).settings
+    done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS], capture_output=True, text=True, check=True,
+                          env={**os.environ, **settings})  # fmt: skip
+    before, full, after = (int(one) / 2**20 for one in done.stdout.split())
+    assert full - before == pytest.approx(64, abs=4)
+    assert after - before < 6
+
+
+def test_what_a_trial_imports_first_is_there():
+    names = [*OF_ANY_RUN, *OF_DEEPSPEED, *(name for names in OF_TASK.values() for name in names)]
+    assert len(names) >= 8
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []

@@ -359,7 +359,7 @@ def test_the_environments_memory(capsys, monkeypatch):
         ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
         ([*ON_GPUS, "--max_global_batch_size", "64", "--global_batch_size", "32"], "keep one"),
         ([*ON_GPUS, "--mean_length", "8"], "no effect"),
-        (["--gpu", "cpu", "--gpu_memory", "50MiB"], "threads and libraries"),
+        (["--gpu", "cpu", "--gpu_memory", "5MiB"], "buffers of its libraries"),
         (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = lots"),
         ([*ON_GPUS, "--tokens", "0"], "above 0"),
     ],

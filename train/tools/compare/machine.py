@@ -54,13 +54,14 @@ class Machine:
     def settings(self) -> dict[str, str]:
         """Environment variables of trials, so that a CPU's memory counts what is in use, as a GPU's does.
 
-        A GPU's allocator releases its cache before it reports that memory is out. The C library releases large blocks
-        only if they are mapped one by one. And oneDNN keeps code and weights for every shape that it has seen: a
-        launch that tries many batch sizes has many shapes.
+        A GPU's allocator releases its cache before it reports that memory is out. The C library gives back blocks that
+        are mapped one by one; smaller ones stay in the heap, with its holes. From 64 KiB on, the heap holds next to no
+        tensors. And oneDNN keeps code and weights for every shape that it has seen: a launch that tries many batch
+        sizes has many shapes.
         """
         if self.devices:
             return {}
-        one_by_one = str(2**20)
+        one_by_one = str(2**16)
         return {"MALLOC_MMAP_THRESHOLD_": one_by_one, "MALLOC_TRIM_THRESHOLD_": one_by_one,
                 "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # fmt: skip
 

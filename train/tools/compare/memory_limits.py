@@ -22,11 +22,17 @@ PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class DataSegment:
-    """The data segment of this process in bytes, without what was requested and not touched when this was made."""
+    """The data segment of this process in bytes, without what was requested and not touched when this was made.
 
-    def __init__(self):
-        self.untouched = max(0, _data_bytes() - resident_bytes())
+    Args:
+        watched: measure its peak from now on, in a thread, whose own stack is not counted.
+    """
+
+    def __init__(self, watched: bool = False):
         self._peak = 0
+        if watched:
+            threading.Thread(target=self._look, daemon=True, name="data segment").start()
+        self.untouched = max(0, _data_bytes() - resident_bytes())
 
     def now(self) -> int:
         return _data_bytes() - self.untouched
@@ -38,10 +44,6 @@ class DataSegment:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         present = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *present]), hard))
-
-    def watch(self) -> None:
-        """Measure its size from now on, in a thread."""
-        threading.Thread(target=self._look, daemon=True, name="data segment").start()
 
     def _look(self) -> None:
         with contextlib.suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
@@ -78,8 +80,6 @@ class TrialMemory:
         # A simulated device counts what the host would hold: nothing of it is resident.
         self.simulated = getattr(torch.get_device_module(device), "peak_host_bytes", None)
         self.peaks: dict[str, int] = {}
-        if self.data is not None:
-            self.data.watch()
         self.begin()
 
     def begin(self) -> None:

@@ -33,6 +33,16 @@ from train.training.trainer import Trainer
 
 WARM_UP, WARM_UP_FIRST = 1, 2  # updates before the timed ones; the first size also makes the optimizer's state
 
+# What a run imports after its process group is there: with the model, with its engine, and with its metrics.
+OF_ANY_RUN = (
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "train.model.load",
+    "train.strategy.prepare",
+)
+OF_DEEPSPEED = ("deepspeed.module_inject.auto_ep_layer", "torch._inductor.compile_fx")
+OF_TASK = {"cls": ("sklearn.metrics", "scipy.stats")}
+
 
 class TrialTrainer(Trainer):
     """A Trainer that measures the requested batch sizes, saves no model, and ends with the requesting process."""
@@ -58,7 +68,9 @@ class TrialTrainer(Trainer):
         accelerator = super().start_processes()
         self.device = accelerator.device
         self._build_operations()
-        self.segment, on_cpu = DataSegment(), self.device.type == "cpu"
+        self._import_libraries()
+        on_cpu = self.device.type == "cpu"
+        self.segment = DataSegment(watched=on_cpu)
         limit, host_limit = self.request.memory_limit, self.request.host_memory_limit
         if on_cpu:
             limit = host_limit = min((one for one in (limit, host_limit) if one is not None), default=None)
@@ -98,6 +110,12 @@ class TrialTrainer(Trainer):
             from deepspeed.ops.op_builder import CPUAdamBuilder
 
             CPUAdamBuilder().load()
+
+    def _import_libraries(self) -> None:
+        """Import now what a run imports later: libraries are the program's memory, and not the model's."""
+        in_deepspeed = OF_DEEPSPEED if self.strategy.deepspeed else ()
+        for name in (*OF_ANY_RUN, *in_deepspeed, *OF_TASK.get(self.task_name, ())):
+            importlib.import_module(name)
 
     def train(self, task, throughput, tokenizer):
         """Try one batch size after another, until none is left or memory runs out."""

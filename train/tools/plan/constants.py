@@ -14,11 +14,12 @@ NCCL_BYTES = 256 * 2**20
 # assumption for rows of one length; rows of many lengths need more.
 FRAGMENTATION = 0.03
 
-# On a CPU: threads' stacks and libraries that come with the first pass, after the model; under DeepSpeed also its
-# modules and communication, and whatever else it takes that states.py does not explain. Source: measured, one trial of
-# `zerofit compare` for each (docs/plan.md: GPT-2 at micro-batch 4, ddp and zero2).
-CPU_PROGRAM_BYTES = 60 * 2**20
-CPU_DEEPSPEED_BYTES = 90 * 2**20
+# On a CPU, beyond what the process takes with its libraries imported (train/tools/compare/trial.py): buffers of MKL,
+# and what is too small to be a tensor. Under DeepSpeed also the stacks of the three threads of its second gloo group,
+# 8 MiB each (pthread_create(3): as large as `ulimit -s` allows). Source: measured with models of two layers, 8 wide,
+# whose tensors take next to nothing (docs/plan.md).
+CPU_PROGRAM_BYTES = 8 * 2**20
+CPU_DEEPSPEED_BYTES = 27 * 2**20
 
 # cuBLAS keeps a workspace for each handle and stream: 32 MiB on Hopper, 8 MiB before. Source: torch's documentation
 # of CUBLAS_WORKSPACE_CONFIG.

@@ -89,7 +89,7 @@ def make_budget(options, gpu: Gpu | None, on_gpu: bool) -> Budget:
         raise UserError(
             "gpu = cpu: its memory is not known. Set --gpu_memory (of one process), e.g. --gpu_memory 4GiB"
         )
-    taken, by = (CUDA_CONTEXT_BYTES, "the CUDA context") if on_gpu else (CPU_PROGRAM_BYTES, "threads and libraries")
+    taken, by = (CUDA_CONTEXT_BYTES, "the CUDA context") if on_gpu else (CPU_PROGRAM_BYTES, "buffers of its libraries")
     if device <= taken:
         raise UserError(
             f"{stated[1] if stated else f'host_memory = {options.host_memory}'}: a process takes about {size(taken)} "
