@@ -29,7 +29,7 @@ from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report, markdown_table
 from train.tools.compare.results import Row, common_size, conclusion, fact_of
 from train.tools.compare.search import Fact, SearchState, next_size, next_step, predict
-from train.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_TASK
+from train.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK
 from train.tools.compare.trial_launch import TrialLaunch
 from train.tools.compare.trial_request import Answers, TrialRequest, add_line
 from train.tools.compare.worst_case_batch import WorstCaseBatches
@@ -603,6 +603,6 @@ def test_on_a_cpu_a_freed_tensor_is_given_back_although_others_lie_between():
 
 
 def test_what_a_trial_imports_first_is_there():
-    names = [*OF_ANY_RUN, *OF_DEEPSPEED, *(name for names in OF_TASK.values() for name in names)]
-    assert len(names) >= 8
+    names = [*OF_ANY_RUN, *OF_DEEPSPEED, *OF_LORA, *(name for names in OF_TASK.values() for name in names)]
+    assert len(names) >= 9
     assert [name for name in names if importlib.util.find_spec(name) is None] == []

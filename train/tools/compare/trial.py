@@ -41,6 +41,7 @@ OF_ANY_RUN = (
     "train.strategy.prepare",
 )
 OF_DEEPSPEED = ("deepspeed.module_inject.auto_ep_layer", "torch._inductor.compile_fx")
+OF_LORA = ("peft",)
 OF_TASK = {"cls": ("sklearn.metrics", "scipy.stats")}
 
 
@@ -113,8 +114,9 @@ class TrialTrainer(Trainer):
 
     def _import_libraries(self) -> None:
         """Import now what a run imports later: libraries are the program's memory, and not the model's."""
-        in_deepspeed = OF_DEEPSPEED if self.strategy.deepspeed else ()
-        for name in (*OF_ANY_RUN, *in_deepspeed, *OF_TASK.get(self.task_name, ())):
+        of_engine = OF_DEEPSPEED if self.strategy.deepspeed else ()
+        of_model = OF_LORA if self.recipe.lora else ()
+        for name in (*OF_ANY_RUN, *of_engine, *of_model, *OF_TASK.get(self.task_name, ())):
             importlib.import_module(name)
 
     def train(self, task, throughput, tokenizer):

@@ -19,7 +19,7 @@ FRAGMENTATION = 0.03
 # 8 MiB each (pthread_create(3): as large as `ulimit -s` allows). Source: measured with models of two layers, 8 wide,
 # whose tensors take next to nothing (docs/plan.md).
 CPU_PROGRAM_BYTES = 8 * 2**20
-CPU_DEEPSPEED_BYTES = 27 * 2**20
+CPU_DEEPSPEED_BYTES = 26 * 2**20
 
 # cuBLAS keeps a workspace for each handle and stream: 32 MiB on Hopper, 8 MiB before. Source: torch's documentation
 # of CUBLAS_WORKSPACE_CONFIG.
