@@ -444,12 +444,32 @@ def test_a_degree_that_is_left_over_is_not_said_to_become_zero_3_beside_a_pipeli
     assert "ZeRO-3" not in words
 
 
-def test_recomputation_that_is_selective_is_not_turned_into_full():
-    for flags in ("--recompute-activations", "--recompute-granularity selective"):
-        done = typed(MINIMAL + flags)
-        assert "gradient_checkpointing" not in done.recipe
-        assert fates(done)[flags.split()[0]] == "satisfied"
-    assert typed(MINIMAL + "--recompute-granularity full").recipe["gradient_checkpointing"] is True
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ("--recompute-activations", "selective"),
+        ("--recompute-granularity selective", "selective"),
+        ("--recompute-granularity full --recompute-activations", "selective"),  # as in Megatron
+        ("--recompute-granularity full", True),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", True),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", True),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", True),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 2),
+        ("--num-layers 24 --recompute-granularity full --recompute-method block --recompute-num-layers 7", 3),
+        ("--num-layers 24 --pipeline-model-parallel-size 2 --checkpoint-activations --recompute-method block "
+         "--recompute-num-layers 6", 2),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", None),
+    ],
+)  # fmt: skip
+def test_recomputation_is_answered_with_the_nearest_one(flags, value):
+    """uniform recomputes N layers together, and block the first N of each stage."""
+    done = typed(MINIMAL + flags)
+    assert done.recipe.get("gradient_checkpointing") == value
+    found = {flag: fate for flag, fate in fates(done).items() if "compute" in flag or "checkpoint" in flag}
+    together = "uniform" in flags and flags.endswith("2")
+    assert set(found.values()) <= {"carried over", "no counterpart" if together else "satisfied"}
+    words = " ".join(row.words for row in done.flags.finish())
+    assert ("8 of 24 layers are recomputed, evenly spread; there the first 7" in words) == (value == 3)
 
 
 def test_weights_to_begin_with_must_fit(tmp_path):

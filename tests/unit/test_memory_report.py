@@ -164,6 +164,13 @@ def test_savings_follow_from_the_sizes():
     assert saved["--lora"] == 24
 
 
+def test_every_layer_can_be_recomputed_where_some_are():
+    half = options(replace(DDP, gradient_checkpointing=2))
+    assert half["--gradient_checkpointing full"] == pytest.approx(26 - 1 - (26 - 0.5) / 12)  # 12 layers are whole
+    (unknown,) = (one for one in remedies(replace(DDP, gradient_checkpointing="selective")) if one.saves is None)
+    assert unknown.option == "--gradient_checkpointing full"
+
+
 def test_nothing_in_force_is_proposed():
     in_force = replace(
         DDP, gradient_checkpointing=True, can_chunk=False, lora=True, precision="bf16", stage=3, strategy="zero3",

@@ -20,8 +20,8 @@ from train.model.configuration import ARCHITECTURES, load_configuration
 from train.model.load import build_model
 from train.model.nan_check import check_finite, count_not_finite
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
-from train.model.preflight import enable_gradient_checkpointing
 from train.model.pretrained_io import read_model
+from train.model.recomputation import enable_recomputation
 from train.model.tokenizer import check_vocabulary, load_tokenizer
 from train.recipe import ClmRecipe, UserError
 from train.strategy.strategy import Strategy
@@ -268,10 +268,10 @@ def test_a_model_that_cannot_recompute_activations_is_named():
 
     model = CTRLLMHeadModel(CTRLConfig(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, dff=8))
     assert "the code of a ctrl (CTRLLMHeadModel) cannot compute its blocks again" in refusal(
-        enable_gradient_checkpointing, model
+        enable_recomputation, model, True
     )
     llama = tiny_model("llama")
-    enable_gradient_checkpointing(llama)
+    enable_recomputation(llama, True)
     assert llama.is_gradient_checkpointing
 
 

@@ -86,7 +86,7 @@ class Situation:
     layer_inputs: int = 0
     logits: int = 0
     can_chunk: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str | int = False
     lora: bool = False
     quantised: bool = False  # such weights cannot be sharded by ZeRO-3
     pretrained: bool = False
@@ -181,14 +181,24 @@ def _of_batch(s: Situation) -> list[Remedy]:
 
 def _of_activations(s: Situation) -> list[Remedy]:
     applicable, bodies = [], max(0, s.activations - s.logits)
-    if not s.gradient_checkpointing and s.layers > 1:
-        kept = s.layer_inputs + bodies // s.layers  # the inputs of all layers, and one layer whole
-        applicable.append(Remedy("--gradient_checkpointing", "activations are computed anew: slower", bodies - kept))
+    if s.gradient_checkpointing is not True and s.layers > 1:
+        option = "--gradient_checkpointing" + (" full" if s.gradient_checkpointing else "")
+        saved = _of_recomputation(s, bodies)
+        applicable.append(Remedy(option, "activations are computed anew: slower", saved))
     if s.can_chunk and s.logits:
         applicable.append(Remedy("--loss chunked", "logits are never held whole", min(s.logits, s.activations)))
     if s.precision == "fp32":
         applicable.append(Remedy("--precision bf16", "activations in half precision", s.activations // 2))
     return applicable + _of_length(s)
+
+
+def _of_recomputation(s: Situation, bodies: int) -> int | None:
+    """What recomputing each layer saves of `bodies`. The inputs of all layers stay, and one layer whole."""
+    if s.gradient_checkpointing == "selective":
+        return None
+    recomputed = -(-s.layers // s.gradient_checkpointing) if s.gradient_checkpointing else 0
+    whole = (bodies - s.layer_inputs * recomputed // s.layers) // (s.layers - recomputed)
+    return bodies - s.layer_inputs - whole
 
 
 def _of_length(s: Situation) -> list[Remedy]:

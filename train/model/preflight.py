@@ -54,21 +54,6 @@ def choose_packed_attention(model, recipe: ModelOptions, precision: str) -> str:
     return choose_attention(model, recipe.attn_implementation, precision, _device())
 
 
-def enable_gradient_checkpointing(model) -> None:
-    """Recompute the activations of the model's blocks in the backward pass; in a frozen model gradients enter the
-    first block, too.
-
-    Raises:
-        UserError: the model's code cannot do this.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"gradient_checkpointing: the code of a {model.config.model_type} ({type(model).__name__}) cannot compute "
-            "its blocks again. Remove this option; a smaller --per_device_train_batch_size also saves activations"
-        )
-    model.activation_checkpointing_enable()
-
-
 # ----------------------------------------------------------------------------------------------- of the prepared model
 
 

@@ -38,6 +38,23 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class Recomputation:
+    """The type of gradient_checkpointing. Values: False; True, written full or 1, too; "selective"; N, above 1."""
+
+    WORDS = "full, selective, N (every N-th layer), true or false"
+
+    @staticmethod
+    def of(value: Any) -> "bool | str | int":
+        """The value that a user has written. Raises ValueError if there is no such one."""
+        if isinstance(value, bool) or value == "selective":
+            return value
+        if value == "full":
+            return True
+        if type(value) is not int or value < 1:
+            raise ValueError(value)
+        return value if value > 1 else True
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """The type of an option in parts: `list[float] | None` is base float, many, optional."""
@@ -48,7 +65,8 @@ class Kind:
 
     @property
     def words(self) -> str:
-        name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.base]
+        name = {int: "an integer", float: "a number", bool: "true or false", str: "text",
+                Recomputation: Recomputation.WORDS}[self.base]  # fmt: skip
         return f"a list, each {name}" if self.many else name
 
 
@@ -62,7 +80,7 @@ def kind_of(annotation: Any) -> Kind:
     many = typing.get_origin(annotation) is list
     if many:
         (annotation,) = typing.get_args(annotation)
-    assert annotation in (int, float, bool, str), f"no such kind of option: {annotation}"
+    assert annotation in (int, float, bool, str, Recomputation), f"no such kind of option: {annotation}"
     return Kind(annotation, many, optional)
 
 
@@ -76,6 +94,11 @@ def from_text(text: str, base: type) -> Any:
         raise ValueError(text)
     if base is int:
         return int(text.replace("_", ""))
+    if base is Recomputation:
+        word = text.lower()
+        if word in (*TRUE, *FALSE) and not word.isdigit():
+            return word in TRUE
+        return base.of(int(word) if word.isdigit() else word)
     return base(text)
 
 
@@ -85,6 +108,8 @@ def checked(value: Any, base: type) -> Any:
         return float(value)
     if base is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
+    if base is Recomputation:
+        return base.of(value)
     if type(value) is not base:
         raise ValueError(value)
     return value

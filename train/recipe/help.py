@@ -10,7 +10,7 @@ import re
 import shutil
 import textwrap
 
-from train.recipe.fields import Kind
+from train.recipe.fields import Kind, Recomputation
 from train.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -106,7 +106,7 @@ def value_text(field: dataclasses.Field, kind: Kind) -> str:
     elif kind.base is bool:
         words = "" if field.default is False else "true|false"
     else:
-        words = {int: "N", float: "X"}[kind.base]
+        words = {int: "N", float: "X", Recomputation: "full|selective|N"}[kind.base]
     return f"{words} ..." if kind.many else words
 
 

@@ -14,11 +14,12 @@ DEGREE = f"{DATA_PARALLEL}, and ZeRO-3 shards the weights over them (--config_fi
 SPLIT_ROWS = f"{STRATEGY}; of sp.yaml the JSON has the degree, sequence_parallel_size"
 IN_FULL = "each tensor-parallel process keeps norms and inputs of layers in full; the figures are the same"
 TOKENIZER = "name the tokenizer's folder with --tokenizer_name"
-FULL = "whole layers are recomputed with --gradient_checkpointing"
+FULL = "each layer is recomputed by itself"
 SELECTIVE = (
-    "a flash kernel keeps no attention matrices, and computes them again in the backward pass. Where memory does not "
-    f"suffice, {FULL}"
+    "matrix products and attention are kept, and all else is recomputed; there only attention's core is, which a "
+    "flash kernel does by itself"
 )
+BLOCK = "say --gradient_checkpointing N, every N-th layer; Megatron's block recomputes the first ones"
 TRACKERS = "say --with_tracking --report_to tensorboard or wandb; they get every figure of metrics.jsonl"
 
 TYPED = {  # flags that another option replaces
@@ -65,8 +66,9 @@ TYPED = {  # flags that another option replaces
     "pipeline_model_parallel_size": f"{STRATEGY}; of pp.yaml and 3d.yaml the JSON has the degree, pipeline.stages",
     "context_parallel_size": SPLIT_ROWS,
     "ds_sequence_parallel_size": SPLIT_ROWS,
-    "recompute_granularity": f"full: {FULL}; selective: remove it: {SELECTIVE}",
-    "recompute_activations": f"remove it: it means selective recomputation, of attention: {SELECTIVE}",
+    "recompute_granularity": f"say --gradient_checkpointing full: {FULL}; or selective: {SELECTIVE}",
+    "recompute_activations": f"say --gradient_checkpointing selective: {SELECTIVE}",
+    "recompute_num_layers": BLOCK,
     "checkpoint_activations": "say --gradient_checkpointing",
     "deepspeed_activation_checkpointing": "say --gradient_checkpointing",
     "wandb_project": "say --report_name, with --with_tracking --report_to wandb",
@@ -100,8 +102,8 @@ SATISFIED = {  # what is always so
     "use_mcore_models": "there is one implementation of each model",
     "transformer_impl": "there is one implementation of each model",
     "no_pipeline_parallel": "there is a pipeline in the pairs pp and 3d only",
-    "recompute_method": "each layer is recomputed by itself, which is uniform with 1 layer",
-    "recompute_num_layers": "each layer is recomputed by itself",
+    "recompute_method": f"{FULL}, which is uniform with 1 layer",
+    "recompute_num_layers": FULL,
     "overlap_grad_reduce": OVERLAP,
     "overlap_param_gather": OVERLAP,
     "accumulate_allreduce_grads_in_fp32": "it is so under ddp; under ZeRO the JSON sets it (data_types)",
@@ -174,7 +176,7 @@ NONE = {  # what is not supported, and why
     "data_parallel_random_init": "all processes begin with the same weights",
     "distribute_saved_activations": IN_FULL,
     "distribute_checkpointed_activations": IN_FULL,
-    "checkpoint_num_layers": "each layer is recomputed by itself",
+    "checkpoint_num_layers": FULL,
     "manual_gc": "Python's own",
     "empty_unused_memory_level": "torch's own",
     "distributed_timeout_minutes": "--watchdog_minutes ends a run if a process makes no progress",

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
-from train.recipe.fields import option
+from train.recipe.fields import Recomputation, option
 
 
 @dataclass
@@ -36,8 +36,11 @@ class ModelOptions(Recipe):
     )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
-    gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass: less memory, slower.", common=True
+    gradient_checkpointing: Recomputation = option(  # noqa: RUF009
+        False,
+        "Recompute activations: less memory, slower. full, or the flag alone: of each layer in its backward pass. "
+        "selective: all but matrix products and attention. N: of every N-th layer.",
+        common=True,
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
 

@@ -174,7 +174,7 @@ class Trainer:
         from transformers.utils.logging import disable_progress_bar
 
         from train.model.parameters import count_parameters
-        from train.model.preflight import enable_gradient_checkpointing
+        from train.model.recomputation import enable_recomputation
         from train.model.stages import whole_model
         from train.strategy.prepare import prepare_engine
 
@@ -182,7 +182,7 @@ class Trainer:
         disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
         self.watchdog.phase("prepare", patience=LONG)
         if recipe.gradient_checkpointing:
-            enable_gradient_checkpointing(model)
+            enable_recomputation(model, recipe.gradient_checkpointing)
         if recipe.torch_compile:
             model.compile()
         self.parameters, self.trainable = count_parameters(whole_model(model))

@@ -65,7 +65,7 @@ class Prediction:
     layout: ParallelLayout
     micro_batch: int
     accumulation: int
-    recomputed: bool
+    recomputed: bool | str | int  # gradient_checkpointing
     peak: Peak
     host_bytes: int  # of a machine
     fits: bool

@@ -82,8 +82,12 @@ def _place(one: Prediction) -> dict[str, Any]:
 def _row(one: Prediction) -> tuple[str, ...]:
     layout, peak = one.layout, one.peak
     degrees = f"{layout.data_size} x {layout.tensor} x {layout.pipeline} x {layout.sequence}"
-    return (one.strategy, degrees, str(one.micro_batch), str(one.accumulation), "yes" if one.recomputed else "no",
+    return (one.strategy, degrees, str(one.micro_batch), str(one.accumulation), _recomputed(one.recomputed),
             size(peak.allocated), size(peak.device), peak.phase, _size(one.host_bytes))  # fmt: skip
+
+
+def _recomputed(which: bool | str | int) -> str:
+    return {False: "no", True: "yes"}.get(which, str(which))
 
 
 def _times(one: Prediction) -> tuple[str, ...]:

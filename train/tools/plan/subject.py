@@ -11,10 +11,12 @@ import torch
 from train.model.configuration import known_architectures, load_configuration
 from train.model.families import family_of
 from train.model.families.family import ALL_LINEAR
+from train.model.recomputation import check_recomputation
 from train.recipe.errors import UserError
 from train.recipe.paths import is_missing_folder
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import NF4_BYTES
+from train.tools.plan.every_nth import EveryNth
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
 from train.tools.plan.shared import split_layers
 from train.tools.plan.stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
@@ -50,7 +52,7 @@ class Subject:
     cpu_kernels: bool = False
 
     def __post_init__(self):
-        self._tracers: dict[tuple[TraceSettings, Rows], Tracer] = {}
+        self._tracers: dict[tuple, Tracer | EveryNth] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
@@ -149,7 +151,6 @@ class Subject:
             autocast=autocast,
             on_gpu=self.on_gpu,
             cpu_kernels=self.cpu_kernels,
-            recomputed=self.recipe.gradient_checkpointing,
             loss=self.rows.loss_kind,
             evaluated=evaluated,
             tensor=layout.tensor,
@@ -161,13 +162,19 @@ class Subject:
     def tracer(
         self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
         rows: Rows | None = None,
-    ) -> Tracer:  # fmt: skip
+    ) -> Tracer | EveryNth:  # fmt: skip
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
-        settings, rows = (
-            self.trace_settings(precision, sharding, layout, evaluated),
-            self._rows(rows or self.rows, precision),
-        )
+        settings = self.trace_settings(precision, sharding, layout, evaluated)
         trained, _ = self.dtypes(precision, sharding is not None)
+        which, rows = self.recipe.gradient_checkpointing, self._rows(rows or self.rows, precision)
+        if evaluated or type(which) is not int:
+            return self._tracer(replace(settings, recomputed=not evaluated and which), rows, trained)
+        if (settings, rows, which) not in self._tracers:
+            both = (self._tracer(replace(settings, recomputed=one), rows, trained) for one in (True, False))
+            self._tracers[settings, rows, which] = EveryNth(*both, which)
+        return self._tracers[settings, rows, which]
+
+    def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
         key = (settings, rows)
         if key not in self._tracers:
             build, cache = (
@@ -228,11 +235,8 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     with torch.device("meta"):
         full = make_model(config, task, torch.float32, None, traced=False)
     add_lora(full, recipe, task)
-    if recipe.gradient_checkpointing and not full.supports_gradient_checkpointing:
-        raise UserError(
-            f"gradient_checkpointing = true: the code of a {config.model_type} cannot compute its blocks again. Leave "
-            "gradient_checkpointing out"
-        )
+    if recipe.gradient_checkpointing:
+        check_recomputation(full, recipe.gradient_checkpointing)
     return Subject(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
 
 

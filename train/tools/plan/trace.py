@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from train.model.recomputation import enable_recomputation
 from train.strategy.grid import replaced
 from train.tools.plan.casts import CudaCasts, run_backward
 from train.tools.plan.ledger import Ledger, Segment
@@ -44,13 +45,14 @@ class TraceSettings:
         tensor: ranks that share each layer; the traced one has the largest share.
         sequence: ranks that split each row.
         keeps_inputs: linear layers are those of ZeRO-3, which keep their input also where their weight is frozen.
+        recomputed: False, True or "selective" (train/model/recomputation.py).
         watched: the visits of modules are noted, for ZeRO-3.
     """
 
     dtype: torch.dtype
     autocast: torch.dtype | None
     on_gpu: bool
-    recomputed: bool = False
+    recomputed: bool | str = False
     loss: str = "chunked"
     evaluated: bool = False
     cpu_kernels: bool = False
@@ -117,7 +119,8 @@ class Tracer:
             _make_fake(model)
         model.train(not self.settings.evaluated)
         if self.settings.recomputed and not self.settings.evaluated:
-            model.activation_checkpointing_enable()
+            drops = self.settings.gpu_kernels and any(getattr(self.config, name, 0) for name in ATTENTION_DROPOUTS)
+            enable_recomputation(model, self.settings.recomputed, keeps_attention=not drops)
         return model
 
     @property

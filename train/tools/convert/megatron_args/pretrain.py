@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.recipe.megatron_flags import SATISFIED, SELECTIVE
+from train.recipe.megatron_flags import FULL, SELECTIVE
 from train.tools.convert.megatron_args.calls import Call
 from train.tools.convert.megatron_args.ledger import Ledger
 from train.tools.convert.megatron_args.pair import read_layout
@@ -222,24 +222,45 @@ def _evaluation(done: Converted) -> None:
 def _memory(done: Converted) -> None:
     flags = done.flags
     granularity = flags.text("recompute_granularity")
-    full = [
-        name
-        for name in ("checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method")
-        if flags.has(name)
-    ]
-    if granularity == "full":
-        full.append("recompute_granularity")
+    if flags.has("recompute_activations"):  # Megatron lets it set the granularity
+        granularity = "selective"
+    selective = [name for name in ("recompute_activations", "recompute_granularity") if granularity == "selective"]
+    for name in selective:
+        carry(done, name, "gradient_checkpointing", "selective", f" ({SELECTIVE})")
+    full = ["recompute_granularity"] if granularity == "full" else []
+    full += [name for name in ("checkpoint_activations", "deepspeed_activation_checkpointing") if flags.has(name)]
+    method = flags.first("recompute_method", "activations_checkpoint_method")
+    number = flags.first("recompute_num_layers", "activations_checkpoint_num_layers", "checkpoint_num_layers")
+    if method == "activations_checkpoint_method":
+        full.append(method)
+    count = flags.number(number, default=1) if number else 1
+    if not full or selective:
+        return
+    value, note, where = True, "", [name for name in (method, number) if name and name not in full]
+    if method and flags.text(method) == "block":
+        value, note = _of_block(done, count)
+        full += where
+    else:
+        for name in where if count != 1 else ():
+            flags.none(name, f"{FULL}, and not {count} together")
     for name in full:
-        carry(done, name, "gradient_checkpointing", True)
-    if granularity == "selective":
-        flags.satisfied("recompute_granularity", SELECTIVE)
-    if flags.has("recompute_activations"):
-        flags.satisfied("recompute_activations", f"it means --recompute-granularity selective: {SELECTIVE}")
-    layers = flags.text("recompute_num_layers", "1")
-    if flags.text("recompute_method") == "block" or layers != "1":
-        for name in ("recompute_method", "recompute_num_layers"):
-            if flags.has(name):
-                flags.none(name, SATISFIED["recompute_num_layers"])
+        if value:
+            carry(done, name, "gradient_checkpointing", value, note if name == full[-1] else "")
+        else:
+            flags.satisfied(name, "no layer is recomputed")
+
+
+def _of_block(done: Converted, count: int) -> tuple[bool | int, str]:
+    """(gradient_checkpointing, remark) where the first layers of each stage are recomputed: as many or more, spread
+    evenly (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
+    stages = done.flags.words("pipeline_model_parallel_size")
+    layers = done.shape.layers // (int(stages[0]) if stages and stages[0].isdigit() else 1)
+    if not 0 < count < layers:
+        return count > 0, ""
+    every = next(each for each in range(layers, 0, -1) if -(-layers // each) >= count)
+    again = -(-layers // every)
+    value = every if every > 1 else True
+    return value, f" ({again} of {layers} layers are recomputed, evenly spread; there the first {count})"
 
 
 # --------------------------------------------------------------------------------------------------- the run's record

@@ -1,0 +1,176 @@
+"""gradient_checkpointing: its values, which layers and operators are computed again, and that the gradients are the
+same."""
+
+import pytest
+import torch
+import yaml
+from helpers import refusal, tiny_model
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BlenderbotConfig, T5Config
+from transformers.models.deberta_v2 import DebertaV2Config
+
+from train.model.recomputation import _policy, enable_recomputation
+from train.model.stages import keep_stage
+from train.recipe import ClmRecipe, parse_recipe
+from train.recipe.errors import UserError
+from train.tools.plan.every_nth import first_layers
+
+aten = torch.ops.aten
+START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
+SHAPE = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 61}
+BLENDERBOT = BlenderbotConfig(**SHAPE, encoder_layers=3, decoder_layers=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+                              max_position_embeddings=32, use_cache=False)  # fmt: skip
+T5 = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=61, decoder_start_token_id=0,
+              use_cache=False)  # fmt: skip
+DEBERTA = DebertaV2Config(
+    hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=61, num_labels=2,
+    relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"], max_position_embeddings=32,
+)  # fmt: skip
+DROPOUT = {"gpt2": {"n_layer": 3, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
+           "gpt_neox": {"num_hidden_layers": 3, "hidden_dropout": 0.2},
+           "llama": {"num_hidden_layers": 3, "attention_dropout": 0.2}}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], True), (["true"], True), (["full"], True), (["1"], True), (["no"], False), (["selective"], "selective"),
+     (["3"], 3)],
+)  # fmt: skip
+def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
+    assert parse_recipe(ClmRecipe, [*START, "--gradient_checkpointing", *words]).gradient_checkpointing == value
+    file = tmp_path / "recipe.yaml"
+    for written in (words[0] if words else "true", yaml.safe_dump({"it": value})[4:].strip()):
+        file.write_text(f"gradient_checkpointing: {written}\n")
+        read = parse_recipe(ClmRecipe, ["--config", str(file), *START]).gradient_checkpointing
+        assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize("wrong", ["0", "-2", "half", "2.5", "selective 2"])
+def test_other_words_are_refused(wrong, tmp_path):
+    with pytest.raises(UserError, match="full, selective, N"):
+        parse_recipe(ClmRecipe, [*START, "--gradient_checkpointing", *wrong.split()])
+    (tmp_path / "recipe.yaml").write_text(f"gradient_checkpointing: {wrong}\n")
+    with pytest.raises(UserError, match="full, selective, N"):
+        parse_recipe(ClmRecipe, ["--config", str(tmp_path / "recipe.yaml"), *START])
+
+
+# ------------------------------------------------------------------------------------------------ layers and operators
+
+
+def recomputed(model) -> list[int]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [number for number, layer in enumerate(layers) if layer.gradient_checkpointing]
+
+
+def test_every_nth_layer_is_the_first_one_of_n():
+    for which, layers in ((True, [0, 1, 2, 3, 4]), ("selective", [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (5, [0])):
+        model = tiny_model("gpt2", n_layer=5)
+        enable_recomputation(model, which)
+        assert recomputed(model) == layers
+    pair = AutoModelForSeq2SeqLM.from_config(BLENDERBOT)
+    enable_recomputation(pair, 2)
+    assert recomputed(pair) == [0, 2, 4], "three of the encoder, two of the decoder"
+    stacks = {"model.encoder.layers": 3, "model.decoder.layers": 2}
+    assert first_layers(pair, stacks) == {"model.encoder.layers": 0, "model.decoder.layers": 3}
+    stage = tiny_model("gpt2", n_layer=5)
+    keep_stage(stage, 1, 2, torch.float32)
+    enable_recomputation(stage, 5)
+    assert recomputed(stage) == [0], "of its own layers, if the model has as many"
+
+
+def test_what_a_model_cannot_recompute_is_named():
+    assert "has 2 layers. Use --gradient_checkpointing N with an N of at most 2" in refusal(
+        enable_recomputation, tiny_model("gpt2"), 3
+    )
+    model = tiny_model("gpt2")
+    for block in model.transformer.h:
+        block.__class__ = torch.nn.Identity
+    assert "computes all blocks again, or none. Use --gradient_checkpointing full" in refusal(
+        enable_recomputation, model, "selective"
+    )
+
+
+def test_products_and_attention_are_kept_but_what_draws_random_numbers():
+    x = torch.zeros(1, 1, 2, 2)
+
+    def kept(operator, *args, keeps_attention=True) -> bool:
+        return _policy(keeps_attention, None, operator, *args).name == "MUST_SAVE"
+
+    for operator in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+        assert kept(operator, x, x)
+    for operator in (aten.gelu.default, aten.native_layer_norm.default, aten._to_copy.default, aten._softmax.default):
+        assert not kept(operator, x)
+    flash, efficient = (aten._scaled_dot_product_flash_attention.default,
+                        aten._scaled_dot_product_efficient_attention.default)  # fmt: skip
+    assert kept(flash, x, x, x)
+    assert kept(efficient, x, x, x, None, True, 0.0)
+    assert not kept(flash, x, x, x, 0.1)
+    assert not kept(efficient, x, x, x, None, True, 0.1)
+    assert not kept(flash, x, x, x, keeps_attention=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def models():
+    yield from ((name, tiny_model(name, attention, **changes)) for name, changes in DROPOUT.items()
+                for attention in ("sdpa", "eager"))  # fmt: skip
+    yield "blenderbot", AutoModelForSeq2SeqLM.from_config(BLENDERBOT)
+    yield "t5", AutoModelForSeq2SeqLM.from_config(T5)
+    yield "deberta", AutoModelForSequenceClassification.from_config(DEBERTA)
+
+
+def gradients(model, autocast: bool) -> list[torch.Tensor]:
+    ids = torch.arange(24).view(3, 8) % 61
+    labels = torch.tensor([0, 1, 0]) if hasattr(model, "classifier") else ids
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, attention_mask=(ids != 23).long(), labels=labels).loss
+    loss.backward()
+    found = [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+def test_gradients_are_the_same_with_dropout_in_every_family():
+    tried = set()
+    for name, model in models():
+        model.train()
+        for autocast in (False, True):
+            model.activation_checkpointing_disable()
+            expected = gradients(model, autocast)
+            for which in (True, "selective", 2):
+                enable_recomputation(model, which)
+                for mine, theirs in zip(gradients(model, autocast), expected, strict=True):
+                    assert torch.equal(mine, theirs), (name, which, autocast)
+                tried.add((name, which))
+    assert len(tried) == 6 * 3
+
+
+def test_selective_recomputes_no_product_and_keeps_less(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            counts[str(operator)] = counts.get(str(operator), 0) + 1
+            return operator(*args, **(kwargs or {}))
+
+    found = []
+    for which in (False, "selective", True):
+        model, counts = tiny_model("gpt2").train(), {}
+        if which:
+            enable_recomputation(model, which)
+        with Count():
+            gradients(model, False)
+        found.append(counts)
+    none, selective, full = found
+    for operator in ("aten.addmm.default", "aten.mm.default"):
+        assert none[operator] == selective[operator]
+    assert full["aten.addmm.default"] > none["aten.addmm.default"]
+    assert selective["aten.tanh.default"] == full["aten.tanh.default"] == 2 * none["aten.tanh.default"]
+    flash = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert (none[flash], selective[flash], full[flash]) == (2, 2, 4)
