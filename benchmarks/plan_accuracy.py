@@ -6,6 +6,7 @@
     python benchmarks/plan_accuracy.py table --half set-aside
     python benchmarks/plan_accuracy.py table --on cpu --half all
     python benchmarks/plan_accuracy.py measure --half shared   # then table: model parallelism, fsdp2
+    python benchmarks/plan_accuracy.py measure --half recomputed   # then table: each way of recomputing
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -52,12 +53,15 @@ LABELLED = ["--dataset_name", "stdlib-docstrings", "--train_tokenizer_vocab_size
 PAIRS = ["--dataset_name", "stdlib-functions", "--train_tokenizer_vocab_size", "2048", "--max_target_length", "16",
          "--max_train_samples", "400", "--predict_with_generate", "false"]  # fmt: skip
 LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
+SELECTIVE, SECOND, THIRD = ((*AGAIN, which) for which in ("selective", "2", "3"))
 WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
 MODELS = {  # layers and their width: task, shape, and what is changed of it
     "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2, 3 of 512": ("clm", ["gpt2", f"n_layer=3,n_head=8,n_embd=512,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2 with dropout, 4 of 256": ("clm", ["gpt2", "n_layer=4,n_head=4,n_embd=256,n_positions=256"]),
     "Llama, 4 of 256": ("clm", ["llama-2-7b", "num_hidden_layers=4,hidden_size=256,intermediate_size=688,"
+                                "num_attention_heads=4,num_key_value_heads=4"]),
+    "Llama, 8 of 256": ("clm", ["llama-2-7b", "num_hidden_layers=8,hidden_size=256,intermediate_size=688,"
                                 "num_attention_heads=4,num_key_value_heads=4"]),
     "Llama, 3 of 384, grouped": ("clm", ["llama-2-7b", "num_hidden_layers=3,hidden_size=384,intermediate_size=1024,"
                                          "num_attention_heads=6,num_key_value_heads=2"]),
@@ -190,12 +194,26 @@ SHARED = [  # two ranks share each layer, split each row, are stages, or gather 
     _make("BERT, 4 of 256", "fsdp2", "fp32", 96, 2, (4, 16)),
     _make("GPT-NeoX, 3 of 320", "fsdp2", "bf16", 128, 1, (2, 9), LORA),
 ]
+RECOMPUTED = [  # the same with each way of recomputing, and others
+    *(
+        _make("Llama, 8 of 256", "ddp", "fp32", 64, 1, (2, 8), WHOLE, *way)
+        for way in ((), (AGAIN,), (SELECTIVE,), (SECOND,))
+    ),
+    _make("GPT-2 with dropout, 4 of 256", "zero2", "fp32", 64, 1, (2, 8), WHOLE, SELECTIVE),
+    _make("GPT-2, 4 of 256", "zero3", "fp32", 64, 2, (2, 8), WHOLE, SELECTIVE),
+    _make("Llama, 4 of 256", "fsdp2", "bf16", 64, 1, (2, 8), WHOLE, SELECTIVE),
+    _make("GPT-2, 4 of 256", "tp", "fp32", 64, 1, (2, 8), WHOLE, SELECTIVE),
+    _make("Llama, 8 of 256", "pp", "fp32", 64, 2, (2, 8), WHOLE, SECOND),
+    _make("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 8), SELECTIVE),
+    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 8), SECOND),
+    _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 1, (2, 8), SELECTIVE),
+]
 
 
 def chosen(half: str, on: str) -> list[Configuration]:
     """The configurations of that half that are measured there."""
-    if half == "shared":
-        return SHARED
+    if half in ("shared", "recomputed"):
+        return SHARED if half == "shared" else RECOMPUTED
     return [
         one for place, one in enumerate(CONFIGURATIONS)
         if half in ("all", "set-aside" if place in SET_ASIDE else "first") and (on != "cpu" or place in ON_CPU)
@@ -380,7 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "table"))
     parser.add_argument("--on", choices=("device", "cpu"), default="device")
-    parser.add_argument("--half", choices=("first", "set-aside", "all", "shared"))
+    parser.add_argument("--half", choices=("first", "set-aside", "all", "shared", "recomputed"))
     parser.add_argument("--only", default="", help="words that a configuration's name must have")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "plan-accuracy")
     options = parser.parse_args()

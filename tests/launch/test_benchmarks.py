@@ -33,6 +33,7 @@ SMALL = {
                 "{tmp}/growing.md"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "plan_time": ["plan_time", "--only", "ddp lora"],
+    "recomputation": ["recomputation", "--rounds", "1", "--layers", "2", "--rows", "1"],
 }  # fmt: skip
 LIBRARIES = {"candidates", "provenance", "startup"}  # that others import
 

@@ -1,0 +1,76 @@
+"""The time of forward and backward passes with each way of recomputing activations, against that of none.
+
+    python benchmarks/recomputation.py                # a Llama with 8 layers of 256, fp32, 12 rows of 128 tokens
+
+One process, no optimizer. The ways take turns; each time is divided by that of `none` in the same round, and the table
+has the median of these ratios and their quartiles, beside what the FLOPs of the passes say.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+
+import torch
+from provenance import provenance
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from train.model.recomputation import enable_recomputation
+from train.record.terminal import table
+
+WAYS = {"none": False, "full": True, "selective": "selective", "2": 2}
+NOT_COUNTED = 2  # rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    models = make_models(options.layers)
+    inputs = torch.randint(0, 4096, (options.rows, options.tokens), generator=torch.Generator().manual_seed(0))
+    flops = {}
+    for way, model in models.items():
+        with FlopCounterMode(display=False) as counted:
+            step(model, inputs)
+        flops[way] = counted.get_total_flops()
+    rounds = [{way: seconds(model, inputs) for way, model in models.items()}
+              for _ in range(NOT_COUNTED + options.rounds)][NOT_COUNTED:]  # fmt: skip
+    rows = [["gradient_checkpointing", "time, of none", "quartiles", "FLOPs, of none"]]
+    for way in models:
+        ratios = [times[way] / times["none"] for times in rounds]
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+        rows.append([way, f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}",
+                     f"{flops[way] / flops['none']:.2f}"])  # fmt: skip
+    print(table(rows), "", provenance("one process", "torch", "transformers"), sep="\n")
+
+
+def make_models(layers: int) -> dict[str, torch.nn.Module]:
+    """{way: a model}, all with the same weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=688, num_attention_heads=4,
+                         num_key_value_heads=4, vocab_size=4096, use_cache=False)  # fmt: skip
+    first = AutoModelForCausalLM.from_config(config).train()
+    models = {way: copy.deepcopy(first) for way in WAYS}
+    for way, which in WAYS.items():
+        if which:
+            enable_recomputation(models[way], which)
+    return models
+
+
+def step(model: torch.nn.Module, inputs: torch.Tensor) -> None:
+    model(input_ids=inputs, labels=inputs).loss.backward()
+    model.zero_grad()
+
+
+def seconds(model: torch.nn.Module, inputs: torch.Tensor) -> float:
+    start = time.perf_counter()
+    step(model, inputs)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
