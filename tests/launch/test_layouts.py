@@ -26,12 +26,12 @@ LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
 
 @pytest.fixture(scope="module")
 def start(cache):
-    """start(strategy, output folder)."""
+    """start(strategy, output folder, more options)."""
 
-    def started(strategy, output) -> None:
+    def started(strategy, output, *more) -> None:
         micro_batch, processes, machines = LAYOUTS[strategy]
-        launch(output, *RUN, "--per_device_train_batch_size", micro_batch, "--cache_dir", cache, strategy=strategy,
-               processes=processes, machines=machines)  # fmt: skip
+        launch(output, *RUN, *more, "--per_device_train_batch_size", micro_batch, "--cache_dir", cache,
+               strategy=strategy, processes=processes, machines=machines)  # fmt: skip
 
     return started
 
@@ -70,6 +70,17 @@ def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
     shutil.rmtree(output / "checkpoints" / "update_00000004")
     shutil.rmtree(output / "model")  # as if it had been killed before
     start("zero3_hpz", output)
+    check_alike(metrics(output), metrics(runs["single"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "2")])
+def test_a_run_goes_on_in_another_layout_with_recomputed_activations(runs, start, tmp_path, strategy, which):
+    output = tmp_path / "run"
+    shutil.copytree(runs["single"], output, symlinks=True)
+    shutil.rmtree(output / "checkpoints" / "update_00000004")
+    shutil.rmtree(output / "model")
+    start(strategy, output, "--gradient_checkpointing", which)
     check_alike(metrics(output), metrics(runs["single"]))
 
 

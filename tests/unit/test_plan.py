@@ -9,6 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from train.cli import main
 from train.tools.plan import trace
+from train.tools.plan.every_nth import EveryNth
 from train.tools.plan.gpus import GPUS
 from train.tools.plan.memory import Moment, find_peak, training_moments
 from train.tools.plan.rows import Rows
@@ -254,6 +255,34 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
         for steps in (composed, every)
     ]
     assert completed[0] == completed[1]
+
+
+def test_every_nth_layer_is_put_together_from_two_traces(monkeypatch):
+    rows, every = Rows("clm", 48), 2
+    of = {which: tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=which) for which in (True, False)}
+    composed = EveryNth(of[True], of[False], every).steps(2)
+    full, none = (of[which].steps(2) for which in (True, False))
+    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    traced = tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=every).steps(2)
+    completed = [
+        [(one.completed, one.place, one.start, one.rise, one.gradient) for one in steps if one.completed]
+        for steps in (composed, traced)
+    ]
+    assert len(completed[0]) > 50
+    assert completed[0] == completed[1]
+    most = [max(one.start + one.rise for one in steps) for steps in (full, composed, traced, none)]
+    assert most[0] < most[1] == most[2] < most[3]
+    operations = [sum(len(one.operations) for one in steps) for steps in (none, composed, traced, full)]
+    assert operations[0] < operations[1] == operations[2] < operations[3]
+
+
+def test_selective_recomputation_is_traced():
+    none, selective, full = (tracer(gpt2(), Rows("clm", 48), dtype=torch.bfloat16, recomputed=which).steps(2)
+                             for which in (False, "selective", True))  # fmt: skip
+    most = [max(one.start + one.rise for one in steps) for steps in (full, selective, none)]
+    assert most == sorted(set(most))
+    flops = [sum(each.flops for one in steps for each in one.operations) for steps in (none, selective, full)]
+    assert flops[0] == flops[1] < flops[2]
 
 
 def test_an_evaluated_layer_keeps_nothing(monkeypatch):
