@@ -66,7 +66,11 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         notes.append(choose_packed_attention(model, recipe, trainer.strategy.precision))
     timeline.mark("model")
     engine = trainer.prepare(model)
-    collate = CausalCollator(padding_token(data.tokenizer), multiple=multiple_for(engine.device))
+    routing = model.routing
+    notes.append(routing and routing.describe)
+    collate = CausalCollator(
+        padding_token(data.tokenizer), multiple=multiple_for(engine.device), marks_filling=routing is not None
+    )
     if is_packed(recipe):
         notes.append(check_packing(engine, recipe, collate))
     elif recipe.reset_attention_mask or recipe.reset_position_ids:
@@ -97,6 +101,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         lengths=growing_blocks(recipe, data.block_size, data.is_chat),
         order=data.order,
         predict=predict,
+        routing=routing,
     )
 
     trainer.announce(

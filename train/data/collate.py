@@ -57,11 +57,13 @@ class CausalCollator:
         flatten: concatenate packed rows to (1, B * T) and pass the ends of documents to flash attention, which would
             otherwise compute them from position_ids in each layer, and for one row only.
         multiple: widths are rounded up to a multiple of this.
+        marks_filling: packed rows come with `is_token`, for a model with experts.
     """
 
     pad_id: int
     flatten: bool = False
     multiple: int = 1
+    marks_filling: bool = False
 
     def __call__(self, samples: Samples) -> Batch:
         rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
@@ -80,7 +82,10 @@ class CausalCollator:
             inputs["attention_mask"] = within_documents(inputs.pop("documents"))
         first = 1 if "labels" in inputs else 0  # nothing predicts the first label
         num_targets = int((targets[:, first:] != IGNORE).sum())
-        num_tokens = total([int(row.get("num_tokens", len(row["input_ids"]))) for row in rows], indices)
+        counts = [int(row.get("num_tokens", len(row["input_ids"]))) for row in rows]
+        num_tokens = total(counts, indices)
+        if self.marks_filling and packed:
+            inputs["is_token"] = mask(counts, width)
         if self.flatten and packed:
             if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
                 targets[:, 0] = IGNORE

@@ -121,7 +121,8 @@ class PackedBlocks:
         labels[begins] = IGNORE
         begins = np.concatenate([[0], begins, [self.block_size - missing, self.block_size]])
         positions = np.arange(self.block_size) - np.repeat(begins[:-1], np.diff(begins))
-        return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        counted = {"num_tokens": np.array(stop - start)} if missing else {}
+        return {"input_ids": tokens, "labels": labels, "position_ids": positions, **counted}
 
 
 class SeparateDocuments:

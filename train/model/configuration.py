@@ -63,8 +63,18 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
     _override(config, recipe.config_overrides)
     if auto_class is not None:
         check_task(recipe, config, auto_class)
+        check_auxiliary_loss(config)
     config.use_cache = False
     return config
+
+
+def check_auxiliary_loss(config) -> None:
+    """Raises UserError if the configuration asks for an auxiliary loss that is not computed for such a model."""
+    if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
+        raise UserError(
+            f"output_router_logits = true: the routers' auxiliary loss of a {config.model_type} is not supported. Use "
+            "--config_overrides output_router_logits=false to train without it"
+        )
 
 
 def check_task(recipe: ModelOptions, config, auto_class) -> None:

@@ -17,6 +17,8 @@ import types
 import torch
 import torch.nn.functional as F
 
+from train.model.experts import Routing
+from train.model.families import family_of
 from train.recipe.errors import UserError
 
 IGNORE = -100
@@ -53,12 +55,14 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
 
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
     label t + 1; or they are given as `next_tokens` (B, T), shifted: position t is trained on next token t. Of an
-    encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right.
+    encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right. A model with experts
+    takes `is_token` (B, T), too, 0 where packed rows are filled up; its `routing` counts in training (experts.py).
     Without labels the model works as before. Can be called again to change the kind.
     """
     model.loss_kind = kind
     if "original_forward" not in model.__dict__:
         model.original_forward = model.forward
+        model.routing = Routing(model) if family_of(model.config).has_experts else None
         model.forward = types.MethodType(_forward_with_loss, model)
         head = model.get_output_embeddings()
         head.original_forward = head.forward
@@ -68,6 +72,7 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
 def _forward_with_loss(
     self, *args, labels: torch.Tensor | None = None, next_tokens: torch.Tensor | None = None, **inputs
 ):
+    is_token, mask = inputs.pop("is_token", None), inputs.get("attention_mask")
     if labels is None and next_tokens is None:
         return self.original_forward(*args, **inputs)
     if next_tokens is not None:
@@ -76,6 +81,18 @@ def _forward_with_loss(
         inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels.reshape(-1)
     else:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+    if self.routing is None:
+        return _summed_loss(self, targets, *args, **inputs)
+    if is_token is None and mask is not None and mask.dim() == 2:
+        is_token = mask
+    if not self.training:
+        return _summed_loss(self, targets, *args, **inputs, output_router_logits=False)
+    with self.routing.watched() as router_logits:
+        loss = _summed_loss(self, targets, *args, **inputs, output_router_logits=False)
+    return self.routing.observe(loss, router_logits, is_token)
+
+
+def _summed_loss(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")

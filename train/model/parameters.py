@@ -44,7 +44,8 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
     PaLM, appendix B: 6 N + 12 L H T).
 
     Causal masking, document boundaries and recomputed activations are not subtracted or added, so that figures of
-    different settings compare. Embedding lookups are no matrix products; a tied embedding counts once, as the head.
+    different settings compare. Embedding lookups are no matrix products; a tied embedding counts once, as the head. Of
+    a layer's experts those count that a token passes through.
     """
     config = model.config
     weights = _matrix_flops(model, model.get_output_embeddings())
@@ -80,7 +81,13 @@ def _matrix_flops(model: torch.nn.Module, head: torch.nn.Module | None = None) -
     }
     heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     return sum(
-        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter)
+        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * _active(parameter, model.config)
         for parameter in model.parameters()
         if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
     )
+
+
+def _active(parameter: torch.nn.Parameter, config) -> float:
+    """The part of a weight that a token passes through: of experts (experts, outputs, inputs) those chosen for it."""
+    shape, chosen = true_shape(parameter), getattr(config, "num_experts_per_tok", None)
+    return chosen / shape[0] if chosen and len(shape) == 3 else 1.0

@@ -104,6 +104,8 @@ class TrainStep:
             current.totals = engine.sum_over_replicas(current.counts)
         targets, tokens, positions = current.totals
         scale = engine.layout.data_size / max(targets, 1.0)
+        if task.routing:
+            task.routing.begin(targets / max(tokens, 1.0))
         losses = engine.run(current.batches, task.loss_sum, scale, lambda phase: self.phase(phase, update))
         self.phase("data", update)
         following = prefetch()
@@ -127,6 +129,8 @@ class TrainStep:
             "tokens": int(tokens),
             "padding": 1.0 - tokens / positions,
         }
+        if task.routing:
+            result.figures |= task.routing.figures(engine.sum_over_replicas(task.routing.sums), tokens)
         return result
 
     def _exchange(

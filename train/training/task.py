@@ -9,6 +9,7 @@ import torch
 from train.data.collate import Batch
 from train.data.order import Order
 from train.data.pack import SampleSet
+from train.model.experts import Routing
 from train.recipe.growth import Growth
 from train.recipe.options import TrainingRecipe
 
@@ -32,6 +33,7 @@ class Task:
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
         predict: (engine) -> the files that the main process has written: the answers to predict_file. All ranks call
             it together.
+        routing: of a mixture of experts, what its routers chose.
         baseline: lines for the log: the held-out figures of answers that take no learning.
     """
 
@@ -48,4 +50,5 @@ class Task:
     order: Order | None = None
     predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None
+    routing: Routing | None = None
     num_held_out: int = 0

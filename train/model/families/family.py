@@ -73,6 +73,7 @@ class Family:
         splits_rows: sequence parallelism is proven with the family.
         derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
             other fields, after the overrides changed these.
+        has_experts: its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py).
         tensor_plan: how tensor parallelism cuts the layers; None: it does not.
         stage_plan: how a pipeline's stages share the layers; None: they do not.
     """
@@ -88,5 +89,6 @@ class Family:
     attention_width: Callable[[Any], int] = hidden_size
     splits_rows: bool = False
     derive_sizes: Callable[[Any, Mapping[str, Any]], None] = derive_nothing
+    has_experts: bool = False
     tensor_plan: TensorPlan | None = None
     stage_plan: StagePlan | None = None

@@ -18,6 +18,8 @@ FLASH, FLASH_BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
+# Matrix products of experts, as the tracer lets them run (trace.py): (S, K) rows with (E, K, N) weights.
+EXPERTS, EXPERTS_BACKWARD = "grouped_mm_fallback", "grouped_mm_fallback_backward"
 # They make no tensor, or one that nothing is written into.
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "lift_fresh",
@@ -57,6 +59,10 @@ def operation_of(function: Any, args: tuple, kwargs: dict[str, Any], result: Any
     name = getattr(packet, "__name__", "")
     if name == ROWS_EXCHANGED:
         return Operation(ALL_TO_ALL, _is_half(args, result), 0, _bytes(result))
+    if name in (EXPERTS, EXPERTS_BACKWARD):
+        rows, weight = args[0], args[1]
+        flops = 2 * rows.numel() * weight.shape[2] * (1 if name == EXPERTS else 2)
+        return Operation(MATRIX, _is_half(args, result), flops, sum(map(_bytes, _tensors((args, result)))))
     if packet is None or function.namespace != "aten" or function.is_view or name in FREE:  # prim: a question
         return None
     flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, _tensors((result,))))

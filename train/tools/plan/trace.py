@@ -208,7 +208,10 @@ class Tracer:
     @contextlib.contextmanager
     def _as_it_will_run(self, ledger: Ledger) -> Iterator[None]:
         """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its way of multiplying in the loss
-        and the casts of its autocast."""
+        and the casts of its autocast. Experts are multiplied by an operator of transformers that has a shape for fake
+        tensors of every dtype: what each of them gets is no matter, all of them together get every choice."""
+        from transformers.integrations import moe
+
         from train.model import loss as losses
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
@@ -216,7 +219,8 @@ class Tracer:
         linear = _linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
         multiplies = replaced(losses, "_has_half_matmul", lambda device: self.settings.gpu_kernels)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
-        with collectives.in_place(), rows, linear, multiplies, self.mode, casts:
+        grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
+        with collectives.in_place(), rows, grouped, linear, multiplies, self.mode, casts:
             yield
 
 

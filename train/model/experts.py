@@ -1,0 +1,115 @@
+"""Mixtures of experts: the routers' auxiliary loss, and how evenly tokens are spread over experts.
+
+The auxiliary loss is the model's own `load_balancing_loss_func` (Fedus et al. 2022, Switch Transformer, equations 4 to
+6), of one micro-batch: E times the sum over experts of (share of the choices) x (mean probability). It is a product of
+two means, so the global batch cut into other micro-batches has another one. What is optimised is
+
+    loss + router_aux_loss_coef * sum over micro-batches of (auxiliary loss) * (tokens of it / tokens of global batch)
+
+where `loss` is the language model's. Padding is neither counted as a choice nor as a token.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Routing:
+    """What the routers of a model chose in the micro-batches of an update, on this rank.
+
+    Args:
+        model: a causal model with experts. Its auxiliary loss counts if its configuration has output_router_logits.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.num_experts, self.top_k = model.num_experts, model.num_experts_per_tok
+        self.coefficient = model.router_aux_loss_coef if model.config.output_router_logits else 0.0
+        self._auxiliary_loss = sys.modules[type(model).__module__].load_balancing_loss_func
+        self._logits: list[torch.Tensor] | None = None  # (B * T, E) of each layer, while a forward pass is watched
+        kind = model._can_record_outputs["router_logits"].target_class
+        for module in model.modules():
+            if isinstance(module, kind):
+                module.register_forward_hook(self._note)
+        self.begin(1.0)
+
+    @property
+    def describe(self) -> str:
+        """A sentence for the log."""
+        chosen = f"{self.top_k} of {self.num_experts} for each token"
+        if self.coefficient:
+            return f"experts   {chosen}; auxiliary loss of the routers, times {self.coefficient:g}"
+        return f"experts   {chosen}; no auxiliary loss (--config_overrides output_router_logits=true adds it)"
+
+    def begin(self, targets_per_token: float) -> None:
+        """Begin an update.
+
+        Args:
+            targets_per_token: trained tokens of the global batch, divided by its tokens without padding.
+        """
+        self._targets_per_token = targets_per_token
+        self._auxiliary: torch.Tensor | float = 0.0  # summed over micro-batches, each times its tokens
+        self._choices: torch.Tensor | None = None  # (layers, E)
+
+    @contextmanager
+    def watched(self) -> Iterator[list[torch.Tensor]]:
+        """The context of a forward pass: the routers' logits (B * T, E), layer by layer. Passes that recompute
+        activations are outside of it."""
+        self._logits = []
+        try:
+            yield self._logits
+        finally:
+            self._logits = None
+
+    def _note(self, module, args, output) -> None:
+        if self._logits is not None:
+            self._logits.append(output[0])
+
+    @torch.compiler.disable
+    def observe(self, loss: torch.Tensor, logits: list[torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+        """Count a micro-batch.
+
+        Args:
+            loss: of the language model, summed over its trained tokens.
+            mask: (B, T), 0 where a position is padding; None: there is none.
+
+        Returns: the same loss. Its gradient is that of the loss and of the micro-batch's part of the auxiliary loss,
+            which whoever divides the loss by the trained tokens of the global batch so divides by its tokens.
+        """
+        is_token = torch.ones(len(logits[0]), device=loss.device) if mask is None else mask.reshape(-1).float()
+        self._count(logits, is_token)
+        if not self.coefficient:
+            return loss
+        # In half precision sums over tokens have too few digits, and choices are not the routers', which round later.
+        logits = tuple(layer.float() for layer in logits)
+        auxiliary = self._auxiliary_loss(logits, self.num_experts, self.top_k, mask) * is_token.sum()
+        self._auxiliary = self._auxiliary + auxiliary.detach()
+        added = self.coefficient * self._targets_per_token * auxiliary
+        return loss + (added - added.detach())
+
+    @torch.no_grad()
+    def _count(self, logits: list[torch.Tensor], is_token: torch.Tensor) -> None:
+        counted = is_token.long().repeat_interleave(self.top_k)
+        chosen = [layer.float().topk(self.top_k, dim=-1).indices.flatten() for layer in logits]
+        empty = counted.new_zeros(self.num_experts)
+        choices = torch.stack([empty.scatter_add(0, layer, counted) for layer in chosen])
+        self._choices = choices if self._choices is None else self._choices + choices
+
+    @property
+    def sums(self) -> list[float]:
+        """What is summed over ranks: the auxiliary loss, and how often each expert of each layer was chosen."""
+        return [float(self._auxiliary), *self._choices.flatten().tolist()]
+
+    def figures(self, sums: list[float], tokens: float) -> dict[str, float]:
+        """Those of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even; the largest
+        and the smallest of all layers.
+
+        Args:
+            sums: of all ranks together.
+            tokens: of the global batch, without padding.
+        """
+        choices = torch.tensor(sums[1:], dtype=torch.float64).view(-1, self.num_experts)
+        load = choices * self.num_experts / choices.sum(dim=1, keepdim=True)
+        auxiliary = {"aux_loss": sums[0] / max(tokens, 1.0)} if self.coefficient else {}
+        return {**auxiliary, "expert_load_max": load.max().item(), "expert_load_min": load.min().item()}
