@@ -10,6 +10,10 @@ from train.data.pack import PackedBlocks
 from train.data.token_tables import Documents
 from train.model.loss import install_loss
 from train.model.parameters import flops_per_token, true_shape
+from train.tools.plan.operations import MATRIX
+from train.tools.plan.rows import Rows
+from train.tools.plan.subject import make_model
+from train.tools.plan.trace import Tracer, TraceSettings
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "max_position_embeddings": 64, "output_router_logits": True, "router_aux_loss_coef": 0.3,
@@ -140,3 +144,25 @@ def test_operations_are_those_of_the_experts_that_a_token_passes_through():
     few, many = (mixture(num_experts=count, num_hidden_layers=1) for count in (4, 8))
     routers = 6.0 * 32 * 4  # four experts more have as many rows of the router more
     assert flops_per_token(many, 64) - flops_per_token(few, 64) == routers
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_plan_traces_the_products_of_the_experts_that_are_chosen(autocast):
+    """No data decides a shape: experts are multiplied together, each choice once. Of autocast they know nothing."""
+    config = mixture(num_hidden_layers=4).config
+    settings = TraceSettings(dtype=torch.float32, autocast=autocast, on_gpu=False, loss="full")
+    rows = Rows("clm", 16, loss_kind="full")
+    with torch.device("meta"):
+        full = make_model(config, "clm", torch.float32, None, traced=False)
+
+    def build(reduced):
+        model = make_model(reduced, "clm", torch.float32, None, traced=True)
+        rows.install(model)
+        return model
+
+    steps = Tracer(config, full, build, rows, settings).steps(2)
+    products = [one for step in steps for one in step.operations if one.kind == MATRIX]
+    attention = 12 * 4 * 32 * 16
+    assert sum(one.flops for one in products) == (flops_per_token(full, 16) - attention) * 2 * 16
+    experts = 3 * 2 * 4 * (48 * 32 * 3) * 2 * 16 * 2  # forward and backward, 4 layers, 2 of 4 experts for each token
+    assert sum(one.flops for one in products if not one.half) == (experts if autocast else 0) or autocast is None
