@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     timeline.mark("model")
     engine = trainer.prepare(model)
     routing = model.routing
-    notes.append(routing and routing.describe)
+    notes += routing.describe(trainer.strategy.autocasts and not recipe.lora) if routing else []
     collate = CausalCollator(
         padding_token(data.tokenizer), multiple=multiple_for(engine.device), marks_filling=routing is not None
     )

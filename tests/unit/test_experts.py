@@ -1,15 +1,21 @@
 """Mixtures of experts: the auxiliary loss is the model's own, padding does not count, loads are what was chosen."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import refusal, tiny_model
+from transformers import AutoModelForCausalLM
 
 from train.data.collate import CausalCollator
 from train.data.pack import PackedBlocks
 from train.data.token_tables import Documents
+from train.model.configuration import load_configuration
+from train.model.lora import check_expert_targets, split_targets
 from train.model.loss import install_loss
 from train.model.parameters import flops_per_token, true_shape
+from train.recipe import ClmRecipe
 from train.tools.plan.operations import MATRIX
 from train.tools.plan.rows import Rows
 from train.tools.plan.subject import make_model
@@ -89,8 +95,10 @@ def test_micro_batches_count_by_their_tokens():
     same, without = trained_alike(plain, [first, second])
     assert same == pytest.approx(losses)
     assert "aux_loss" not in plain.routing.figures(plain.routing.sums, tokens=27)
-    assert "no auxiliary loss" in plain.routing.describe
-    assert "times 0.3" in model.routing.describe
+    (without_loss,), (line, slow) = plain.routing.describe(autocast=False), model.routing.describe(autocast=True)
+    assert "no auxiliary loss" in without_loss
+    assert "times 0.3" in line
+    assert "computed in fp32" in slow
     router = "model.layers.0.mlp.gate.weight"
     assert not torch.allclose(with_it[router], without[router], rtol=1e-2)
 
@@ -138,6 +146,30 @@ def test_all_experts_of_a_layer_are_parameters_of_one_module(family):
     for module in found:
         assert not [child for child in module.children() if list(child.parameters())]
         assert [len(true_shape(parameter)) for parameter in module.parameters()] == [3, 3]
+
+
+@pytest.mark.parametrize(("sharding", "options", "words"), [
+    ({"shards_parameters": True}, {}, "needs weights that are not sharded. Use zero2, ddp or single"),
+    ({"fully_shards": True}, {}, "needs weights that are not sharded"),
+    ({}, {"lora_dropout": 0.1}, "does not go together with lora_dropout"),
+    ({}, {"use_dora": True}, "does not go together with use_dora"),
+])  # fmt: skip
+def test_an_adapter_on_experts_is_refused_where_it_cannot_be(sharding, options, words):
+    strategy = SimpleNamespace(**{"shards_parameters": False, "fully_shards": False, **sharding})
+    modules, weights = split_targets(mixture("qwen2_moe"), ["q_proj", "down_proj", "experts.down_proj"])
+    assert (modules, weights) == (["q_proj", "down_proj"], ["experts.down_proj"])  # its shared expert has modules
+    said = refusal(check_expert_targets, weights, strategy, ClmRecipe(**options))
+    assert words in said
+    check_expert_targets([], strategy, ClmRecipe(**options))
+
+
+@pytest.mark.parametrize(("model_type", "remedy"), [("granitemoe", "output_router_logits=false"), ("olmoe", None)])
+def test_an_auxiliary_loss_that_is_not_computed_is_refused(model_type, remedy):
+    recipe = ClmRecipe(model_type=model_type, config_overrides="output_router_logits=true")
+    if remedy is None:
+        assert load_configuration(recipe, AutoModelForCausalLM).output_router_logits
+    else:
+        assert remedy in refusal(load_configuration, recipe, AutoModelForCausalLM)
 
 
 def test_operations_are_those_of_the_experts_that_a_token_passes_through():

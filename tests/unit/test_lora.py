@@ -32,11 +32,14 @@ BLENDERBOT = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_
               "decoder_start_token_id": 1}  # fmt: skip
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
       "decoder_start_token_id": 0}  # fmt: skip
+MIXTRAL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "intermediate_size": 48, "num_local_experts": 4, "max_position_embeddings": 64}  # fmt: skip
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 8, "tie_word_embeddings": False}
 FAMILIES = {  # task, class, sizes, what has an adapter, how many times
     "llama": ("clm", CAUSAL, None, "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", 14),
     "gpt_neox": ("clm", CAUSAL, None, "query_key_value", 2),
     "gpt2": ("clm", CAUSAL, None, "c_attn", 2),
+    "mixtral": ("clm", CAUSAL, MIXTRAL, "q_proj k_proj v_proj o_proj", 8),
     "gptj": ("clm", CAUSAL, GPTJ, "q_proj k_proj v_proj out_proj fc_in fc_out", 12),  # no preset: all-linear
     "deberta-v2": ("cls", CLASSES, DEBERTA, "query_proj key_proj value_proj", 6),
     "blenderbot": ("seq2seq", PAIRS, BLENDERBOT, "q_proj k_proj v_proj out_proj", 4 * (1 + 2 * 2)),
@@ -183,6 +186,7 @@ VARIANTS = [
     ("llama", ("--use_dora",)),
     ("gpt2", ("--use_dora", "--use_rslora", "--lora_r", "4")),
     ("gpt2", ("--lora_bias", "all")),
+    ("mixtral", ("--lora_target_modules", "q_proj", "gate_up_proj", "experts.down_proj")),  # weights, not modules
     ("gpt2", ("--lora_bias", "lora_only")),
     ("llama", ("--lora_modules_to_save", "embed_tokens")),  # tied to the head
     ("gpt_neox", ("--lora_modules_to_save", "embed_in", "lm_head", "--lora_target_modules", "all-linear")),

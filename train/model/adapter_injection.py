@@ -4,6 +4,7 @@ import torch
 
 from train.model.adapter_folder import ADAPTER_PREFIX, WEIGHTS, AdapterFolder, adapter_settings, name_some
 from train.model.base_fingerprint import check_base_weights
+from train.model.lora import check_expert_targets
 from train.model.parameters import true_shape
 from train.recipe.errors import UserError, first_line
 
@@ -30,6 +31,7 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
     saved = [name for name, _ in model.named_modules() if fully_trained and f".{name}".endswith(fully_trained)]
     inside = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
     settings.modules_to_save, settings.exclude_modules = None, inside or settings.exclude_modules
+    check_expert_targets(sorted(settings.target_parameters or ()), strategy)
     try:
         inject_adapter_in_model(settings, model)
     except ValueError as error:  # nothing matches target_modules

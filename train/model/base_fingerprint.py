@@ -35,6 +35,11 @@ def sample_weights(weight: "torch.Tensor") -> list[float]:
     return weight.detach().flatten()[indices].float().tolist()
 
 
+def adapted_weight(layer) -> "torch.Tensor":
+    """The frozen weight that a layer of peft adapts; of experts a weight of all of them."""
+    return layer.get_param() if hasattr(layer, "parameter_name") else layer.get_base_layer().weight
+
+
 def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
     """Whether the two samples come from different weights; each may have been rounded to bf16 or fp16."""
     if len(recorded) != len(sample):
@@ -65,11 +70,12 @@ def check_base_weights(
         return [f"note: {name!r} is quantised, so its weights are not compared with those recorded in {file}"]
     modules = dict(base.named_modules())
     for module, recorded in read_json(file).get("modules", {}).items():
-        layer = getattr(modules.get(module), "base_layer", None)
-        if layer is None:
+        layer = modules.get(module)
+        if not hasattr(layer, "base_layer"):
             raise UserError(f"{where} is for another base than {name!r}, where {module} has no adapter")
-        with gathered(layer.weight):
-            sample = sample_weights(layer.weight)
+        weight = adapted_weight(layer)
+        with gathered(weight):
+            sample = sample_weights(weight)
         if differs(recorded, sample):
             raise UserError(
                 f"{where} is for another base: the weights of {module} in {name!r} are not those that it was trained "

@@ -34,13 +34,19 @@ class Routing:
                 module.register_forward_hook(self._note)
         self.begin(1.0)
 
-    @property
-    def describe(self) -> str:
-        """A sentence for the log."""
-        chosen = f"{self.top_k} of {self.num_experts} for each token"
+    def describe(self, autocast: bool) -> list[str]:
+        """Lines for the log.
+
+        Args:
+            autocast: trained weights are in fp32, and autocast casts them for the products that it knows.
+        """
+        auxiliary = "no auxiliary loss (--config_overrides output_router_logits=true adds it)"
         if self.coefficient:
-            return f"experts   {chosen}; auxiliary loss of the routers, times {self.coefficient:g}"
-        return f"experts   {chosen}; no auxiliary loss (--config_overrides output_router_logits=true adds it)"
+            auxiliary = f"auxiliary loss of the routers, times {self.coefficient:g}"
+        lines = [f"experts   {self.top_k} of {self.num_experts} for each token; {auxiliary}"]
+        if autocast:
+            lines.append("experts   computed in fp32: their grouped product knows no autocast. Use zero1 or fsdp2")
+        return lines
 
     def begin(self, targets_per_token: float) -> None:
         """Begin an update.

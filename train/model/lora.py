@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from train.model.adapter_folder import ADAPTER_PREFIX, TASK_TYPES
-from train.model.base_fingerprint import FILE, sample_weights
+from train.model.base_fingerprint import FILE, adapted_weight, sample_weights
 from train.model.export import make_consistent, write_card
 from train.model.families import family_of
 from train.model.families.family import ALL_LINEAR
+from train.model.parameters import true_shape
 from train.recipe.errors import UserError, nearest
 from train.recipe.model_options import LoraOptions
 from train.recipe.options import TrainingRecipe
@@ -109,11 +110,13 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
 
     saved = _saved_modules(model, recipe, task)
     targets = tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
-    _check_targets(model, targets)
+    modules, of_experts = split_targets(model, targets)
+    _check_targets(model, modules)
+    check_expert_targets(of_experts, strategy, recipe)
     config = LoraConfig(
         task_type=TASK_TYPES[task], r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout,
         bias=recipe.lora_bias, use_dora=recipe.use_dora, use_rslora=recipe.use_rslora,
-        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules, target_parameters=of_experts or None,
         exclude_modules=_inside(model, saved) or None,
         base_model_name_or_path=_published_base(recipe.model_name_or_path), fan_in_fan_out=_is_conv1d(model, targets),
     )  # fmt: skip
@@ -192,6 +195,32 @@ def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> li
     return outer + [name for name in tied if not any(f"{name}.".startswith(f"{other}.") for other in outer)]
 
 
+def split_targets(model: torch.nn.Module, targets: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(those that name modules, those that name weights of experts, which are no modules)."""
+    experts = [name for name, parameter in model.named_parameters() if len(true_shape(parameter)) == 3]
+    modules = [f".{name}" for name, _ in model.named_modules()]
+
+    def is_weight(target: str) -> bool:
+        ending = f".{target}"
+        return any(name.endswith(ending) for name in experts) and not any(name.endswith(ending) for name in modules)
+
+    of_experts = [target for target in targets if is_weight(target)]
+    return [target for target in targets if target not in of_experts], of_experts
+
+
+def check_expert_targets(targets: list[str], strategy, recipe: LoraOptions | None = None) -> None:
+    """Raises UserError if experts are to get an adapter that peft, or the strategy, cannot give them."""
+    problems, stated = [], f"lora_target_modules = {' '.join(targets)}: an adapter on experts"
+    if targets and (strategy.shards_parameters or strategy.fully_shards):
+        # peft reads its own weights, and the frozen one, outside of the modules that they are gathered for.
+        problems.append(f"{stated} needs weights that are not sharded. Use zero2, ddp or single")
+    for name in ("lora_dropout", "use_dora"):
+        if targets and recipe and getattr(recipe, name):
+            problems.append(f"{stated} does not go together with {name}. Remove one of them")
+    if problems:
+        raise UserError(problems)
+
+
 def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(
@@ -266,7 +295,7 @@ def _base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list
     sample = {}
     names = list(layers)
     for name in (names[0], names[-1]):
-        weight = layers[name].get_base_layer().weight
+        weight = adapted_weight(layers[name])
         if not weight.is_floating_point():
             return {}
         with strategy.gathered(weight, written=False):

@@ -153,6 +153,11 @@ class Strategy:
         return self.frozen_dtype if self.deepspeed is not None else torch.float32
 
     @property
+    def autocasts(self) -> bool:
+        """Whether weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
+        return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
+
+    @property
     def frozen_dtype(self):
         """The dtype of weights that are not trained: no optimizer needs them in fp32."""
         import torch

@@ -11,6 +11,7 @@ import torch
 from train.model.configuration import known_architectures, load_configuration
 from train.model.families import family_of
 from train.model.families.family import ALL_LINEAR
+from train.model.lora import split_targets
 from train.model.recomputation import check_recomputation
 from train.recipe.errors import UserError
 from train.recipe.paths import is_missing_folder
@@ -282,11 +283,13 @@ def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
 
     chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
     targets = chosen or list(family_of(model.config).lora_targets)
+    modules, of_experts = split_targets(model, targets)
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     config = LoraConfig(
         r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, bias=recipe.lora_bias,
         use_dora=recipe.use_dora, use_rslora=recipe.use_rslora, fan_in_fan_out=is_conv1d,
-        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else targets,
+        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else modules,
+        target_parameters=of_experts or None,
     )  # fmt: skip
     try:
         inject_adapter_in_model(config, model)

@@ -7,14 +7,15 @@ from pathlib import Path
 from train.tools.convert.megatron_args.ledger import Ledger, Row
 
 LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations whose sizes are all overridden
+OF_EXPERTS = "a mixture of experts of Megatron's is not converted; transformers' own train (docs/experts.md)"
 FIXED = {  # flags of models that do not belong to any of the families
-    "num_experts": "a mixture of experts is not trained here",
+    "num_experts": OF_EXPERTS,
     "apply_residual_connection_post_layernorm": "no family has that order",
     "embed_layernorm": "no family normalises its embeddings",
     "qk_layernorm": "neither family normalises queries and keys",
     "add_qkv_bias": "a Llama has biases in all of its projections or in none",
     "multi_latent_attention": "neither family has it",
-    "num_experts_switch": "a mixture of experts is not trained here",
+    "num_experts_switch": OF_EXPERTS,
     "quick_geglu": "neither family has that activation",
     "glu_activation": "a Llama's is swiglu: say --swiglu",
     "window_size": "neither family attends within a window",
