@@ -118,6 +118,8 @@ class TrainStep:
             if reason:
                 parts = [float(loss) for loss in losses]
                 result.anomaly = Anomaly(update, reason, figures, current.batches, parts)
+            if task.routing:
+                figures |= task.routing.figures(engine.sum_over_replicas(task.routing.sums), tokens)
             result.figures = {**figures, **result.figures}
             return reason is None
 
@@ -129,8 +131,6 @@ class TrainStep:
             "tokens": int(tokens),
             "padding": 1.0 - tokens / positions,
         }
-        if task.routing:
-            result.figures |= task.routing.figures(engine.sum_over_replicas(task.routing.sums), tokens)
         return result
 
     def _exchange(
