@@ -17,7 +17,7 @@ import torch
 from train.data.collate import CausalCollator
 from train.data.order import SampleOrder
 from train.data.pack import PackedBlocks
-from train.data.token_tables import Documents
+from train.data.token_row import Documents
 from train.health.watchdog import Watchdog
 from train.model.configuration import load_configuration
 from train.model.load import build_model

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from train.data.collate import CausalCollator
 from train.data.pack import PackedBlocks
-from train.data.token_tables import Documents
+from train.data.token_row import Documents
 from train.model.configuration import load_configuration
 from train.model.lora import check_expert_targets, split_targets
 from train.model.loss import install_loss
