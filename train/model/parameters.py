@@ -48,7 +48,8 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
     a layer's experts those count that a token passes through.
     """
     config = model.config
-    weights = _matrix_flops(model, model.get_output_embeddings())
+    chosen = getattr(config, "num_experts_per_tok", None)
+    weights = _matrix_flops(model, model.get_output_embeddings(), chosen)
     return weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
 
 
@@ -71,23 +72,26 @@ def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_le
     return (source_length * of_source + target_length * of_target) / (source_length + target_length)
 
 
-def _matrix_flops(model: torch.nn.Module, head: torch.nn.Module | None = None) -> float:
-    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables."""
+def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, chosen: int | None = None) -> float:
+    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables.
+
+    `chosen` is the number of experts that a token passes through.
+    """
     lookup = {
         id(parameter)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        for parameter in module.parameters(recurse=False)
+        for part in module.modules()
+        if isinstance(part, torch.nn.Embedding)
+        for parameter in part.parameters(recurse=False)
     }
     heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     return sum(
-        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * _active(parameter, model.config)
-        for parameter in model.parameters()
+        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * _active(parameter, chosen)
+        for parameter in module.parameters()
         if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
     )
 
 
-def _active(parameter: torch.nn.Parameter, config) -> float:
+def _active(parameter: torch.nn.Parameter, chosen: int | None) -> float:
     """The part of a weight that a token passes through: of experts (experts, outputs, inputs) those chosen for it."""
-    shape, chosen = true_shape(parameter), getattr(config, "num_experts_per_tok", None)
+    shape = true_shape(parameter)
     return chosen / shape[0] if chosen and len(shape) == 3 else 1.0
