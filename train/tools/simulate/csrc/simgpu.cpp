@@ -203,6 +203,17 @@ auto through(const Tensor& of_device, const With& with) {
   return with([&](const Tensor& one) { return call.alias(one); }, [&](const Tensor& one) { return call.unalias(one); });
 }
 
+// Of integers too, as CUDA's; the CPU's kernel takes floating-point numbers only.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const c10::DeviceGuard guard(self.device());
+  const auto dtype = self.scalar_type();
+  return through(self, [&](const auto& there, const auto& back) {
+    if (!at::isIntegralType(dtype, true)) return back(at::histc(there(self), bins, min, max));
+    return back(at::histc(there(self).to(at::kFloat), bins, min, max).to(dtype));
+  });
+}
+
 Tensor convolution(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
@@ -269,13 +280,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   m.impl("record_stream", [](Tensor&, c10::Stream) {});
+  m.impl("histc", histc);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   run_all_on_cpu(
       m, "aten::",
       {"aten::empty.memory_format", "aten::empty_strided", "aten::_local_scalar_dense", "aten::resize_",
        "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::set_.source_Storage",
-       "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::_fused_sdp_choice"});
+       "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::histc",
+       "aten::_fused_sdp_choice"});
 }
 
 // Collectives of device tensors are those of the process group's CPU backend (gloo), on the same memory.
