@@ -76,7 +76,12 @@ def is_pinned(batch: Batch) -> bool:
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
     task = SimpleNamespace(
-        recipe=recipe, train_set=TokenizedDataset(), grouping="none", order=None, collate=CausalCollator(0)
+        recipe=recipe,
+        train_set=TokenizedDataset(),
+        grouping="none",
+        order=None,
+        collate=CausalCollator(0),
+        lengths=None,
     )
     batches = list(micro_batches(task, Alone(), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
     assert len(batches) == 4
