@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
     from train.data.causal import is_packed, prepare_causal_data
     from train.data.collate import CausalCollator, PromptCollator, multiple_for
+    from train.data.difficulty import easiest_first
     from train.data.lengths import growing_blocks
     from train.model.loss import model_loss
     from train.model.parameters import flops_per_token
@@ -100,6 +101,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         longest={"input_ids": data.block_size},
         lengths=growing_blocks(recipe, data.block_size, data.is_chat),
         order=data.order,
+        easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
         predict=predict,
         routing=routing,
     )

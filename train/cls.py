@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
     from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
+    from train.data.difficulty import easiest_first
     from train.data.labelled.examples import prepare_examples
     from train.data.labelled.labels import configure_labels, pretrained_head, renamed_head
     from train.data.pack import stats_rows
@@ -104,6 +105,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
+        easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),
     )

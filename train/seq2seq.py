@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from transformers import AutoModelForSeq2SeqLM
 
     from train.data.collate import PairCollator, PromptCollator, multiple_for
+    from train.data.difficulty import easiest_first
     from train.data.pack import stats_rows
     from train.data.pairs.prepare import prepare_pairs
     from train.data.prompts import read_sources
@@ -102,6 +103,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
+        easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: trivial_answers(data.validation),
     )

@@ -111,7 +111,9 @@ CASES = {
         "--tokenizer_name", "{deberta}", "--train_file", "{choices}", "--validation_split_percentage", "30",
         "--max_length", "64", "--max_eval_samples", "11",
     ), learning_rate=1e-4),
-    "blenderbot": Case("seq2seq", 12, ("--model_name_or_path", "{blenderbot}", *PAIRS), ("zero2",)),
+    "blenderbot": Case("seq2seq", 12, (
+        "--model_name_or_path", "{blenderbot}", *PAIRS, "--difficulty_warmup", "length@6",
+    ), ("zero2",)),
     "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS)),
     "lora": Case("clm", 14, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--lora",

@@ -77,6 +77,38 @@ class LengthGroups:
         return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
 
 
+@dataclass(frozen=True)
+class EasiestFirst:
+    """The first epoch with the easiest samples first.
+
+    Its update k of U draws at random from the easiest k / U of all samples, without those that updates before have
+    drawn. After update U the others follow, in random order. So each sample is seen once in the epoch, as ever.
+
+    Args:
+        scores: (samples,) the lowest is the easiest.
+        ends: (U,) samples that the first 1, 2, ... U updates take.
+    """
+
+    scores: np.ndarray
+    ends: Sequence[int]
+
+    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The first epoch, drawn as any other."""
+        ranked = drawn[np.argsort(self.scores[drawn], kind="stable")]  # those of one score in random order
+        pool, size, reached, start, taken = np.empty_like(ranked), 0, 0, 0, []
+        for update, end in enumerate(self.ends, 1):
+            reach = max(end, len(ranked) * update // len(self.ends))
+            pool[size : size + reach - reached] = ranked[reached:reach]
+            size, reached = size + reach - reached, reach
+            chosen = rng.choice(size, end - start, replace=False)
+            taken.append(pool[chosen])
+            size, start = size - len(chosen), end
+            rest = np.ones(len(chosen), dtype=bool)  # of the pool's end, which fills the places of those chosen
+            rest[chosen[chosen >= size] - size] = False
+            pool[chosen[chosen < size]] = pool[size : size + len(chosen)][rest]
+        return np.concatenate([*taken, rng.permutation(pool[:size])])
+
+
 class Order(Protocol):
     """Positions in the sequence of samples -> sample indices."""
 
@@ -86,8 +118,9 @@ class Order(Protocol):
 class SampleOrder:
     """The order of a training run."""
 
-    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None):
-        self.num_samples, self.seed, self.groups = num_samples, seed, groups
+    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None,
+                 easiest: EasiestFirst | None = None):  # fmt: skip
+        self.num_samples, self.seed, self.groups, self.easiest = num_samples, seed, groups, easiest
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
         self._window_at, self._window = (-1, -1), np.zeros(0, dtype=np.int64)
 
@@ -111,7 +144,9 @@ class SampleOrder:
         if epoch != self._epoch:
             rng = np.random.default_rng([self.seed, epoch])
             permutation = rng.permutation(self.num_samples)
-            if self.groups is not None:
+            if self.easiest is not None and epoch == 0:
+                permutation = self.easiest.arrange(permutation, rng)
+            elif self.groups is not None:
                 head, window = self.groups.head(epoch, self.num_samples), self.groups.samples
                 windows = [permutation[at : at + window] for at in range(head, self.num_samples, window)]
                 permutation = np.concatenate([permutation[:head], *(self.groups.arrange(w, rng) for w in windows)])

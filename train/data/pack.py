@@ -157,12 +157,14 @@ class Conversations:
     Args:
         table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
             each; trained, the number of labels that are trained on.
+        scores: how difficult each is, where a column of the records says so.
     """
 
-    def __init__(self, table: "Dataset"):
+    def __init__(self, table: "Dataset", scores: np.ndarray | None = None):
         self.ids, self.labels = Documents(table), Documents(table, "labels")
         self.rows = np.flatnonzero(self.ids.lengths)
         self.lengths = self.sort_key = self.ids.lengths[self.rows]
+        self.scores = scores if scores is None else scores[self.rows]
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
         self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))

@@ -19,6 +19,7 @@ class TokenizedDataset:
     def __init__(self, table: Dataset, columns: tuple[str, ...], labels: np.ndarray | None = None):
         self.columns = {name: Documents(table, name) for name in columns}
         self.labels = labels
+        self.scores: np.ndarray | None = None  # how difficult each is, where a column of the records says so
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
         # Rows of one update have sources of similar length. With targets considered too, some updates would have only
         # short targets, and a token has more weight in an update with fewer tokens (docs/padding.md).

@@ -1,9 +1,10 @@
-"""Sizes that grow in the first updates: of the global batch, or of the rows. Each is a pure function of the update."""
+"""What changes in the first updates: sizes that grow, each a pure function of the update, and the order of samples."""
 
 import re
 from dataclasses import dataclass
 
 FORM = "START@UPDATES"
+LENGTH = "length"  # of samples, as their difficulty
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,18 @@ def growth_problems(recipe, name: str, example: str) -> list[str]:
         return []
     return [f"{name} = {text!r}: say {FORM}, the size in the first update and the number of updates in which it "
             f"grows, e.g. {example}"]  # fmt: skip
+
+
+def read_difficulty(text: str) -> tuple[str, int] | None:
+    """(field of the records, updates) of `FIELD@UPDATES`; None: it is no such text."""
+    found = re.fullmatch(r"(.+)@([1-9]\d*)", text)
+    return found and (found[1], int(found[2]))
+
+
+def difficulty_problems(recipe) -> list[str]:
+    """What is wrong with the text of difficulty_warmup."""
+    text = recipe.difficulty_warmup
+    if text is None or read_difficulty(text):
+        return []
+    return [f"difficulty_warmup = {text!r}: say FIELD@UPDATES, a column of numbers (or {LENGTH}) and the number of "
+            f"updates until all samples are mixed, e.g. {LENGTH}@2000"]  # fmt: skip

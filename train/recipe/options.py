@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from train.recipe.base import Recipe
 from train.recipe.data_options import SourceOptions
 from train.recipe.fields import option
-from train.recipe.growth import growth_problems
+from train.recipe.growth import difficulty_problems, growth_problems
 from train.recipe.model_options import LoraOptions, ModelOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
@@ -40,6 +40,11 @@ class BatchOptions(Recipe):
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
     )
+    difficulty_warmup: str | None = option(
+        None,
+        "FIELD@UPDATES, as length@2000: in the first epoch the easiest samples come first, and after UPDATES all are "
+        "mixed. FIELD is a column of numbers in the records, or length.",
+    )
     num_train_epochs: float = option(
         3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
@@ -53,7 +58,7 @@ class BatchOptions(Recipe):
     )
 
     def problems(self) -> list[str]:
-        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000")
+        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)
 
 
 @dataclass

@@ -69,7 +69,7 @@ def micro_batches(task: Task, engine, length: RunLength, updates: int) -> Iterat
     recipe, sizes, samples = task.recipe, length.batches, task.train_set
     groups = LengthGroups(samples.lengths, sizes.global_batch) if task.grouping == "window" else None
     sort_key = samples.sort_key if task.grouping != "none" else None
-    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups)
+    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups, task.easiest)
     sampler = MicroBatches(
         order, length.total_samples, length.consumed(updates), sizes.micro_batch, sizes.accumulation,
         engine.layout.data_size, engine.layout.data_rank, sort_key,

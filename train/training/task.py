@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from train.data.collate import Batch
-from train.data.order import Order
+from train.data.order import EasiestFirst, Order
 from train.data.pack import SampleSet
 from train.model.experts import Routing
 from train.recipe.growth import Growth
@@ -31,6 +31,7 @@ class Task:
             their own.
         lengths: of rows that grow in the first updates, in tokens; None: samples are read in full.
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
+        easiest: the beginning of the first epoch, where the easiest samples come first.
         predict: (engine) -> the files that the main process has written: the answers to predict_file. All ranks call
             it together.
         routing: of a mixture of experts, what its routers chose.
@@ -48,6 +49,7 @@ class Task:
     longest: dict[str, int] = field(default_factory=dict)
     lengths: Growth | None = None
     order: Order | None = None
+    easiest: EasiestFirst | None = None
     predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None
     routing: Routing | None = None

@@ -8,6 +8,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from train.data.chat.instructions import Form
+from train.data.difficulty import score_column, scores_of
 from train.data.lengths import report_data_loss
 from train.data.pack import Conversations, PackedConversations, SampleSet, TextData
 from train.data.records import BadRecord, check_records, records_of
@@ -25,6 +26,7 @@ from train.recipe.tasks import ClmRecipe
 
 TABLE = Features({"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
                   "is_cut": Value("bool")})  # fmt: skip
+SCORE = "score"  # the column of difficulty, where the recipe names one
 PARTS = {"train": "training", "validation": "held-out"}
 SHOWN = 1600  # about how many characters of a sample to show
 
@@ -54,7 +56,8 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     notes = [form.describe]
     for part in source.parts:
         notes += check_records(recipe, source, part, forms[part].messages, forms[part])
-    parts = _split(recipe, source, forms)
+    score = score_column(recipe, source.first)
+    parts = _split(recipe, source, forms, score)
     first_of = next(iter(parts))
     train = parts[first_of].table
     tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
@@ -63,18 +66,22 @@ def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, For
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
         encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)
-        table = _encode(part, encoder, recipe)
+        of_part = score if name == "train" else None
+        table = _encode(part, encoder, recipe, of_part)
         notes += truncation_notes(recipe, config, table, name, block_size)
-        sets[name] = Conversations(table)
+        sets[name] = Conversations(table, scores_of(table, of_part and SCORE))
     shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed = {name: _packed(held, recipe, block_size, filler) for name, held in sets.items()}
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 
 
-def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form]) -> dict[str, _Part]:
+def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form], score: str | None) -> dict[str, _Part]:
     """The parts; a held-out one is split off by records if there is none; max_*_samples are applied."""
-    parts = {name: _Part(table.select_columns(forms[name].columns), np.arange(len(table)), source.where(name))
+    columns = {name: list(form.columns) for name, form in forms.items()}
+    if score and score not in columns["train"]:
+        columns["train"].append(score)
+    parts = {name: _Part(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
              for name, table in source.parts.items()}  # fmt: skip
     if "validation" not in parts and recipe.validation_split_percentage > 0:
         whole = parts["train"]
@@ -162,17 +169,19 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
 
 
-def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe) -> Dataset:
+def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe, score: str | None = None) -> Dataset:
     def encode(batch: dict, indices: list[int]) -> dict:
-        rendered = []
+        rendered, scores = [], []
         for index, record in zip(indices, records_of(batch)):
             try:
                 rendered.append(encoder.render(record, f"{part.where}, record {part.numbers[index] + 1}"))
             except BadRecord:
                 continue  # reported already
-        return encoder.encode(rendered)
+            scores += [record[score]] if score else []
+        return {**encoder.encode(rendered), **({SCORE: scores} if score else {})}
 
-    return encode_table(part.table, encode, TABLE, encoder.key, cache_root(recipe.cache_dir),
+    features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
+    return encode_table(part.table, encode, features, (*encoder.key, score), cache_root(recipe.cache_dir),
                         recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
 
 

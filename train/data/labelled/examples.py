@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, Value
 
+from train.data.difficulty import score_column, scores_of
 from train.data.labelled import glue
 from train.data.labelled.choices import find_choices, prepare_choices
 from train.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, trained_labels
@@ -29,13 +30,15 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 
 @dataclass
 class _Part:
-    """A part of the data in preparation: its texts, in order, and its labels."""
+    """A part of the data in preparation: its texts, in order, its labels, and how difficult each is."""
 
     texts: Dataset
     labels: np.ndarray
+    scores: np.ndarray | None = None
 
     def select(self, keep: np.ndarray) -> "_Part":
-        return _Part(self.texts.select(keep), self.labels[keep])
+        scores = self.scores if self.scores is None else self.scores[keep]
+        return _Part(self.texts.select(keep), self.labels[keep], scores)
 
 
 def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
@@ -66,6 +69,8 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
         length = choose_length(recipe, "max_length", config)
         rows = {name: encode_texts(part.texts, tokenizer, length, recipe, part.labels) for name, part in parts.items()}
+        for name, part in parts.items():
+            rows[name].scores = part.scores
     for name, part in rows.items():
         what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
         cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
@@ -176,7 +181,8 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
         if missing := [column for column in (*texts, label) if column not in table.column_names]:
             raise UserError(f"{where[name]} has no column {', '.join(missing)}; {columns_present(table)}")
         encoded = labels.encode(table[label][:], where[name], class_names)
-        part = _Part(_only(table, texts), encoded)
+        scores = scores_of(table, score_column(recipe, table)) if name == "train" else None
+        part = _Part(_only(table, texts), encoded, scores)
         bad = _bad_records(part, texts, label)
         if bad and not recipe.skip_bad_records:
             index, what = min(bad.items())
@@ -219,7 +225,8 @@ def _split(part: _Part, share: float) -> dict[str, _Part]:
 
 
 def _first(part: _Part, limit: int | None) -> _Part:
-    return _Part(first_records(part.texts, limit), part.labels[:limit])
+    scores = part.scores if part.scores is None else part.scores[:limit]
+    return _Part(first_records(part.texts, limit), part.labels[:limit], scores)
 
 
 def _all_texts(table: Dataset):

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from datasets import Dataset, Features, Value
 
+from train.data.difficulty import score_column, scores_of
 from train.data.lengths import choose_length, report_data_loss
 from train.data.pairs.columns import Columns, Pair, find_columns
 from train.data.pairs.conversation_files import read_conversation_files
@@ -24,6 +25,7 @@ FORMAT = "source_format"  # in tokenizer_config.json
 NUMBERS = ("truncated", "source_tokens", "target_tokens")
 TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "is_cut": Value("bool"),
                   **dict.fromkeys(NUMBERS, Value("int32"))})  # fmt: skip
+SCORE = "score"  # the column of difficulty, where the recipe names one
 PARTS = {"train": "training", "validation": "held-out"}
 
 
@@ -80,7 +82,10 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
             if missing := [name for name in columns.names if name not in table.column_names]:
                 raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
             notes += check_records(recipe, source, part, columns.pairs, columns)
+        score = score_column(recipe, source.first)
         parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
+        if score:
+            parts["train"] = source.parts["train"].select_columns(list(dict.fromkeys((*columns.names, score))))
         if "validation" not in parts and recipe.validation_split_percentage > 0:
             train, held_out = hold_out(parts["train"], recipe.validation_split_percentage / 100)
             parts = {"train": train, "validation": held_out}
@@ -95,7 +100,10 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
         form = SourceFormat(recipe.source_prefix, separator, widths[0])
         encoder = PairEncoder(tokenizer, form, widths[1])
-        tables = {name: _encode(part, columns, encoder, recipe) for name, part in parts.items()}
+        tables = {
+            name: _encode(part, columns, encoder, recipe, score if name == "train" else None)
+            for name, part in parts.items()
+        }
     tokenizer.init_kwargs[FORMAT] = asdict(form)
     limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
     tables = {name: first_records(table, limits[name]) for name, table in tables.items()}
@@ -106,9 +114,10 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         table = tables["validation"]
         most_common = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
         validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], most_common)
-    return PairData(
-        TokenizedDataset(train, COLUMNS) if train is not None else None, validation, tokenizer, widths, notes
-    )
+    samples = TokenizedDataset(train, COLUMNS) if train is not None else None
+    if score:
+        samples.scores = scores_of(train, SCORE)
+    return PairData(samples, validation, tokenizer, widths, notes)
 
 
 def split_translation_columns(table: Dataset) -> Dataset:
@@ -251,15 +260,20 @@ def _texts(table: Dataset, columns: Columns):
             yield pairs[-1].target
 
 
-def _encode(table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2SeqRecipe) -> Dataset:
+def _encode(
+    table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2SeqRecipe, score: str | None = None
+) -> Dataset:
     def encode(batch: dict) -> dict:
-        pairs = []
+        pairs, scores = [], []
         for record in records_of(batch):
             try:
-                pairs += columns.pairs(record)
+                of_record = columns.pairs(record)
             except BadRecord:
                 continue  # reported already
-        return encoder.encode(pairs)
+            pairs += of_record
+            scores += [record[score]] * len(of_record) if score else []
+        return {**encoder.encode(pairs), **({SCORE: scores} if score else {})}
 
-    return encode_table(table, encode, TABLE, (*encoder.key, columns), cache_root(recipe.cache_dir),
+    features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
+    return encode_table(table, encode, features, (*encoder.key, columns, score), cache_root(recipe.cache_dir),
                         recipe.preprocessing_num_workers, prepare_anew(recipe))  # fmt: skip

@@ -15,7 +15,8 @@ from train.strategy.pairs import find_strategies
 from train.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
 OMITTED = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size",
-                      "global_batch_warmup", "block_size_warmup"}  # fmt: skip
+                      "global_batch_warmup", "block_size_warmup",
+                      "difficulty_warmup"}  # fmt: skip
 SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself
     "output_dir", "overwrite_output_dir", "resume", "run_name", "per_device_train_batch_size",
 }  # fmt: skip
