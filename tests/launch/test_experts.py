@@ -31,7 +31,7 @@ CASES = {
              "--config_overrides", "output_router_logits=true,router_aux_loss_coef=0.02"),
 }  # fmt: skip
 CASES["lora on experts"] = (*CASES["lora"], "--lora_target_modules", "q_proj", "gate_up_proj", "down_proj")
-LAYOUTS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # processes
+LAYOUTS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2, "ep": 2}  # processes
 FIGURES = ("loss", "grad_norm", "aux_loss", "expert_load_max", "expert_load_min", "learning_rate", "tokens")
 UPDATES = 12
 
@@ -104,7 +104,7 @@ def test_an_adapter_on_experts_is_merged(run, tmp_path, capfd):
     assert "merged model" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("legs", [[(4, "single", 1), (8, "zero2", 2)], [(4, "ddp", 2), (8, "zero3", 2)]])
+@pytest.mark.parametrize("legs", [[(4, "single", 1), (8, "zero2", 2)], [(4, "ddp", 2), (8, "ep", 2)]])
 def test_a_run_goes_on_under_another_strategy(run, start, tmp_path, legs):
     whole, output = run("packed", "zero3"), tmp_path / "run"
     shutil.copytree(whole, output, symlinks=True)

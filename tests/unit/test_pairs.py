@@ -20,7 +20,7 @@ from train.strategy.read import read_strategy
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
-         "zero2_plain", "zero3_hpz", "sp", "tp", "tp_zero2", "tp_zero3", "pp", "3d", "fsdp2"}  # fmt: skip
+         "zero2_plain", "zero3_hpz", "sp", "tp", "tp_zero2", "tp_zero3", "pp", "3d", "fsdp2", "ep"}  # fmt: skip
 
 
 def recipe(**options) -> ClmRecipe:
@@ -42,7 +42,7 @@ def layout_of(config: dict, world_size: int = 2) -> ParallelLayout:
 
 def test_the_pairs_are_there():
     assert {path.stem for path in YAMLS} == NAMES
-    assert {path.stem for path in JSONS} == NAMES - {"single", "ddp", "zero2_plain", "fsdp2"}
+    assert {path.stem for path in JSONS} == NAMES - {"single", "ddp", "zero2_plain", "fsdp2", "ep"}
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
@@ -61,7 +61,7 @@ def test_yaml_through_accelerate(path):
         assert section["deepspeed_config_file"] == f"ds_configs/{path.stem}.json"
         assert (ROOT / section["deepspeed_config_file"]).is_file()
     settings = content.get("fsdp_config") or {}
-    assert bool(settings) == (path.stem == "fsdp2")
+    assert bool(settings) == (path.stem in ("fsdp2", "ep"))
     assert all(str(value).lower() in HONOURED[key][0] for key, value in settings.items())
     for owned in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
         assert owned not in content

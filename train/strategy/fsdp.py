@@ -10,6 +10,8 @@ from typing import Any
 from train.recipe.errors import UserError
 
 RESHARDS = "fsdp_reshard_after_forward"
+IGNORED = "fsdp_ignored_modules"
+EXPERTS = "experts"
 VERSION = "fsdp_version"
 EITHER = ("true", "false")
 ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
@@ -17,6 +19,7 @@ ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sh
 HONOURED = {
     VERSION: (("2",), f"Write {VERSION}: 2"),
     RESHARDS: (EITHER, "Write true, or false to keep weights from the forward pass to the backward pass"),
+    IGNORED: ((EXPERTS,), f"Write {EXPERTS}, which divides the experts of a mixture among the ranks, or remove it"),
     "fsdp_auto_wrap_policy": (("transformer_based_wrap",), "Each block of the model is sharded. Remove it"),
     "fsdp_state_dict_type": (("sharded_state_dict",), "Each rank writes its part of a checkpoint. Remove it"),
     "fsdp_cpu_ram_efficient_loading": (EITHER, "Remove it"),

@@ -17,6 +17,7 @@ from train.model.rows import rows_of
 from train.model.stages import whole_model, without_weights
 from train.strategy.adamw import adamw
 from train.strategy.engine import Engine, checksums, storages
+from train.strategy.expert_parallel import dispatch, experts_of
 from train.strategy.state import RowState
 from train.strategy.torch_engine import gradient_norm
 
@@ -26,6 +27,7 @@ class FullyShardedEngine(Engine):
 
     Attributes:
         sharded: {name: parameter} of the module, each a DTensor; the module itself may have one in full for a while.
+        experts: those of the parameters that are never gathered, as tokens travel to them.
     """
 
     def _prepare(self, model, recipe):
@@ -34,15 +36,17 @@ class FullyShardedEngine(Engine):
         self.whole = whole_model(model)
         if not recipe.trains:
             model.requires_grad_(False)
-        self._shard(model)
+        modules = experts_of(model) if self.strategy.divides_experts else []
+        self._shard(model, modules)
         self.sharded = dict(model.named_parameters())
+        self.experts = [parameter for module in modules for parameter in module.parameters()]
         self.parameters = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
         self.optimizer = adamw(model, recipe, self.device) if recipe.trains else None
         return model
 
-    def _shard(self, model) -> None:
-        """Shard each block, and what is in none of them. The rows that this rank has are put in their place, so that
-        no weight has to be there in full."""
+    def _shard(self, model, experts: list[torch.nn.Module]) -> None:
+        """Shard each block, and what is in none of them; divide the experts. The rows that this rank has are put in
+        their place, so that no weight has to be there in full."""
         half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
         policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
         mesh = init_device_mesh(self.device.type, (self.layout.world_size,))
@@ -52,11 +56,14 @@ class FullyShardedEngine(Engine):
                                      each.requires_grad)
             for name, each in model.named_parameters()
         })  # fmt: skip
-        blocks = blocks_of(model)
+        blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
         self.blocks = len(blocks)
+        common = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.strategy.reshards)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
+        fully_shard(model, **common)
+        for module in experts:
+            dispatch(module, mesh, half)
         replace_parameters(model, {
             name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
             for name, each in model.named_parameters()
@@ -85,6 +92,9 @@ class FullyShardedEngine(Engine):
     def update(self, number, accept_update):
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number)
+        for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
+            if parameter.grad is not None:
+                parameter.grad.to_local().div_(self.layout.world_size)
         gradients = self.gradients()
         norm = self._norm_of_all(gradients)
         if accept_update(float(norm)):
@@ -167,7 +177,8 @@ class FullyShardedEngine(Engine):
 
     def effective_strategy(self):
         fsdp = {"version": 2, "reshard_after_forward": self.strategy.reshards, "blocks": self.blocks,
-                "gathered_in": self.strategy.precision, "reduced_in": "fp32"}  # fmt: skip
+                "gathered_in": self.strategy.precision, "reduced_in": "fp32",
+                "divides_experts": self.strategy.divides_experts}  # fmt: skip
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.recipe.errors import UserError
 from train.strategy.batches import BatchSizes
-from train.strategy.fsdp import RESHARDS
+from train.strategy.fsdp import EXPERTS, IGNORED, RESHARDS
 from train.strategy.grid import layer_groups
 from train.strategy.host_memory import host_memory
 from train.strategy.launch import Launch
@@ -74,6 +74,11 @@ class Strategy:
         return (self.fsdp or {}).get(RESHARDS, "true") == "true"
 
     @property
+    def divides_experts(self) -> bool:
+        """Under FSDP2: whether each rank has some of the experts in full (expert parallelism)."""
+        return (self.fsdp or {}).get(IGNORED) == EXPERTS
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether the host moves the weights."""
         zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
@@ -89,7 +94,7 @@ class Strategy:
             degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
             return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
         if self.fully_shards:
-            return "fsdp2"
+            return "ep" if self.divides_experts else "fsdp2"
         return "ddp" if self.launch.world_size > 1 else "single"
 
     @property

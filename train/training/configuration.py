@@ -107,9 +107,14 @@ def check_layout(config, strategy) -> None:
     """
     from train.model.stages import check_stages
     from train.model.tensor_parallel.split import check_split
+    from train.strategy.expert_parallel import check_experts
     from train.strategy.sequence import check_model
 
-    checks = ((strategy.sequence, check_model), (strategy.tensor, check_split), (strategy.pipeline, check_stages))
+    experts = strategy.launch.world_size if strategy.divides_experts else 1
+    checks = (
+        (strategy.sequence, check_model), (strategy.tensor, check_split), (strategy.pipeline, check_stages),
+        (experts, check_experts),
+    )  # fmt: skip
     problems = Problems()
     for degree, check in checks:
         if degree > 1:

@@ -114,6 +114,8 @@ def _replaced(text: str, words: dict[str, str]) -> str:
 
 def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:
     """With what follows from the model: sizes of buckets and thresholds."""
+    if strategy.divides_experts:
+        raise UserError("expert parallelism is not predicted: how much travels depends on the routers. Plan fsdp2")
     if strategy.deepspeed is None:
         sharding = FullyShards(strategy.reshards) if strategy.fully_shards else None
         return Resolved(name, strategy.layout, strategy.precision, sharding)
