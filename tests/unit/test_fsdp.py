@@ -43,6 +43,8 @@ def test_what_it_is(read):
     assert strategy.name == "fsdp2"
     keeping = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}})
     assert not keeping.reshards
+    dividing = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_ignored_modules": "experts"}})
+    assert (dividing.name, dividing.divides_experts, strategy.divides_experts) == ("ep", True, False)
     alone = read(OWN, processes=1)
     assert not alone.fully_shards
     assert "nothing is sharded" in alone.notes[0]
@@ -65,6 +67,10 @@ def test_what_it_is(read):
         (
             {"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"}}, [],
             "fsdp_sharding_strategy = 'FULL_SHARD' is of FSDP1, or not supported. Remove it",
+        ),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_ignored_modules": "lm_head"}}, [],
+            "fsdp_ignored_modules = lm_head is not supported. Write experts",
         ),
         ({"deepspeed_config": {"deepspeed_config_file": "ds_configs/zero3.json"}}, [], "Keep one of the two"),
         ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),

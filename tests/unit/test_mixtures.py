@@ -16,6 +16,7 @@ from train.model.lora import check_expert_targets, split_targets
 from train.model.loss import install_loss
 from train.model.parameters import flops_per_token, true_shape
 from train.recipe import ClmRecipe
+from train.strategy.expert_parallel import check_experts, experts_of
 from train.tools.plan.operations import MATRIX
 from train.tools.plan.rows import Rows
 from train.tools.plan.subject import make_model
@@ -146,6 +147,23 @@ def test_all_experts_of_a_layer_are_parameters_of_one_module(family):
     for module in found:
         assert not [child for child in module.children() if list(child.parameters())]
         assert [len(true_shape(parameter)) for parameter in module.parameters()] == [3, 3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_divided(family):
+    model = mixture(family)
+    layers = 2 if family == "qwen3_moe" else 3
+    assert len(experts_of(model)) == layers
+    assert all(each.num_experts == 4 == len(each.down_proj) for each in experts_of(model))
+    check_experts(model.config, 4, "ep.yaml")
+    message = refusal(check_experts, model.config, 3, "ep.yaml")
+    assert "ep.yaml: expert parallelism on 3 processes, and the model has 4 experts" in message
+    assert "--num_processes 2, 4, or fsdp2.yaml" in message
+
+
+def test_a_model_without_experts_has_none_to_divide():
+    config = tiny_model("llama").config
+    assert "a llama has no experts to divide. Use fsdp2.yaml" in refusal(check_experts, config, 2, "ep.yaml")
 
 
 @pytest.mark.parametrize(("sharding", "options", "words"), [
