@@ -26,7 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200, help="of the plain run")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "growing.md")
-    options, more = parser.parse_known_args()  # more: of the recipe
+    parser.add_argument("--max_eval_batches", default="5")
+    options = parser.parse_args()
     half = options.updates // 2
     tokens = options.updates * ROWS * LENGTH
     cases = {
@@ -40,7 +41,15 @@ def main() -> None:
         full = (tokens - while_growing) // (ROWS * LENGTH)
         updates = full + (half if flags else 0)
         lines = run(
-            [*flags, "--max_train_steps", str(updates), "--eval_steps", str(max(1, options.updates // 20)), *more]
+            [
+                *flags,
+                "--max_train_steps",
+                str(updates),
+                "--eval_steps",
+                str(max(1, options.updates // 20)),
+                "--max_eval_batches",
+                options.max_eval_batches,
+            ]
         )
         read = losses_by_tokens(lines)
         losses = [loss_at(read, share * tokens) for share in QUARTERS]
