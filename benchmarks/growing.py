@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=200, help="of the plain run")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "growing.md")
     parser.add_argument("--max_eval_batches", default="5")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()  # more: of the recipe
     half = options.updates // 2
     tokens = options.updates * ROWS * LENGTH
     cases = {
@@ -40,17 +40,9 @@ def main() -> None:
     for name, (flags, while_growing) in cases.items():
         full = (tokens - while_growing) // (ROWS * LENGTH)
         updates = full + (half if flags else 0)
-        lines = run(
-            [
-                *flags,
-                "--max_train_steps",
-                str(updates),
-                "--eval_steps",
-                str(max(1, options.updates // 20)),
-                "--max_eval_batches",
-                options.max_eval_batches,
-            ]
-        )
+        often = str(max(1, options.updates // 20))
+        lines = run([*flags, "--max_train_steps", str(updates), "--eval_steps", often,
+                     "--max_eval_batches", options.max_eval_batches, *more])  # fmt: skip
         read = losses_by_tokens(lines)
         losses = [loss_at(read, share * tokens) for share in QUARTERS]
         seconds = sum(line.get("seconds", 0.0) for line in lines)
