@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -237,6 +238,32 @@ def test_t5_is_trained_in_bf16_where_fp16_was_asked_for(material, cache, tmp_pat
     assert all(math.isfinite(line["loss"]) for line in updates(metrics(tmp_path / "run")))
     assert "precision: bf16" in (tmp_path / "run" / "strategy.yaml").read_text()
     assert predictions(tmp_path / "run")[0]["source"].startswith("summarize: a long text number")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["cls", "seq2seq"])
+def test_rows_of_many_lengths_are_compiled_a_few_times(material, cache, tmp_path, task):
+    """The log says how often; losses are those of the model that is not compiled."""
+    small = "hidden_size=32,num_attention_heads=2,intermediate_size=64,num_hidden_layers=1,hidden_dropout_prob=0"
+    flags = {
+        "cls": ["--model_type", "bert", "--config_overrides", f"{small},attention_probs_dropout_prob=0",
+                "--train_file", material / "glue/SST-2/train.tsv", "--task_name", "sst2",
+                "--validation_file", material / "glue/SST-2/dev.tsv", "--max_eval_samples", "20"],
+        "seq2seq": ["--model_type", "t5", "--config_overrides", "d_model=32,d_ff=64,d_kv=16,num_heads=2,num_layers=1,"
+                    "dropout_rate=0", "--train_file", material / "dialogue/keyed.json", "--max_eval_samples", "9",
+                    "--max_train_samples", "300", "--val_max_target_length", "4"],
+    }[task]  # fmt: skip
+    common = ["--train_tokenizer_vocab_size", "400", "--max_train_steps", "8", "--precision", "fp32",
+              "--per_device_train_batch_size", "4", "--global_batch_size", "8", "--cache_dir", cache]  # fmt: skip
+    plain = launch(tmp_path / "plain", *flags, *common, task=task)
+    done = launched(tmp_path / "compiled", *flags, *common, "--torch_compile", task=task, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours, expected = ([line["loss"] for line in updates(each)] for each in (metrics(tmp_path / "compiled"), plain))
+    assert len(ours) == 8
+    assert ours == pytest.approx(expected, rel=1e-5)
+    assert len({line["tokens"] for line in updates(plain)}) > 4
+    graphs = int(re.search(r"^compiled +(\d+) graphs", done.stdout, re.MULTILINE)[1])
+    assert 2 <= graphs <= 30
 
 
 # ----------------------------------------------------------------------------------------------- published commands

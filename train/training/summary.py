@@ -62,6 +62,14 @@ def _after_anomaly(by: str, ending: Ending, file: Path, on_fault: str) -> list[s
     ]
 
 
+def compiled() -> str:
+    """How often torch.compile compiled, as torch counts it on this process."""
+    from torch._dynamo.utils import counters
+
+    number = counters["stats"]["unique_graphs"]
+    return f"compiled    {number} graph{'s' * (number != 1)}: parts of the model, and some again for other shapes"
+
+
 def summary(
     state: RunState,
     made: int,

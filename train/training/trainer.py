@@ -40,7 +40,7 @@ from train.training.length import run_length
 from train.training.loop import Run, train
 from train.training.machine_checks import check_machines, check_output_folder
 from train.training.step import Signals, TrainStep
-from train.training.summary import about_the_model, summary, why_stopped
+from train.training.summary import about_the_model, compiled, summary, why_stopped
 from train.training.task import Task
 
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
@@ -335,7 +335,7 @@ class Trainer:
         self.say("", *summary(
             self.state, made, self.seconds, self.throughput, self.checkpoints.writer.records, self.best,
             self.adapter is not None, task.baseline() if task.baseline else [],
-        ))  # fmt: skip
+        ), *([compiled()] if self.recipe.torch_compile else []))  # fmt: skip
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
