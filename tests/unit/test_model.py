@@ -33,6 +33,7 @@ PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2-xl": 1_557_611_200,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
+    "llama-3.1-8b": 8_030_261_248,
     "open-calm-1b": 1.4e9,
     "open-calm-7b": 6.8e9,
     "gpt-22b": 22e9,

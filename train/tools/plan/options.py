@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from train.recipe.base import Recipe
 from train.recipe.fields import option
+from train.tools.lengths import length_problems
 from train.tools.tool_recipe import StrategiesOptions, parse_bytes
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
@@ -65,6 +66,12 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
     )
     batch_sizes: list[str] = option(  # noqa: RUF009
         ["auto"], "auto: find the largest micro-batch; or the micro-batches to predict: 1,8,40.", common=True
+    )
+    lengths: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Find the longest rows that fit, at per_device_train_batch_size of the recipe, or else 1: auto (multiples of "
+        "1024 up to the model's positions), or the lengths in question: 8k,16k,32k.",
+        common=True,
     )
     max_batch_size: int = option(4096, "No larger micro-batch is tried.", positive=True)
     max_global_batch_size: int | None = option(
@@ -130,6 +137,7 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
+        found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: rows are packed, and full. Remove it")
         return found

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from train.strategy.host_memory import usable_cores
-from train.tools.plan.planner import Planner
 from train.tools.plan.prediction import Outcome
+from train.tools.plan.subject import Subject
 
 
-def find_all(planner: Planner, outcomes: list[Outcome], sizes: list[int] | None, max_batch_size: int) -> None:
+def find_all(subject: Subject, outcomes: list[Outcome], find_one: Callable[[Outcome], None]) -> None:
     """Find what each layout holds, or why it holds nothing.
 
     Layouts that share traces stay together in their order: nothing is traced twice, and the predictions are the same
@@ -26,12 +26,12 @@ def find_all(planner: Planner, outcomes: list[Outcome], sizes: list[int] | None,
     for outcome in outcomes:
         if not outcome.refused:
             about = outcome.resolved
-            key = planner.subject.trace_settings(about.precision, about.sharding, about.layout)
+            key = subject.trace_settings(about.precision, about.sharding, about.layout)
             shares.setdefault(key, []).append(outcome)
 
     def find(share: list[Outcome]) -> list[tuple]:
         for outcome in share:
-            planner.find(outcome, sizes, max_batch_size)
+            find_one(outcome)
         return [(outcome.predictions, outcome.refused) for outcome in share]
 
     several = list(shares.values())

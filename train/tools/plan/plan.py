@@ -1,6 +1,7 @@
 r"""`zerofit plan`: what fits and how fast, predicted without a GPU, without data and without weights.
 
     zerofit plan --config recipes/clm/llama2-7b-continual.yaml --architecture llama-2-7b --num_gpus 8 --gpu h100-80gb
+    zerofit plan --config recipes/clm/llama-long-context.yaml --gpu h100-80gb --num_gpus 8 --lengths auto
     zerofit plan --calibrate --num_gpus 2
     zerofit plan --config recipes/clm/compare-small.yaml --gpu cpu --gpu_memory 1GiB --num_gpus 2
     zerofit plan --task clm --config_name gpt2-xl --precision bf16 --gpu a100-40gb --num_gpus 4 --batch_sizes 1,8
@@ -11,6 +12,7 @@ states follow from the strategy pair as a run would resolve it. docs/plan.md say
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from train.recipe.errors import UserError
@@ -19,15 +21,17 @@ from train.recipe.parse import parse_recipe
 from train.record.terminal import say, screen_width, size
 from train.strategy.gpus import num_devices
 from train.strategy.pairs import CONFIGS, ROOT, find_strategies
+from train.tools.lengths import possible_lengths
 from train.tools.plan.calibrate import calibrate
 from train.tools.plan.constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from train.tools.plan.device_speeds import device_speeds
 from train.tools.plan.gpus import CPU, Gpu, find_gpu
+from train.tools.plan.lengths import LengthPlanner
 from train.tools.plan.options import DevicesOptions, PlanOptions
 from train.tools.plan.parallel import find_all
 from train.tools.plan.planner import Planner
 from train.tools.plan.prediction import Budget, Outcome
-from train.tools.plan.report import describe_model, for_terminal, ranked, to_json
+from train.tools.plan.report import describe_model, for_terminal, shown, to_json
 from train.tools.plan.resolve import Resolved
 from train.tools.plan.subject import read_subject
 from train.tools.plan.timing import Timing
@@ -53,20 +57,29 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = [
         one for name in names for one in planner.layouts(name, lambda resolved: _objection(resolved, gpu, on_gpu))
     ]
-    find_all(planner, outcomes, options.sizes, options.max_batch_size)
+    lengths = possible_lengths(options.lengths, subject.config) if options.lengths else None
+    find = (
+        LengthPlanner(planner, lengths).find
+        if lengths
+        else partial(planner.find, sizes=options.sizes, max_batch_size=options.max_batch_size)
+    )
+    find_all(subject, outcomes, find)
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
-    best = [outcome.best for outcome in ranked(outcomes)][: options.top]
-    scripts = write_pairs(best, Path(options.write), options, recipe) if options.write else []
-    found = json.dumps(to_json(outcomes, planner), indent=2)
+    scripts = (
+        write_pairs(shown(outcomes, lengths)[: options.top], Path(options.write), options, recipe)
+        if options.write
+        else []
+    )
+    found = json.dumps(to_json(outcomes, planner, lengths), indent=2)
     if options.json == "-":
         print(found)
         return 0
     if options.json:
         Path(options.json).write_text(found + "\n", encoding="utf-8")
     machine = f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each"
-    report = for_terminal(outcomes, planner, options.top, screen_width(), options.tokens)
-    say(f"model     {describe_model(planner)}", f"machine   {machine}", f"speed     {known}", "", report)
+    report = for_terminal(outcomes, planner, options.top, screen_width(), options.tokens, lengths)
+    say(f"model     {describe_model(planner, lengths)}", f"machine   {machine}", f"speed     {known}", "", report)
     say(*(f"written   {script}" for script in scripts))
     return 0
 

@@ -1,6 +1,7 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
+from functools import partial
 
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
@@ -9,11 +10,11 @@ from train.tools.plan.layouts import possible_degrees, read_pair
 from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, training_moments
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
 from train.tools.plan.resolve import Resolved, resolve_with
+from train.tools.plan.search import search
 from train.tools.plan.stages import Stage
 from train.tools.plan.subject import Subject
 from train.tools.plan.timing import Timing
 
-FURTHEST = 16  # times as large a batch as the largest that was seen to fit
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 
 
@@ -52,13 +53,14 @@ class Planner:
         """Add the predictions of the named micro-batches, or of the largest that fits and the fastest; or why there
         are none."""
         replicas = outcome.resolved.layout.data_size
-        candidates = self._possible(sizes or range(1, max_batch_size + 1), replicas)
+        candidates = self.possible(sizes or range(1, max_batch_size + 1), replicas)
         if not candidates:
-            outcome.refused = self._no_batch(sizes, outcome.resolved.layout)
+            outcome.refused = self.no_batch(sizes, outcome.resolved.layout)
         elif sizes:
             outcome.predictions = [self.predict(outcome.resolved, size) for size in candidates]
         else:
-            outcome.predictions = self._search(outcome.resolved, candidates)
+            predict = partial(self.predict, outcome.resolved)
+            outcome.predictions = search(candidates, predict, self.budget.device)
             self._add_fastest(outcome, candidates)
 
     def predict(self, resolved: Resolved, micro_batch: int) -> Prediction:
@@ -73,7 +75,8 @@ class Planner:
             lacking = max(lacking, host - self.budget.host)
         return Prediction(
             resolved.name, resolved.precision, layout, micro_batch, accumulation,
-            self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking, self._speed(resolved, micro_batch),
+            self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking, self.subject.rows.length,
+            self._speed(resolved, micro_batch),
         )  # fmt: skip
 
     def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
@@ -122,14 +125,14 @@ class Planner:
             recipe.reset_option(name)
         return recipe
 
-    def _possible(self, sizes, replicas: int) -> list[int]:
+    def possible(self, sizes, replicas: int) -> list[int]:
         """Those that make the global batch, if there is one, or stay within its limit."""
         total, most = self.recipe.global_batch_size, self.recipe.max_global_batch_size
         if most:
             return [size for size in sizes if size * replicas <= most]
         return [size for size in sizes if total is None or total % (size * replicas) == 0]
 
-    def _no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
+    def no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
         least = layout.data_size * (sizes[0] if sizes else 1)
         several = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
         holders = f"{layout.data_size} GPUs" if layout.replica_size == 1 else several
@@ -145,20 +148,6 @@ class Planner:
         )
 
     # ---------------------------------------------------------------------------------------------------------- search
-
-    def _search(self, resolved: Resolved, candidates: list[int]) -> list[Prediction]:
-        """The largest candidate that fits and the next one: memory grows almost in proportion to the batch, so two
-        predictions tell where to look."""
-        made: dict[int, Prediction] = {}
-        fits, fails = -1, len(candidates)
-        while fails - fits > 1:
-            place = _next_place(made, candidates, fits, fails, self.budget.device)
-            made[place] = self.predict(resolved, candidates[place])
-            if made[place].fits:
-                fits = place
-            else:
-                fails = place
-        return [made[place] for place in sorted(made)]
 
     def _add_fastest(self, outcome: Outcome, candidates: list[int]) -> None:
         """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
@@ -181,21 +170,3 @@ class Planner:
 def _num_groups(layout: ParallelLayout) -> int:
     """Groups of processes that each one communicates in."""
     return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
-
-
-def _next_place(made: dict[int, Prediction], candidates: list[int], fits: int, fails: int, limit: int) -> int:
-    """Where to look next: the smallest, four times as many; then where the line through two predictions reaches the
-    limit (not too far beyond what was seen) and, every other time between two bounds, halfway."""
-    if fits < 0:
-        return 0 if not made else fails // 2
-    growing = fails == len(candidates)
-    further = [place for place in made if place < fits] if growing else [fails]
-    if not further:
-        return min(4 * fits + 3, fails - 1)
-    if not growing and len(made) % 2:
-        return (fits + fails) // 2
-    low, high = sorted((made[fits], made[further[-1]]), key=lambda one: one.micro_batch)
-    slope = (high.peak.device - low.peak.device) / (high.micro_batch - low.micro_batch)
-    size = high.micro_batch + (limit - high.peak.device) / slope if slope > 0 else candidates[-1]
-    place = sum(candidate <= size for candidate in candidates) - 1
-    return min(max(place, fits + 1), fails - 1, FURTHEST * fits + 3 if growing else fails)

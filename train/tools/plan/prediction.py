@@ -70,6 +70,7 @@ class Prediction:
     host_bytes: int  # of a machine
     fits: bool
     lacking: int  # bytes, of device or host; 0 where it fits
+    length: int  # tokens of a row; of pairs, of a source
     speed: Speed | None = None
 
     @property
@@ -86,6 +87,11 @@ class Prediction:
         return self.micro_batch * self.accumulation * self.layout.data_size
 
     @property
+    def size(self) -> tuple[int, int]:
+        """What is searched: among predictions of one strategy, lengths or micro-batches differ."""
+        return self.length, self.micro_batch
+
+    @property
     def rank(self) -> tuple[float, int]:
         """The place among others of its strategy: the fastest first, then the largest."""
         return (-self.speed.tokens_per_s if self.speed else 0.0, -self.micro_batch)
@@ -98,6 +104,7 @@ class Prediction:
             "precision": self.precision,
             "layout": {"data": layout.data_size, "tensor": layout.tensor, "pipeline": layout.pipeline,
                        "sequence": layout.sequence},
+            "length": self.length,
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "global_batch_size": self.global_batch,
@@ -118,9 +125,10 @@ class Outcome:
     """What was found of one strategy in one layout.
 
     Attributes:
-        largest: the prediction of the largest micro-batch that fits; None: not even the smallest one does.
+        largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
+            smallest do.
         best: the fastest that fits; where speed is not known, the largest.
-        smallest_misfit: the prediction of the smallest micro-batch that does not fit; None: all that were tried do.
+        smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
         refused: why this is not possible at all.
     """
 
@@ -136,7 +144,7 @@ class Outcome:
 
     @property
     def largest(self) -> Prediction | None:
-        return max(self._fitting, key=lambda one: one.micro_batch, default=None)
+        return max(self._fitting, key=lambda one: one.size, default=None)
 
     @property
     def best(self) -> Prediction | None:
@@ -145,7 +153,7 @@ class Outcome:
     @property
     def smallest_misfit(self) -> Prediction | None:
         misfits = [one for one in self.predictions if not one.fits]
-        return min(misfits, key=lambda one: one.micro_batch, default=None)
+        return min(misfits, key=lambda one: one.size, default=None)
 
     @property
     def _fitting(self) -> list[Prediction]:

@@ -56,6 +56,12 @@ class Subject:
         self._tracers: dict[tuple, Tracer | EveryNth] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
+    def with_length(self, length: int) -> "Subject":
+        """The same with rows of another length."""
+        other = replace(self, rows=replace(self.rows, length=length))
+        other._shares = self._shares
+        return other
+
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
         """Those of the rank that has most, or of a stage; before ZeRO shards them."""
         if stage is None:
