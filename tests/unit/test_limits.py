@@ -19,6 +19,7 @@ from helpers import ROOT, refusal
 from train.data.collate import CausalCollator, ExampleCollator, PairCollator
 from train.recipe.parse import parse_recipe
 from train.tools.compare import guess as guess_module
+from train.tools.compare.axis import BATCHES
 from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from train.tools.compare.finished import Finished
 from train.tools.compare.guess import largest
@@ -514,7 +515,7 @@ def test_the_conclusion_follows_from_the_numbers():
 
 def test_the_report_has_all_of_it(tmp_path):
     comparison = SimpleNamespace(
-        rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
+        axis=BATCHES, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --config <x>", ["left out"])
@@ -554,7 +555,7 @@ def test_the_report_has_all_of_it(tmp_path):
 
 def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
     comparison = SimpleNamespace(
-        rows=rows, machine=machine(), limits=Limits(None, None, []),
+        axis=BATCHES, rows=rows, machine=machine(), limits=Limits(None, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --finish", [])

@@ -8,6 +8,7 @@ from unit.test_limits import machine, rows
 
 from train.recipe.parse import parse_recipe
 from train.tools.compare import simulated
+from train.tools.compare.axis import BATCHES
 from train.tools.compare.candidates import make_recipe
 from train.tools.compare.journal import key_of
 from train.tools.compare.machine import Limits, launch_environment
@@ -90,7 +91,7 @@ def test_the_report_says_that_it_is_simulated(tmp_path):
     real = machine([{"name": "simulated device", "total": GIB, "free": GIB}])
     ours = type(real)("npu", real.devices, real.memory, real.available, real.environment, VARIABLES)
     comparison = SimpleNamespace(
-        rows=rows, machine=ours, limits=Limits(1000 * 2**20, None, []),
+        axis=BATCHES, rows=rows, machine=ours, limits=Limits(1000 * 2**20, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --simulate 1GiB", [simulated.LEFT_OUT])

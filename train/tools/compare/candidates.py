@@ -8,10 +8,12 @@ from typing import Any
 
 import yaml
 
+from train.model.configuration import load_configuration
 from train.recipe.errors import UserError
 from train.recipe.options import TrainingRecipe
 from train.recipe.parse import parse_recipe
 from train.strategy.pairs import find_strategies
+from train.tools.lengths import micro_batch_of, possible_lengths
 from train.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
 OMITTED = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size",
@@ -91,13 +93,16 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     Raises:
         UserError: a flag sets an option that has no effect here.
     """
-    without_use = SET_BY_EACH_RUN if options.finish else OMITTED - {"global_batch_size"}
+    omitted = _omitted(options.lengths)
+    without_use = SET_BY_EACH_RUN if options.finish else omitted - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
         raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
                          for name in useless])  # fmt: skip
-    values, notes = recipe_values(options, cls, OMITTED, REPLACED), []
+    values, notes = recipe_values(options, cls, omitted, REPLACED), []
+    if options.lengths:
+        values["per_device_train_batch_size"] = micro_batch_of(options)
     if "max_eval_batches" not in values:
         values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
@@ -107,6 +112,11 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
             "accumulate 2 micro-batches, so that gradients are held while the second is computed"
         )
     return TrialRecipe(values, notes)
+
+
+def _omitted(lengths: list[str] | None) -> set[str]:
+    """Options of the user's recipe that trials do without: each launch sets the one that is searched."""
+    return OMITTED if lengths is None else OMITTED - {"per_device_train_batch_size"} | {"block_size"}
 
 
 def _one_batch(options, batch_size: int) -> int:
@@ -127,19 +137,24 @@ def with_one_batch_evaluations(candidates: list[Candidate], recipe: TrialRecipe,
     ]  # fmt: skip
 
 
-def check_overrides(candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe]) -> None:
-    """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe."""
+def check_overrides(
+    candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe], lengths: list[str] | None = None
+) -> None:
+    """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe, or its model
+    has not the positions for these lengths."""
     problems = []
     for candidate in candidates:
         try:
             with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
                 file.write(recipe.to_yaml())
                 file.flush()
-                parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
+                parsed = parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
+            if lengths:
+                possible_lengths(lengths, load_configuration(parsed))
         except UserError as error:
             problems += [f"{candidate.name}: {problem}" if candidate.overrides else problem
                          for problem in error.problems]  # fmt: skip
-        fixed = sorted(candidate.overrides.keys() & (OMITTED | REPLACED.keys()))
+        fixed = sorted(candidate.overrides.keys() & (_omitted(lengths) | REPLACED.keys()))
         problems += [f"{candidate.name}: {name} is set by the comparison itself" for name in fixed]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

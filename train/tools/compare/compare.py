@@ -5,6 +5,7 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
     zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --memory_limit 1GiB --finish
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --simulate 1GiB
+    zerofit compare --config recipes/clm/llama-long-context.yaml --strategies zero3,sp --lengths 8k,16k,32k
 
 Every trial is a real launch of the task with the recipe; its rows have the greatest length that the recipe allows. The
 journal in the output folder keeps all results: the same command resumes where it was interrupted, and repeats nothing.
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     trial_recipe = make_recipe(options, cls)
     if options.simulate:
         trial_recipe = TrialRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, LEFT_OUT])
-    check_overrides(candidates, trial_recipe, cls)
+    check_overrides(candidates, trial_recipe, cls, options.lengths)
     to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)

@@ -1,4 +1,5 @@
-"""The comparison itself: launch after launch, until the largest batch of every candidate is known and confirmed."""
+"""The comparison itself: launch after launch, until the largest batch, or the longest rows, of every candidate are
+known and confirmed."""
 
 import shutil
 from dataclasses import asdict, fields
@@ -38,6 +39,7 @@ class Comparison:
         self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
         self.recipe, self.output = recipe, output
         self.journal = Journal(output / "journal.jsonl")
+        self.axis = options.axis
         self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
         self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
         code = code_hash()
@@ -149,7 +151,7 @@ class Comparison:
     def _problem(self, step: Step, ending: Ending) -> str:
         """Why a candidate cannot be tried any further; empty if it can."""
         if ending.how == "failed":
-            return f"failed at batch size {step.first}. {ending.text}"
+            return f"failed at {self.axis.size} {step.first}. {ending.text}"
         return ending.text if ending.how in ("too_small", "refused") else ""
 
     def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> Ending:
@@ -161,9 +163,9 @@ class Comparison:
             sizes=self.sizes, first=step.first, only_first=step.only_first, steps=self.steps, pid=this_process.pid,
             started=this_process.create_time(), fits=state.fits, fails=state.fails, must_try=self._sizes_to_try(),
             points=state.points, per_sample=predicted and predicted.per_sample, memory_limit=self.limits.device,
-            host_memory_limit=self.limits.host,
+            host_memory_limit=self.limits.host, by_length=bool(options.lengths),
         )  # fmt: skip
-        flags = (*candidate.flags, *candidate.trial_flags, "--per_device_train_batch_size", str(step.first))
+        flags = (*candidate.flags, *candidate.trial_flags, f"--{self.axis.option}", str(step.first))
         program = ("-m", "train.tools.compare.trial", options.task, str(request.write(folder)))
         trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         launch = TrialLaunch(
@@ -178,7 +180,7 @@ class Comparison:
         return ending
 
     def _sizes_to_try(self) -> list[int]:
-        """Sizes that a search must not skip: those of --batch_sizes, and the largest of the other candidates."""
+        """Sizes that a search must not skip: those that were named, and the largest of the other candidates."""
         return self.sizes if self.options.sizes else [row.largest for row in self.rows() if row.largest]
 
     def _key(self, candidate: Candidate, code: str) -> str:
@@ -221,7 +223,7 @@ class Comparison:
     def _say_limit(self, candidate: Candidate) -> None:
         row = next(row for row in self.rows() if row.name == candidate.name)
         fails = row.fails
-        beyond = f", and {fails['size']} does not" if fails else ", and no larger batch was asked for"
+        beyond = f", and {fails['size']} does not" if fails else f", and no larger {self.axis.size} was asked for"
         result = (
             f"holds {row.largest}{beyond}" if row.largest or not fails else f"holds nothing, not even {fails['size']}"
         )

@@ -21,9 +21,9 @@ details summary { cursor: pointer } code { word-break: break-word }
 footer { margin-top: 2rem; font-size: 13px; color: #555 }
 """
 CAPTIONS = {
-    "Memory": "Peak memory of the process that needs most. A cross: this batch does not fit. Hollow: the process had "
+    "Memory": "Peak memory of the process that needs most. A cross: this does not fit. Hollow: the process had "
     "tried other sizes before, which may have fragmented its memory.",
-    "Throughput": "All processes together. A ring: the strategy's best batch.",
+    "Throughput": "All processes together. A ring: the strategy's fastest.",
 }
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from train.recipe.fields import option
+from train.tools.compare.axis import BATCHES, LENGTHS, Axis
+from train.tools.lengths import length_problems, read_lengths
 from train.tools.tool_recipe import LaunchedStrategiesOptions, parse_bytes
 
 
@@ -25,6 +27,12 @@ class CompareOptions(LaunchedStrategiesOptions):
     batch_sizes: list[str] = option(  # noqa: RUF009
         ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40.", common=True
     )
+    lengths: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Find the longest of these rows that each strategy holds, in place of its largest batch: 8k,16k,32k. The "
+        "micro-batch is per_device_train_batch_size of the recipe, or else 1.",
+        common=True,
+    )
     granularity: int = option(1, "The largest batch is found as a multiple of this.", positive=True)
     max_batch_size: int = option(4096, "No larger batch is tried.", positive=True)
     steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
@@ -37,8 +45,14 @@ class CompareOptions(LaunchedStrategiesOptions):
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
 
     @property
+    def axis(self) -> Axis:
+        return LENGTHS if self.lengths else BATCHES
+
+    @property
     def sizes(self) -> list[int] | None:
-        """The sizes that were named, in order; None: auto."""
+        """The batch sizes or lengths that were named, in order; None: auto."""
+        if self.lengths:
+            return read_lengths(self.lengths)
         texts = [text for given in self.batch_sizes for text in given.split(",") if text]
         return None if texts == ["auto"] else sorted({int(text) for text in texts})
 
@@ -49,13 +63,16 @@ class CompareOptions(LaunchedStrategiesOptions):
                 parse_bytes(getattr(self, name) or "1GiB")
             except ValueError:
                 problems.append(f"{name} = {getattr(self, name)!r}: expected a size such as 24GiB, 800MiB or 24GB")
+        if self.simulate:
+            without_use = [name for name in ("finish", "host_memory_limit", "steps") if self.source(name)]
+            problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
+        if self.lengths:
+            without_use = ("batch_sizes", "granularity", "max_batch_size", "finish")
+            return problems + length_problems(self, automatic=False, without_use=without_use)
         try:
             wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
         except ValueError:
             wrong = True
-        if self.simulate:
-            without_use = [name for name in ("finish", "host_memory_limit", "steps") if self.source(name)]
-            problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
         given = " ".join(self.batch_sizes)
         if wrong:
             problems.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")

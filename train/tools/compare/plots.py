@@ -2,6 +2,7 @@
 
 import io
 
+from train.tools.compare.axis import BATCHES, Axis
 from train.tools.compare.journal import peak_of
 from train.tools.compare.results import Row
 
@@ -15,11 +16,11 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def memory_plot(rows: list[Row], limit: int | None) -> str:
-    """Peak memory of the rank that needs most against the batch size; a cross where memory ran out."""
+def memory_plot(rows: list[Row], limit: int | None, axis: Axis = BATCHES) -> str:
+    """Peak memory of the rank that needs most against the size; a cross where memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
-    figure, axes = _figure("batch size of one process", f"peak memory of a process, {name}")
+    figure, axes = _figure(axis.label, f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index, row.name)
         lines = row.in_fresh_processes
@@ -39,15 +40,16 @@ def memory_plot(rows: list[Row], limit: int | None) -> str:
     return _svg(figure, axes)
 
 
-def throughput_plot(rows: list[Row]) -> str:
-    """Samples a second, over all processes, against the batch size of one."""
-    figure, axes = _figure("batch size of one process", "samples/s")
+def throughput_plot(rows: list[Row], axis: Axis = BATCHES) -> str:
+    """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
+    figure, axes = _figure(axis.label, axis.rate.replace("_per_", "/"))
     for index, row in enumerate(rows):
         lines = row.fitting
         if lines:
-            axes.plot([line["size"] for line in lines], [line["samples_per_s"] for line in lines],
+            axes.plot([line["size"] for line in lines], [line[axis.rate] for line in lines],
                       **_style(index, row.name))  # fmt: skip
-            axes.plot([row.best["size"]], [row.best["samples_per_s"]], "o", color=colour(index), markersize=11,
+            best = max(lines, key=lambda line: line[axis.rate])
+            axes.plot([best["size"]], [best[axis.rate]], "o", color=colour(index), markersize=11,
                       fillstyle="none")  # fmt: skip
     axes.set_ylim(bottom=0)
     return _svg(figure, axes)

@@ -5,17 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from train.record.terminal import duration, rounded, screen_width, size, table
+from train.tools.compare.axis import LENGTHS
 from train.tools.compare.finished import Finished, agreement, finished_table, write_csv
 from train.tools.compare.html_report import html_report
 from train.tools.compare.journal import peak_of
+from train.tools.compare.longest_rows import lengths_table, longest_rows
 from train.tools.compare.plots import memory_plot, throughput_plot
 from train.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
+from train.tools.lengths import micro_batch_of
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 MEMORY_COLUMNS = 5  # of the main table, the first ones
 EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
-COLUMNS = (
-    "strategy", "batch_size", "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
+COLUMNS = (  # after the strategy and the size
+    "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
     "total_bytes", "host_bytes", "peak_with_evaluation_bytes", "samples_per_s", "tokens_per_s", "loss", *EVALUATION,
     "launch",
 )  # fmt: skip
@@ -36,8 +39,9 @@ class Report:
         self.command, self.notes = command, notes
         self.finished: list[Finished] = []  # the runs of --finish
         self.simulated = bool(self.machine.simulated)  # memory only: times mean nothing
+        self.axis = comparison.axis
         title = Path(self.options.source("config") or self.options.task).stem
-        self.title = f"Batch sizes{', simulated' * self.simulated}: {title}"
+        self.title = f"{self.axis.title}{', simulated' * self.simulated}: {title}"
 
     @property
     def rows(self) -> list[Row]:
@@ -50,9 +54,9 @@ class Report:
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
-        pictures = {"Memory": memory_plot(self.rows, self.limits.device)}
+        pictures = {"Memory": memory_plot(self.rows, self.limits.device, self.axis)}
         if not self.simulated:
-            pictures["Throughput"] = throughput_plot(self.rows)
+            pictures["Throughput"] = throughput_plot(self.rows, self.axis)
         for name, picture in pictures.items():
             (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
         blocks = self._blocks()
@@ -61,14 +65,15 @@ class Report:
         (output / "report.md").write_text(self._markdown(blocks), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(COLUMNS)
+            writer.writerow(("strategy", self.axis.column, *COLUMNS))
             writer.writerows(self._values(row, line) for row in self.rows for line in row.trials)
         if self.finished:
             write_csv(self.finished, output / "finished.csv")
 
     @property
     def conclusion(self) -> str:
-        return conclusion(self.rows, with_speed=not self.simulated)
+        of_axis = longest_rows if self.axis is LENGTHS else conclusion
+        return of_axis(self.rows, with_speed=not self.simulated)
 
     def for_terminal(self) -> str:
         """The tables and the conclusion."""
@@ -88,6 +93,9 @@ class Report:
 
     def main_table(self) -> list[tuple[str, ...]]:
         """A row for each candidate; the others are compared with the first."""
+        if self.axis is LENGTHS:
+            rows = lengths_table(self.rows)
+            return [row[:MEMORY_COLUMNS] for row in rows] if self.simulated else rows
         first = self.rows[0]
         common = f"peak at {self.common}" if self.common else "peak"
         head = ("strategy", "largest batch", "factor", "its peak", common, "samples/s", "tokens/s", "best batch",
@@ -110,7 +118,7 @@ class Report:
 
     def held_table(self) -> list[tuple[str, ...]]:
         """Memory that a process keeps from update to update, and memory of each sample."""
-        head = ("strategy", "weights", "optimizer state", "each sample", "limit confirmed")
+        head = ("strategy", "weights", "optimizer state", self.axis.each, "limit confirmed")
         rows = []
         for row in self.rows:
             held, per_sample = row.held, row.bytes_per_sample
@@ -136,7 +144,7 @@ class Report:
 
     def trials_table(self) -> list[tuple[str, ...]]:
         """Every size that was tried, also those that do not fit."""
-        head = ("strategy", "batch", "outcome", "fresh process", "allocated", "reserved", "total",
+        head = ("strategy", self.axis.short, "outcome", "fresh process", "allocated", "reserved", "total",
                 *(("host",) if self.simulated else ("samples/s", "tokens/s", "loss")))  # fmt: skip
         rows = []
         for row in self.rows:
@@ -155,7 +163,7 @@ class Report:
         """(heading, text, table) of each part."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return [
-            ("Largest batches", " ".join([self._batches_text(), *problems]), self.main_table()),
+            (self.axis.heading, " ".join([self._batches_text(), *problems]), self.main_table()),
             *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
               if self.finished else []),
             ("What a process holds", _ABOUT_HELD, self.held_table()),
@@ -180,9 +188,18 @@ class Report:
             else "rates are of all processes together; factor and speed-up are against the first strategy, speed-up "
             f"and epoch at each one's best.{self._evaluation_text()}"
         )
-        return (
+        shape = (
             f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
-            f"{about['precision']}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
+            f"{about['precision']}"
+        )
+        if self.axis is LENGTHS:
+            rates = "The devices are simulated" if self.simulated else "Rates are of all processes together"
+            return (
+                f"{shape}; micro-batch {micro_batch_of(self.options)}; accumulation {about['accumulation']}. All rows "
+                f"have the length, and every token is trained on. {rates}; factor is against the first strategy."
+            )
+        return (
+            f"{shape}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
             f"{about['accumulation']}{of_first}. Batch sizes are those of one process, {explained}"
         )
 
@@ -237,15 +254,15 @@ class Report:
         parts = [f"# {self.title}", self.conclusion]
         for heading, text, rows in blocks:
             parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
-        parts += ["![memory against batch size](memory.svg)"]
-        parts += [] if self.simulated else ["![throughput against batch size](throughput.svg)"]
+        parts += [f"![memory against {self.axis.size}](memory.svg)"]
+        parts += [] if self.simulated else [f"![throughput against {self.axis.size}](throughput.svg)"]
         parts += ["\n".join(f"* {line}" for line in self._provenance())]
         return "\n\n".join(parts) + "\n"
 
 
 _ABOUT_HELD = (
-    "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample. What "
-    "is sharded counts as one shard."
+    "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample or "
+    "token. What is sharded counts as one shard."
 )
 _ABOUT_RUNS = (
     "A run of the task for each strategy, as the recipe says, at its best batch (with a global batch: the largest up "

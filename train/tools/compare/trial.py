@@ -150,7 +150,7 @@ class TrialTrainer(Trainer):
         self._answer(event="done")
 
     def measure(self, size: int, fresh: bool) -> dict[str, Any]:
-        """Updates of this batch size, the last ones timed, and in the first trial of a process an evaluation."""
+        """Updates of this size, the last ones timed, and in the first trial of a process an evaluation."""
         self.memory.begin()
         seconds, to_warm_up = [], WARM_UP_FIRST if fresh else WARM_UP
         while len(seconds) < self.request.steps:
@@ -175,7 +175,7 @@ class TrialTrainer(Trainer):
         peaks, names = self.memory.note(), list(trained)
         ranks = self.engine.per_rank([*trained.values(), *peaks.values(), *self.held.values()])
         figures, typical = result.figures, statistics.median(seconds)
-        samples = size * self.strategy.batches.accumulation * self.engine.layout.data_size
+        samples = self._rows(size) * self.strategy.batches.accumulation * self.engine.layout.data_size
         return {
             "ranks": [dict(zip(names, map(int, rank))) for rank in ranks],
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
@@ -187,8 +187,13 @@ class TrialTrainer(Trainer):
     def _batches(self, size: int) -> list[Batch]:
         """The micro-batches of the next update, made outside the timed part: training has workers for that."""
         accumulation, rank = self.strategy.batches.accumulation, self.engine.layout.data_rank
-        start = size * accumulation * (self.done * self.engine.layout.data_size + rank)
-        return [self.worst.batch(size, start + size * number) for number in range(accumulation)]
+        rows, longest = self._rows(size), {"input_ids": size} if self.request.by_length else None
+        start = rows * accumulation * (self.done * self.engine.layout.data_size + rank)
+        return [self.worst.batch(rows, start + rows * number, longest) for number in range(accumulation)]
+
+    def _rows(self, size: int) -> int:
+        """Of a micro-batch."""
+        return self.strategy.batches.micro_batch if self.request.by_length else size
 
     def _update(self, size: int, batches: list[Batch]):
         """One update, as the training loop does it."""
@@ -196,7 +201,7 @@ class TrialTrainer(Trainer):
         self.done += 1
         result = self.step(number, UpdateBatches(batches), lambda: None)
         if result.anomaly is not None:
-            raise UserError(f"batch size {size}: {result.anomaly.reason} in update {self.done} of the trial")
+            raise UserError(f"size {size}: {result.anomaly.reason} in update {self.done} of the trial")
         return result
 
     stopped = True  # as a run that was stopped before its end: nothing is exported
@@ -217,7 +222,7 @@ class TrialTrainer(Trainer):
         phase, _ = self.watchdog.at
         on_device = where == "device" or (self.device is not None and self.device.type == "cpu")
         self._report_failure("out_of_memory", where="device" if on_device else "host", phase=phase)
-        print(f"out of memory: rank {self.strategy.layout.rank}, {phase}, batch size {self.size}: {error}",
+        print(f"out of memory: rank {self.strategy.layout.rank}, {phase}, size {self.size}: {error}",
               file=sys.stderr, flush=True)  # fmt: skip
         return EXIT_OUT_OF_MEMORY
 

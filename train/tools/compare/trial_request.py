@@ -18,7 +18,7 @@ class TrialRequest:
     """What one launch is to try.
 
     Args:
-        sizes: all batch sizes (of one process) in question, ascending.
+        sizes: all batch sizes (of one process) in question, ascending; or lengths of rows.
         first: the one to begin with, in a fresh process.
         only_first: try this one and no other.
         fits, fails: the largest size that fits so far (0: none), and the smallest that does not (None: none).
@@ -28,6 +28,7 @@ class TrialRequest:
         steps: timed updates of each size.
         memory_limit: bytes that a rank may use of its device; None: all of it.
         host_memory_limit: bytes that a rank may use of its host, besides.
+        by_length: sizes are lengths of rows, in tokens; micro-batches are the recipe's.
         pid, started: of the process that made this request; the ranks end when that process is gone.
     """
 
@@ -44,6 +45,7 @@ class TrialRequest:
     per_sample: float | None = None
     memory_limit: int | None = None
     host_memory_limit: int | None = None
+    by_length: bool = False
 
     def write(self, folder: Path) -> Path:
         """Write it into the trial's folder, which is made. Returns the file."""

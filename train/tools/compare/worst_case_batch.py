@@ -21,10 +21,14 @@ class WorstCaseBatches:
         self.collate: Callable[[list], Batch] = task.collate
         self.longest = task.longest
 
-    def batch(self, size: int, start: int) -> Batch:
-        """A batch of `size` rows: samples `start`, `start` + 1 and so on, from the beginning again after the last."""
+    def batch(self, size: int, start: int, longest: dict[str, int] | None = None) -> Batch:
+        """A batch of `size` rows: samples `start`, `start` + 1 and so on, from the beginning again after the last.
+
+        Args:
+            longest: tokens by column, in place of the task's.
+        """
         indices = [(start + place) % len(self.samples) for place in range(size)]
-        return self.collate([(stretched(self.samples[index], self.longest), index) for index in indices])
+        return self.collate([(stretched(self.samples[index], longest or self.longest), index) for index in indices])
 
 
 def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
@@ -40,6 +44,8 @@ def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
             long[name] = np.resize(values, longest[name])
         elif np.ndim(values) == 1 and len(values) == length:
             long[name] = np.resize(values, longest["input_ids"])
+    if "position_ids" in sample and np.array_equal(sample["position_ids"], np.arange(length)):
+        long["position_ids"] = np.arange(longest["input_ids"])  # one document stays one
     if "labels" in sample and "labels" not in longest:  # next tokens: prompts and padding are trained as well
         long["labels"] = long["input_ids"].copy()
     if "sizes" in sample:  # of choices, which are in one row
