@@ -42,6 +42,7 @@ class Comparison:
         self.axis = options.axis
         self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
         self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
+        self.named = [] if options.lengths else options.sizes or []  # each of them is tried, if it is not too large
         code = code_hash()
         self.keys = {candidate.name: self._key(candidate, code) for candidate in candidates}
         self.problems: dict[str, str] = {}
@@ -68,11 +69,11 @@ class Comparison:
         """Predict what is searched and was not predicted before."""
         new = [one for one in self.candidates if not self._guess_of(one) and not self._trials(one)]
         limit = self.limits.device or min((device["total"] for device in self.machine.devices), default=None)
-        if self.options.sizes or not new or limit is None:
+        if self.named or not new or limit is None:
             return
         guesses = guess({
             "task": self.options.task, "recipe": str(self.recipe), "num_processes": self.options.num_processes,
-            "kind": self.machine.kind, "limit": limit, "sizes": self.sizes,
+            "kind": self.machine.kind, "limit": limit, "sizes": self.sizes, "by_length": bool(self.options.lengths),
             "has_gpu_kernels": self.machine.kind == "cuda" or bool(self.machine.simulated),
             "candidates": {one.name: [str(one.config), one.flags] for one in new},
         })  # fmt: skip
@@ -92,7 +93,7 @@ class Comparison:
         before = [row.largest for row in self.rows()]
         common = common_size(self.rows())
         for candidate, row in zip(self.candidates, self.rows()):
-            missing = {size for size in self.options.sizes or [] if size < row.largest and not row.at(size)}
+            missing = {size for size in self.named if size < row.largest and not row.at(size)}
             if common and row.largest and not (row.at(common) or {}).get("fresh"):
                 missing.add(common)
             for size in sorted(missing):
@@ -181,7 +182,7 @@ class Comparison:
 
     def _sizes_to_try(self) -> list[int]:
         """Sizes that a search must not skip: those that were named, and the largest of the other candidates."""
-        return self.sizes if self.options.sizes else [row.largest for row in self.rows() if row.largest]
+        return self.named or [row.largest for row in self.rows() if row.largest]
 
     def _key(self, candidate: Candidate, code: str) -> str:
         options = self.options
@@ -205,7 +206,7 @@ class Comparison:
         predicted = predict(state.points, self.limits.device)
         what = f"from {step.first} up"
         if not state.facts and self._guess_of(candidate):
-            what += ", the largest batch by prediction"
+            what += f", the largest {self.axis.size} by prediction"
         if state.is_bracketed:
             what = f"{step.first} again, in a fresh process"
         elif state.fails:

@@ -44,7 +44,7 @@ def guess(request: dict[str, Any]) -> dict[str, Guess]:
 
     Args:
         request: task, recipe (file), num_processes, kind of the device, has_gpu_kernels, limit (bytes of a process),
-            sizes, and candidates {name: [YAML, flags]}.
+            sizes, by_length (they are lengths of rows), and candidates {name: [YAML, flags]}.
     """
     with contextlib.suppress(Exception):  # it is only a first guess
         command = [sys.executable, "-m", "train.tools.compare.guess", json.dumps(request)]
@@ -86,10 +86,11 @@ def _predictions(request: dict[str, Any]) -> dict[str, Guess]:
 
 
 def _peaks_of(request: dict[str, Any], config: str, flags: list[str]) -> Callable[[int], int]:
-    """Peaks by batch size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
+    """Peaks by size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
     from dataclasses import replace
 
     from train.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
+    from train.tools.plan.lengths import LengthPlanner
     from train.tools.plan.options import PlanOptions
     from train.tools.plan.planner import Planner
     from train.tools.plan.prediction import Budget
@@ -106,8 +107,11 @@ def _peaks_of(request: dict[str, Any], config: str, flags: list[str]) -> Callabl
     planner = Planner(options, subject, Budget(request["limit"], None, ranks, ranks))
     resolved = resolve(config, options, subject, ranks, ranks)
 
+    lengths = LengthPlanner(planner, request["sizes"])
+
     def peak_at(size: int) -> int:
-        peak = planner.predict(resolved, size).peak
+        found = lengths.predict(resolved, size) if request["by_length"] else planner.predict(resolved, size)
+        peak = found.peak
         if kind == "cpu":
             return peak.allocated + PROGRAM_BYTES
         return peak.reserved if kind == "cuda" else peak.allocated - CUBLAS_WORKSPACE_BYTES

@@ -271,8 +271,8 @@ _ABOUT_RUNS = (
     "duration; the loss is the last update's; the other figures are held out, of the weights that the run leaves."
 )
 _ABOUT_PREDICTED = (
-    "`zerofit plan` predicted the batch that the first launch of each strategy begins with. The peaks are those of "
-    "the largest batch that was measured."
+    "`zerofit plan` predicted the size that the first launch of each strategy begins with. The peaks are those of "
+    "the largest one that was measured."
 )
 _ABOUT_TRIALS = (
     "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "

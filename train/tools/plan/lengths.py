@@ -1,8 +1,11 @@
 """The longest rows that each strategy holds: the plan of one length, made for several."""
 
+from functools import partial
+
 from train.tools.lengths import micro_batch_of
 from train.tools.plan.planner import Planner
-from train.tools.plan.prediction import Outcome
+from train.tools.plan.prediction import Outcome, Prediction
+from train.tools.plan.resolve import Resolved
 from train.tools.plan.search import search
 from train.tools.plan.timing import Timing
 
@@ -25,15 +28,13 @@ class LengthPlanner:
         if not self.planner.possible(sizes, resolved.layout.data_size):
             outcome.refused = self.planner.no_batch(sizes, resolved.layout)
             return
-        outcome.predictions = search(
-            self.lengths, lambda length: self._at(length).predict(resolved, self.micro_batch),
-            self.planner.budget.device,
-        )  # fmt: skip
+        outcome.predictions = search(self.lengths, partial(self.predict, resolved), self.planner.budget.device)
 
-    def _at(self, length: int) -> Planner:
+    def predict(self, resolved: Resolved, length: int) -> Prediction:
+        """One length under one strategy."""
         if length not in self._planners:
             subject, timing = self.planner.subject.with_length(length), self.planner.timing
             budget = self.planner.budget
             timing = timing and Timing(subject, budget, timing.speeds, timing.links, mean_length=None)
             self._planners[length] = Planner(self.planner.recipe, subject, budget, timing)
-        return self._planners[length]
+        return self._planners[length].predict(resolved, self.micro_batch)
