@@ -15,6 +15,7 @@ import yaml
 from helpers import ROOT, SMALL_BLENDERBOT, environment
 
 from train.tools.launches import MARK
+from train.tools.simulate.build import missing
 
 TINY = {
     "config_name": "gpt2", "config_overrides": "n_layer=2,n_head=2,n_embd=32,n_positions=64", "block_size": 64,
@@ -197,6 +198,29 @@ def test_mistakes_cost_no_launch(recipe, tmp_path):
     assert "Did you mean zero" in said
     assert "There are 3d, ddp, fsdp2" in said
     assert not (tmp_path / "unknown").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(missing()), reason=f"the simulated device: {missing()}")
+def test_rows_that_are_split_are_longer(tmp_path, cache):
+    """On simulated devices. What the plan predicts holds, and the next length does not."""
+    output = tmp_path / "lengths"
+    shape = ("hidden_size=128,intermediate_size=344,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=4,"
+             "max_position_embeddings=8192")  # fmt: skip
+    command = [
+        sys.executable, "-m", "train.cli", "compare", "--task", "clm", "--config_name", "llama-2-7b",
+        "--config_overrides", shape, "--train_tokenizer_vocab_size", "512", "--train_file", "docs/*.md", "--packing",
+        "concatenate", "--validation_split_percentage", "10", "--precision", "fp32", "--gradient_checkpointing",
+        "--per_device_eval_batch_size", "1", "--max_eval_batches", "1", "--strategies", "zero3,sp", "--cache_dir",
+        str(cache), "--lengths", "2k,4k,8k", "--simulate", "48MiB", "--output", str(output),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=environment())
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "sp holds the longest rows, 4,096 tokens, 2 times the 2,048 of zero3." in done.stdout
+    assert "zero3: holds 2048, and 4096 does not" in done.stdout
+    assert "sp: holds 4096, and 8192 does not" in done.stdout
+    for line in journal(output, "guess"):  # none where the machine was too busy to predict in time
+        assert line["size"] in (2048, 4096)
 
 
 @pytest.mark.long
