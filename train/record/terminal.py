@@ -5,6 +5,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
 READABLE = 28  # characters of a path that tell which one it is
 
 
@@ -84,6 +85,32 @@ def size(count: float) -> str:
     if count >= 2**30:
         return f"{count / 2**30:,.2f} GiB"
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:,.1f} KiB"
+
+
+class StatusLine:
+    """How far something is, on stderr: one line that is rewritten at a terminal, else a line now and then."""
+
+    def __init__(self):
+        self.renewed, self.shown, self.width = sys.stderr.isatty(), time.perf_counter(), 0
+
+    def is_due(self) -> bool:
+        """Whether the last one is old enough."""
+        return time.perf_counter() - self.shown >= (AT_A_TERMINAL_S if self.renewed else ELSEWHERE_S)
+
+    def show(self, pieces: list[str]) -> None:
+        """Print as many of the pieces, the worthiest first, as fit."""
+        self.shown, width = time.perf_counter(), screen_width(sys.stderr)
+        line = fitted(pieces, width and width - 1)
+        if not self.renewed:
+            print(line, file=sys.stderr, flush=True)
+            return
+        print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
+        self.width = len(line)
+
+    def close(self) -> None:
+        """What is printed next begins a line."""
+        if self.renewed and self.width:
+            print(file=sys.stderr, flush=True)
 
 
 class Bar:

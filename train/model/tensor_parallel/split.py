@@ -16,23 +16,33 @@ from train.recipe.errors import UserError
 
 
 def check_split(config, size: int, source: str) -> None:
-    """Check that so many ranks can share the layers of a model.
+    """Check that so many ranks can share the layers of a model, as a pair says.
 
     Raises:
         UserError: its family has no plan, or the number divides its heads or its MLP's channels not evenly.
     """
-    plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
+    if problem := split_problem(config, size, "Use a pair without it, such as zero3"):
+        raise UserError(f"{source}: tensor_parallel.autotp_size = {size}{problem}")
+
+
+def split_problem(config, size: int, otherwise: str) -> str | None:
+    """Why so many ranks cannot share the layers of a model, to be put behind their number; None if they can.
+
+    Args:
+        otherwise: what to do without tensor parallelism.
+    """
+    plan = family_of(config).tensor_plan
     if plan is None:
-        raise UserError(
-            f"{degree}: tensor parallelism knows no {config.model_type}. Use a pair without it, such as zero3"
-        )
+        return f": tensor parallelism knows no {config.model_type}. {otherwise}"
     widths = plan.widths(config)
-    if uneven := {name: width for name, width in widths.items() if width % size}:
-        degrees = [str(each) for each in range(2, min(widths.values()) + 1)
-                   if all(width % each == 0 for width in widths.values())]  # fmt: skip
-        remedy = f"Possible: {', '.join(degrees)}" if degrees else "Use a pair without it, such as zero3"
-        listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
-        raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
+    uneven = {name: width for name, width in widths.items() if width % size}
+    if not uneven:
+        return None
+    degrees = [str(each) for each in range(2, min(widths.values()) + 1)
+               if all(width % each == 0 for width in widths.values())]  # fmt: skip
+    remedy = f"Possible: {', '.join(degrees)}" if degrees else otherwise
+    listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
+    return f" does not divide the model's {listed}. {remedy}"
 
 
 def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:

@@ -1,12 +1,13 @@
 """The model of `zerofit generate`: found and checked without its weights first, then loaded onto its device."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from train.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from train.model.adapter_loading import load_with_adapter
 from train.model.folders import is_adapter, model_folder
-from train.model.pretrained_io import read_config, read_model, read_tokenizer
+from train.model.pretrained_io import DTYPES, read_config, read_model, read_tokenizer
 from train.recipe.errors import UserError
 from train.tools.generate.messages import say
 from train.tools.generate.options import GenerateOptions
@@ -54,8 +55,25 @@ def find_model(options: GenerateOptions) -> Source:
     return Source(base, adapter, config, read_tokenizer(*where, config, trust))
 
 
-def load(source: Source, options: GenerateOptions):
+def check_shares(source: Source, options: GenerateOptions) -> None:
+    """Raises UserError unless the processes of tensor_parallel can share the layers of the model."""
+    from train.model.tensor_parallel.split import split_problem
+
+    degree, instead = options.tensor_parallel, f"Use --num_processes {options.processes} without it"
+    problem = split_problem(source.config, degree, instead)
+    if source.adapter:
+        problem = f": an adapter's layers cannot be shared. Merge it first (zerofit merge), or: {instead.lower()}"
+    elif getattr(source.config, "quantization_config", None) is not None:
+        problem = f": quantised layers cannot be shared. {instead}"
+    if problem:
+        raise UserError(f"tensor_parallel = {degree}{problem}")
+
+
+def load(source: Source, options: GenerateOptions, tensor=None):
     """The model on its device, with its adapter if there is one.
+
+    Args:
+        tensor: the ranks that share each layer (a TensorGroup): this one keeps its share.
 
     Raises:
         UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
@@ -79,20 +97,37 @@ def load(source: Source, options: GenerateOptions):
             from transformers import GenerationConfig
 
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
+    elif tensor is not None:
+        model = _read_share(source, tensor, **how)
     else:
-        model, missing = read_model(
-            _auto_class(source.config, source.name), "model", source.name, source.config, **how
-        )
-        if missing:
-            raise UserError(
-                f"model = {source.name!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
-                f"{missing[0]}, or has them in another shape: it would write random texts"
-            )
+        model = _read(source, **how)
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
     say(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
     return model
+
+
+def _read(source: Source, **how):
+    model, missing = read_model(_auto_class(source.config, source.name), "model", source.name, source.config, **how)
+    if missing:
+        raise UserError(
+            f"model = {source.name!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
+            f"{missing[0]}, or has them in another shape: it would write random texts"
+        )
+    return model
+
+
+def _read_share(source: Source, tensor, precision: str | None, trust_remote_code: bool):
+    """Read the weights as they are stored, which takes no memory yet, and keep this rank's share of them."""
+    import torch
+
+    from train.model.tensor_parallel.read import read_share
+    from train.model.tensor_parallel.split import split_model
+
+    model = _read(source, precision=None, trust_remote_code=trust_remote_code)
+    dtype = model.dtype if precision is None else getattr(torch, DTYPES[precision])
+    return read_share(lambda _: model, partial(split_model, tensor=tensor), model.dtype, dtype)
 
 
 def _auto_class(config, name: str):

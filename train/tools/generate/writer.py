@@ -1,4 +1,4 @@
-"""Writing: a model continues one prompt after another, token by token onto stdout."""
+"""Writing: a model continues one prompt after another, token by token onto stdout, or several at once."""
 
 import json
 import sys
@@ -12,8 +12,50 @@ from train.tools.generate.options import GenerateOptions
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
 
 
-class Writer:
-    """Lets a model write, token by token onto stdout.
+class Positions:
+    """The room that a model has for a prompt and for what it writes.
+
+    Args:
+        config: the model's.
+    """
+
+    def __init__(self, config):
+        from train.model.configuration import usable_positions
+
+        self.positions, self.has_encoder = usable_positions(config), config.is_encoder_decoder
+
+    def room(self, length: int) -> int | None:
+        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
+        prompt is too long."""
+        if self.positions is None:
+            return None
+        if self.has_encoder:
+            return self.positions - 1 if length <= self.positions else 0
+        return self.positions - length
+
+    def too_long(self, length: int) -> str:
+        return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
+
+    def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
+        """(token ids of each prompt, number of tokens that were cut from each).
+
+        Raises:
+            UserError: a prompt is too long.
+        """
+        rows, cut = [], []
+        for prompt in prompts:
+            rows.append(renderer.ids(prompt))
+            cut.append(renderer.left_out)
+        for number, ids in enumerate(rows, 1):
+            room = self.room(len(ids))
+            if room is not None and room <= 0:
+                which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
+                raise UserError(f"{which}{self.too_long(len(ids))}")
+        return rows, cut
+
+
+class Writer(Positions):
+    """Lets a model write.
 
     Args:
         stops: token ids that end a text, besides those of the model and its tokenizer.
@@ -22,16 +64,15 @@ class Writer:
     def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
         import torch
 
-        from train.model.configuration import usable_positions
         from train.model.tokenizer import padding_token
 
-        self.model, self.tokenizer, self.has_encoder = model, tokenizer, model.config.is_encoder_decoder
-        self.positions = usable_positions(model.config)
+        super().__init__(model.config)
+        self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens = options.max_new_tokens
         defaults = model.generation_config
         ends = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
         self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
-        samples = bool(options.do_sample or options.sampling)
+        samples = options.samples
         self.settings = {
             "do_sample": samples, "num_beams": options.num_beams or 1, "use_cache": True,
             "eos_token_id": self.ends or None, "pad_token_id": padding_token(tokenizer), **options.sampling,
@@ -49,17 +90,10 @@ class Writer:
             used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
             say(f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}")
 
-    def room(self, length: int) -> int | None:
-        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
-        prompt is too long."""
-        if self.positions is None:
-            return None
-        if self.has_encoder:
-            return self.positions - 1 if length <= self.positions else 0
-        return self.positions - length
-
-    def too_long(self, length: int) -> str:
-        return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
+    def limit(self, length: int) -> int:
+        """The most tokens that are written after a prompt of `length`."""
+        room = self.room(length)
+        return self.max_new_tokens if room is None else min(room, self.max_new_tokens)
 
     def write(self, ids: list[int], number: int = 0) -> str:
         """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text.
@@ -75,7 +109,7 @@ class Writer:
             raise UserError(self.too_long(len(ids)))
         if self.settings["do_sample"]:
             torch.manual_seed(self.seed + number)
-        limit = self.max_new_tokens if room is None else min(room, self.max_new_tokens)
+        limit = self.limit(len(ids))
         inputs = torch.tensor([ids], device=self.model.device)
         streams = self.settings["num_beams"] == 1
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
@@ -96,6 +130,31 @@ class Writer:
             print(EMPTY if empty else text, flush=True)
         return text
 
+    def write_batch(self, rows: list[list[int]], number: int) -> list[tuple[str, int]]:
+        """Continue prompts for which `limit` is the same, all at once. Returns (text, its tokens) for each.
+
+        Args:
+            number: of the first one, which gives the seed.
+        """
+        import numpy as np
+        import torch
+
+        from train.data.collate import PromptCollator, multiple_for
+
+        if self.settings["do_sample"]:
+            torch.manual_seed(self.seed + number)
+        device, left = self.model.device, not self.has_encoder
+        collate = PromptCollator(self.settings["pad_token_id"], left=left, multiple=multiple_for(device))
+        inputs = collate([({"input_ids": np.array(ids)}, index) for index, ids in enumerate(rows)]).to(device).inputs
+        with torch.no_grad():
+            written = self.model.generate(
+                inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=self.limit(len(rows[0])),
+                **self.settings,
+            )[:, 1 if self.has_encoder else inputs["input_ids"].shape[1] :].tolist()  # fmt: skip
+        new = [row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), None)]
+               for row in written]  # fmt: skip
+        return [(self.tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
+
 
 def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:
     """Continue each prompt by itself, and write a record of each to `output` if there is one.
@@ -103,15 +162,7 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=N
     Raises:
         UserError: a prompt is too long; raised before any is continued.
     """
-    rows, cut = [], []
-    for prompt in prompts:
-        rows.append(renderer.ids(prompt))
-        cut.append(renderer.left_out)
-    for number, ids in enumerate(rows, 1):
-        room = writer.room(len(ids))
-        if room is not None and room <= 0:
-            which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
-            raise UserError(f"{which}{writer.too_long(len(ids))}")
+    rows, cut = writer.rows(prompts, renderer)
     with output or nullcontext():
         for number, (prompt, ids) in enumerate(zip(prompts, rows)):
             if len(prompts) > 1:
