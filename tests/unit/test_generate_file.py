@@ -1,0 +1,174 @@
+"""`zerofit generate` over a file: batches, order, what a killed run leaves, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer, tools_in_this_process
+from transformers import AutoModelForCausalLM
+
+from train.cli import main
+from train.tools.generate.journal import Journal
+
+PROMPTS = [f"{'word ' * (number * 5 % 13)}{number}" for number in range(11)]
+DRAWN = ("--temperature", 1.5, "--seed", 3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tools():
+    with tools_in_this_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_writer(folder / "llama", small_tokenizer(folder / "tokenizer"))
+    return folder / "llama"
+
+
+@pytest.fixture
+def asked(tmp_path) -> Path:
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return file
+
+
+@pytest.fixture
+def answer(model, asked, tmp_path, capsys):
+    """Answer the file. Returns (its answers, stderr); in `expect` its exit code."""
+
+    def run(*flags, name: str = "out", expect: int = 0, of=model) -> tuple[list[str], str]:
+        output = tmp_path / f"{name}.jsonl"
+        flags = ["--model", of, "--prompt_file", asked, "--output", output, "--max_new_tokens", 12, *flags]
+        assert main(["generate", *map(str, flags)]) == expect
+        shown = capsys.readouterr()
+        assert not shown.out
+        if expect:
+            return [], shown.err
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [line["prompt"] for line in lines] == PROMPTS
+        assert not Journal(output).path.exists()
+        return [line["generated"] for line in lines], shown.err
+
+    return run
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "blenderbot"])
+def test_answers_do_not_depend_on_the_batch(answer, family, tmp_path):
+    folder, tokenizer = tmp_path / family, small_tokenizer(tmp_path / "tokenizer")
+    (save_blenderbot(folder, tokenizer) if family == "blenderbot" else save_writer(folder, tokenizer, family))
+    one, _ = answer("--batch_size", 1, of=folder)
+    assert len(set(one)) > 8
+    assert answer("--batch_size", 4, of=folder)[0] == one
+    lone = tmp_path / "lone.jsonl"
+    assert main(["generate", "--model", str(folder), "--prompt", *PROMPTS, "--max_new_tokens", "12", "--output",
+                 str(lone)]) == 0  # fmt: skip
+    assert [json.loads(line)["generated"] for line in lone.read_text().splitlines()] == one
+
+
+def test_prompts_without_room_for_all_tokens_have_batches_of_their_own(answer):
+    one, _ = answer("--batch_size", 1, "--max_new_tokens", 50)
+    assert answer("--batch_size", 4, "--max_new_tokens", 50)[0] == one
+
+
+def stopped(monkeypatch, answer, after: int, *flags) -> None:
+    """A run that is interrupted after so many batches."""
+    from train.tools.generate.writer import Writer
+
+    true, calls = Writer.write_batch, []
+
+    def write(self, rows, number):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(number)
+        return true(self, rows, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write_batch", write)
+        assert "the same command goes on" in answer(*flags, expect=130)[1]
+
+
+@pytest.mark.parametrize("flags", [(), DRAWN])
+def test_a_run_goes_on_where_it_was(answer, monkeypatch, tmp_path, flags):
+    from train.tools.generate.writer import Writer
+
+    whole, _ = answer(*flags, "--batch_size", 2)
+    stopped(monkeypatch, answer, 3, *flags, "--batch_size", 2)
+    with (tmp_path / "out.jsonl.partial").open("a") as file:
+        file.write('{"number": 0, "generated": "half')
+    rows, true = [], Writer.write_batch
+    monkeypatch.setattr(
+        Writer, "write_batch", lambda self, batch, number: rows.extend(batch) or true(self, batch, number)
+    )
+    again, err = answer(*flags, "--batch_size", 2)
+    assert again == whole
+    assert len(rows) == len(PROMPTS) - 6
+    assert f"6 of {len(PROMPTS)} prompts are answered already" in err
+
+
+def test_the_seed_of_the_first_run_holds(answer, monkeypatch):
+    flags = ["--do_sample", "--batch_size", 2]
+    monkeypatch.setattr("os.urandom", lambda size: b"\0\0\7")
+    whole, _ = answer(*flags)
+    stopped(monkeypatch, answer, 2, *flags)
+    monkeypatch.setattr("os.urandom", lambda size: b"\0\0\1")
+    assert answer(*flags)[0] == whole
+    assert answer(*flags)[0] != whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [(["--max_new_tokens", 13], "max_new_tokens"), (["--num_beams", 2], "num_beams"), (DRAWN, "temperature")],
+)  # fmt: skip
+def test_answers_to_something_else_are_not_mixed(answer, monkeypatch, flags, word):
+    stopped(monkeypatch, answer, 1)
+    message = answer(*flags, expect=2)[1]
+    assert "out.jsonl.partial holds 8 answers" in message
+    assert word in message
+    assert answer()[0]
+    assert answer(*flags)[0], "a finished output is replaced"
+
+
+def test_other_prompts_are_something_else(answer, monkeypatch, asked):
+    stopped(monkeypatch, answer, 1)
+    asked.write_text(asked.read_text().replace("10", "20"))
+    assert "other prompts" in answer(expect=2)[1]
+
+
+def test_a_model_that_has_changed_is_another(answer, monkeypatch, model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    stopped(monkeypatch, answer, 1, "--model", copy)
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(copy)
+    assert "other model" in answer("--model", copy, expect=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num_processes", 3, "--tensor_parallel", 2], ["num_processes = 3", "tensor_parallel = 2", "2 or 4"]),
+        (["--tensor_parallel", 3], ["tensor_parallel = 3", "num_attention_heads = 4", "Possible: 2"]),
+        (["--tensor_parallel", 2, "--model", "ADAPTER"], ["tensor_parallel = 2", "zerofit merge"]),
+        (["--tensor_parallel", 2, "--model", "BLENDERBOT"], ["tensor_parallel = 2", "blenderbot", "--num_processes"]),
+        (["--output", "out.txt", "--num_processes", 2], ["out.txt", ".jsonl"]),
+        (["--output", "/dev/null/b.jsonl", "--num_processes", 2], ["/dev/null/b.jsonl", "cannot be written"]),
+    ],
+)
+def test_what_is_refused(answer, model, tmp_path, flags, words):
+    if "ADAPTER" in flags:
+        save_adapter(tmp_path / "ADAPTER", AutoModelForCausalLM.from_pretrained(model), model)
+    if "BLENDERBOT" in flags:
+        save_blenderbot(tmp_path / "BLENDERBOT", small_tokenizer(tmp_path / "tokenizer"))
+    flags = [tmp_path / flag if flag in ("ADAPTER", "BLENDERBOT") else flag for flag in flags]
+    message = answer(*flags, expect=2)[1]
+    assert message.startswith("error: ")
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("given", [["--chat"], ["--prompt", "a", "--output", "a.jsonl"], ["--prompt_file", "a.txt"]])
+def test_processes_need_a_file_and_an_output(given, capsys):
+    for flag in ("--num_processes", "--tensor_parallel", "--batch_size"):
+        assert main(["generate", "--model", "M", *given, flag, "2"]) == 2
+        assert "it goes with --prompt_file and --output" in capsys.readouterr().err
