@@ -49,7 +49,7 @@ def main() -> None:
                 first = first or answers
                 same = sum(one == other for one, other in zip(answers, first))
                 print(f"{way}: {rate:,.0f} tokens/s, {same} of {len(first)} answers as at first", flush=True)
-    print(f"{sum(map(lambda each: each.numel(), model.parameters())) / 1e6:.0f} M parameters")
+    print(f"{model.num_parameters() / 1e6:.0f} M parameters")
     print("| | tokens/s, median (each round) | ratio to one process, each round |\n|---|---|---|")
     for way, each in rates.items():
         ratios = ", ".join(f"{rate / base:.2f}" for rate, base in zip(each, rates["one process"]))
