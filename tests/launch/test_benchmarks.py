@@ -19,6 +19,7 @@ SMALL = {
     "continual": ["continual", "--updates", "4", "--output", "{tmp}"],
     "generation": ["generation", "--model", "{tmp}/t5", "--data", "{material}/dialogue/talks.json", "--examples", "5",
                    "--num_beams", "2", "--batch", "2", "--strategies", "single", "ddp", "--output", "{tmp}/texts.md"],
+    "generate_file": ["generate_file", "--rounds", "1", "--prompts", "9", "--hidden_size", "32"],
     "lora_memory": ["lora_memory", *TINY_GPT2, "--tokenizer", "{material}/tokenizers/gpt2", "--output",
                     "{tmp}/lora.md"],
     "save_stall": ["save_stall", *TINY_GPT2, "--tokenizer", "{material}/tokenizers/gpt2", "--updates", "12",
