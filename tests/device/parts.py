@@ -10,10 +10,10 @@ from train.checkpoint.directory import ASKED, CheckpointDirectory
 from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.collate import Batch, CausalCollator
 from train.record.run_folder import describe_environment
-from train.strategy.adamw import adamw
 from train.strategy.batches import BatchSizes
 from train.strategy.engine import Engine
 from train.strategy.layout import ParallelLayout
+from train.strategy.optimizers import adamw
 from train.strategy.state import WholeState
 from train.training.evaluation import eval_batches
 from train.training.length import RunLength

@@ -11,7 +11,7 @@ from train.checkpoint.shards import read_progress
 from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
-from train.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
+from train.record.run_folder import GIVEN_FOR, OLDER, RunFolder, differences, differing_options, identity
 
 SAMPLES_LOOKED_AT = 64
 
@@ -131,7 +131,7 @@ def _run_of(checkpoint: Path) -> dict[str, Any]:
             "such as RUN/checkpoints/latest"
         )
     try:
-        return read_progress(checkpoint / STATE)["run"]
+        return {**OLDER, **read_progress(checkpoint / STATE)["run"]}
     except (OSError, ValueError, KeyError):
         raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
 
@@ -140,9 +140,15 @@ def differences_from(recipe, global_batch: int, recorded: dict[str, Any]) -> lis
     """The options in which a run differs from the one of the checkpoint that was named.
 
     Raises:
-        UserError: another seed or global batch, with which the checkpoint's place in the data is another place.
+        UserError: another optimizer; another seed or global batch, with which the checkpoint's place in the data is
+            another place.
     """
     differing = differences(recipe, global_batch, recorded)
+    if other := next((text for text in differing if text.startswith("optim ")), None):
+        raise UserError(
+            f"resume = {recipe.resume!r}: {other}: one optimizer cannot read what another has kept. Set it as it was, "
+            "or train on its weights in a run of their own: --model_name_or_path RUN/model"
+        )
     displaced = [text for text in differing if text.startswith(("seed ", "global_batch_size "))]
     if displaced:
         raise UserError(

@@ -2,6 +2,7 @@
 
     state/progress.json            what the run resumes from, beside the optimizer's state
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
+                                   on rank 0 also {what}/{parameter}, whole, of an optimizer other than AdamW
     state/rank_00000.json          which part of which parameter that is: a range of the flattened parameter, or of the
                                    share that tensor parallelism has cut out of it; and the checksum of the above
 
@@ -115,6 +116,10 @@ class ShardReader:
             missing = len(values) - filled
             raise RuntimeError(f"{self.folder}: of {kind} of {piece.name}, {missing} elements are missing")
         return values
+
+    def whole(self, name: str) -> torch.Tensor:
+        """What the first rank wrote beside its pieces."""
+        return self._of(0).get_tensor(name)
 
     def _of(self, rank: int):
         from safetensors import safe_open

@@ -33,7 +33,6 @@ from train.recipe.errors import UserError, first_line
 from train.recipe.files import SECONDS_TO_APPEAR, appears, is_there
 from train.strategy.host_memory import host_memory
 from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
-from train.strategy.state import KINDS
 
 Fill = Callable[[Path, Weights], None]
 
@@ -88,8 +87,9 @@ class AsyncCheckpointWriter:
         if progress is not None:
             engine.state.start()
         pieces = engine.state.own() if progress is not None else []
-        tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece) for piece in pieces for kind in KINDS}
-        tensors = self._on_the_host("state", {name: tensor.float() for name, tensor in tensors.items()}, copied)
+        kinds, whole = engine.state.kinds, engine.state.whole_tensors() if progress is not None else {}
+        tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece).float() for piece in pieces for kind in kinds}
+        tensors = self._on_the_host("state", {**tensors, **whole}, copied)
         from_state = progress is not None and self._state_has_all
         buffers = engine.stored_buffers() if self._whole else {}
         exported = buffers if from_state else dict(weights())
@@ -129,16 +129,14 @@ class AsyncCheckpointWriter:
 
     def _bytes_to_copy(self) -> int:
         """The most that a rank copies: its shard of the state, and the main process puts the model together."""
-        trained = sum(piece.stop - piece.start for piece in self.engine.state.own())
-        return 4 * len(KINDS) * trained + (self._bytes_of_weights() if self.engine.is_main else 0)
+        return self.engine.state.bytes_of_own() + (self._bytes_of_weights() if self.engine.is_main else 0)
 
     def _bytes_of_weights(self) -> int:
         return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
 
     def bytes_of_a_checkpoint(self, with_state: bool) -> int:
         """About what one checkpoint takes on the disk."""
-        state = 4 * len(KINDS) * sum(true_numel(parameter) for parameter in self.engine.state.whole.values())
-        return self._bytes_of_weights() + (state if with_state else 0)
+        return self._bytes_of_weights() + (self.engine.state.bytes_of_all() if with_state else 0)
 
     def wait(self) -> bool:
         """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
@@ -217,7 +215,7 @@ class AsyncCheckpointWriter:
             progress, files = read_progress(folder / STATE), ShardReader(folder / STATE)
             problems = files.problems(state.whole)
             if not problems:
-                state.load(files.read, progress["steps"])
+                state.load(files.read, progress["steps"], files.whole)
         except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise UserError(f"the checkpoint {folder} cannot be read: {first_line(error)}") from None
         if problems:

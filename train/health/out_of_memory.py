@@ -29,6 +29,8 @@ OF_DEVICE = re.compile("|".join((
     "(?:CUDA|HIP|XPU) out of memory", "(?:CUDA|HIP) error: out of memory", "MPS backend out of memory",
     "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", NO_HANDLE, r"Cuda failure (?:\d+ )?'out of memory'",
     r"Failed to CUDA [cm]alloc")))  # fmt: skip
+# What an optimizer keeps of a weight, in weights of fp32; Adafactor's means of rows and columns are next to nothing.
+MOMENTS = {"adamw": 2, "adamw_8bit": 0.5, "adafactor": 0}
 LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
@@ -133,7 +135,7 @@ def take_stock(
     batches, launch = strategy.batches, strategy.launch
     here = _what_is_here(where, on_cpu, offloads)
     if engine is not None:
-        held, due = _held(engine, here, program_bytes)
+        held, due = _held(engine, recipe.optim, here, program_bytes)
     else:
         held, due = _on_the_way(sizes_of(strategy, recipe, parameters), here, where, strategy, program_bytes)
     free, total = _room(where, figures)
@@ -148,7 +150,7 @@ def take_stock(
         global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
-        lora=recipe.lora, quantised=recipe.quantised is not None, tensor=strategy.tensor,
+        lora=recipe.lora, optim=recipe.optim, quantised=recipe.quantised is not None, tensor=strategy.tensor,
         sequence=strategy.layout.sequence, pipeline=strategy.layout.pipeline,
         **_can_be_shared(engine, recipe, any(offloads.values()) or strategy.layout.pipeline > 1),
         pretrained=bool(recipe.model_name_or_path) and strategy.layout.model_size == 1,
@@ -172,11 +174,11 @@ def _what_is_here(where: str, on_cpu: bool, offloads: dict[str, bool]) -> Held:
     return Held(int(weights), int(of_model), int(optimizer), int(of_model))
 
 
-def _held(engine, here: Held, program_bytes: int) -> tuple[Held, Held]:
+def _held(engine, optim: str, here: Held, program_bytes: int) -> tuple[Held, Held]:
     """(what this rank holds on the memory that ran out, what gradients and optimizer come to after an update)."""
     from train.record.meters import MemoryMeter
 
-    sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine)
+    sizes, (gradients_due, optimizer_due) = engine.held_bytes(), _due(engine, optim)
     gradients = here.gradients * _gradients(engine)
     weights, optimizer = here.weights * sizes["parameters"], here.optimizer * sizes["optimizer"]
     peak = MemoryMeter(engine.device).peak_bytes() if here.rest else resident_bytes()
@@ -214,8 +216,8 @@ def sizes_of(strategy, recipe, parameters: int) -> Held:
     element = _element(strategy, recipe)
     weights = int(parameters * (quantised or element)) // (ranks if stage == 3 else 1)
     gradients = trained * element // (ranks if stage > 1 else 1)
-    state = 2 * element if strategy.deepspeed is None else 3 * 4
-    return Held(weights, gradients, state * trained // (ranks if stage else 1))
+    state = MOMENTS[recipe.optim] * element if strategy.deepspeed is None else 3 * 4
+    return Held(weights, gradients, int(state * trained) // (ranks if stage else 1))
 
 
 def _gradients(engine) -> int:
@@ -227,15 +229,17 @@ def _gradients(engine) -> int:
     return sum(gradient.nbytes for gradient in engine.gradients())
 
 
-def _due(engine) -> tuple[int, int]:
-    """(gradients, optimizer state) of this rank after an update, in bytes: gradients and Adam's two moments in the
-    dtype of the weights; under DeepSpeed moments and a copy of the weights in fp32; sharded as the stage says."""
+def _due(engine, optim: str) -> tuple[int, int]:
+    """(gradients, optimizer state) of this rank after an update, in bytes: gradients and moments; under DeepSpeed
+    moments and a copy of the weights in fp32; sharded as the stage says."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     count = sum(map(true_numel, trained)) // engine.layout.tensor
     element = max((parameter.element_size() for parameter in trained), default=0)
     strategy, ranks = engine.strategy, engine.layout.shard_size
-    state = 2 * element if strategy.deepspeed is None else 3 * 4
-    return count * element // (ranks if strategy.stage > 1 else 1), state * count // (ranks if strategy.stage else 1)
+    state = MOMENTS[optim] * element if strategy.deepspeed is None else 3 * 4
+    return count * element // (ranks if strategy.stage > 1 else 1), int(state * count) // (
+        ranks if strategy.stage else 1
+    )
 
 
 def resident_bytes() -> int:

@@ -88,6 +88,7 @@ class Situation:
     can_chunk: bool = False
     gradient_checkpointing: bool | str | int = False
     lora: bool = False
+    optim: str = "adamw"
     quantised: bool = False  # such weights cannot be sharded by ZeRO-3
     pretrained: bool = False
     dataloader_workers: int = 0
@@ -248,6 +249,9 @@ def _of_state(s: Situation) -> list[Remedy]:
             applicable.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
     if s.where == "device" and not s.on_cpu and s.tensor * s.sequence * s.pipeline == 1:
         applicable += _of_offload(s, optimizer, gains, known)
+    if s.optim == "adamw" and s.keeps_fp32 and not s.stage and s.phase != "load":
+        what = "another optimizer, with next to no state, for a run that starts anew"
+        applicable.append(Remedy("--optim adafactor", what, s.optimizer if known else None))
     if s.pretrained and not s.lora and s.phase != "load":
         what = "no gradients and no optimizer state but the adapter's"
         applicable.append(Remedy("--lora", what, s.gradients + optimizer if known else None))

@@ -25,6 +25,7 @@ FOREIGN_NAMES = {
     ("pad_to_max_length", "packing"): "pad_to_sequence_len",
     ("warmup_ratio", "num_warmup_steps"): "warmup_steps warmup",
     ("lr_scheduler_type",): "lr_scheduler scheduler",
+    ("optim",): "optimizer optimizer_type",
     ("max_grad_norm",): "gradient_clipping grad_clip",
     ("precision",): "mixed_precision fp32 torch_dtype dtype half_precision_backend",
     ("gradient_checkpointing",): "use_gradient_checkpointing activation_checkpointing",
@@ -80,7 +81,6 @@ HINTS = {
     "say --precision fp16": "fp16",
     "training is what this program does; remove it": "do_train",
     "what is trained follows from the data: text, instructions or chats (--data_format); remove it": "stage",
-    "AdamW is the optimizer; another one is named in the DeepSpeed JSON": "optim optimizer",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
     "loss.png is always drawn": "plot_loss",
     "`zerofit merge` folds an adapter into its base; train the result with --model_name_or_path":

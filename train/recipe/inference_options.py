@@ -11,7 +11,7 @@ TRAINING_OPTIONS = (
     "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules", "lora_modules_to_save",
     "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples", "per_device_train_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "num_train_epochs", "max_train_steps",
-    "dataloader_num_workers", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "dataloader_num_workers", "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "max_grad_norm", "lr_scheduler_type", "num_warmup_steps", "warmup_ratio", "min_lr_ratio", "lr_decay_steps",
     "wsd_decay_ratio", "logging_steps", "eval_steps", "eval_on_start", "metric_for_best_model", "save_best",
     "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end", "save_strategy", "save_steps",

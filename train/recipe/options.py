@@ -13,6 +13,7 @@ from train.recipe.model_options import LoraOptions, ModelOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
 TRACKERS = ("all", "wandb", "tensorboard", "none")
 
 
@@ -65,9 +66,15 @@ class BatchOptions(Recipe):
 class OptimizerOptions(Recipe):
     """Optimizer, schedule and precision"""
 
+    optim: str = option(
+        "adamw",
+        "Optimizer. With less state, of one process and under ddp: adamw_8bit (moments in 8 bits, by bitsandbytes), "
+        "adafactor (no first moment, and of the second one means of rows and columns).",
+        choices=OPTIMIZERS,
+    )
     learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0, aliases=("lr",), common=True)
     weight_decay: float = option(
-        0.0, "Weight decay of AdamW, for matrices only (not for biases and norms).", minimum=0
+        0.0, "Weight decay (decoupled), for matrices only (not for biases and norms).", minimum=0
     )
     adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
     adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)

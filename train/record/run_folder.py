@@ -40,6 +40,8 @@ SETTINGS = (
     "ROCR_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_",
     "MKL_NUM_THREADS", "KMP_", "MALLOC_", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
+# Options that older records have not, and what they would say.
+OLDER = {"optim": "adamw"}
 # Options that do not change what is computed: a run that differs only in these is the same run.
 # Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
 GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
@@ -80,7 +82,7 @@ class RunFolder:
             return None
         options = yaml.safe_load(recipe.read_text()) or {}
         laid_out = (yaml.safe_load(strategy.read_text()) or {}) if strategy.is_file() else {}
-        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
+        return {**OLDER, **options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
 
     def refuse_a_different_run(self, differing: list[str]) -> None:
         """Raises UserError: the folder holds another run than this one."""

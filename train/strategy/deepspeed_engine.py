@@ -5,10 +5,10 @@ import math
 
 from train.model.parameters import decay_groups
 from train.model.tensor_parallel.cut import join_shares
-from train.strategy.adamw import adamw
 from train.strategy.buckets import fill_bucket_size
 from train.strategy.engine import Engine
 from train.strategy.grid import initializing_deepspeed
+from train.strategy.optimizers import adamw
 from train.strategy.state import FlatState, ShardedState
 
 

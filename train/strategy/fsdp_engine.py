@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from train.model.parameters import true_shape
 from train.model.rows import rows_of
 from train.model.stages import whole_model, without_weights
-from train.strategy.adamw import adamw
 from train.strategy.engine import Engine, checksums, storages
 from train.strategy.expert_parallel import dispatch, experts_of
+from train.strategy.optimizers import adamw
 from train.strategy.state import RowState
 from train.strategy.torch_engine import gradient_norm
 

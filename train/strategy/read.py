@@ -20,6 +20,7 @@ from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, check_launch, find_launch
 from train.strategy.layout import ParallelLayout
 from train.strategy.named import take_named
+from train.strategy.optimizers import check_optimizer
 from train.strategy.strategy import Stated, Strategy
 
 OnLayout = Callable[[ParallelLayout], None]
@@ -60,6 +61,8 @@ def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: O
         batches = resolve_batches(recipe, launch.world_size)
     if launch.fsdp is not None:
         with problems.collected():
+            check_optimizer(recipe, "fsdp2", launch.world_size > 1)
+        with problems.collected():
             check_fsdp(launch.source, recipe, precision)
     if problems.found:
         return None
@@ -78,6 +81,8 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         return None
     with problems.collected():
         precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
+    with problems.collected():
+        check_optimizer(recipe, source, True)
     with problems.collected():
         tensor, sequence = take_tensor_degree(config, source), read_sequence_degree(config, source)
         pipeline = read_pipeline_degree(config, source)

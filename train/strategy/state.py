@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from train.model.parameters import true_shape
+from train.model.parameters import true_numel, true_shape
 from train.model.rows import rows_of
 from train.model.tensor_parallel.cut import Cut
 
+# What AdamW keeps has the shape of the parameter; what other optimizers keep (AsItIs) has not, and is not cut.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -42,6 +43,7 @@ class Piece:
         return starts[within], first[within] - self.start, (last - first)[within]
 
 
+ReadWhole = Callable[[str], torch.Tensor]  # (name) -> what `whole_tensors` had of that name
 Read = Callable[[str, Piece], torch.Tensor]  # (kind, piece) -> (stop - start,) fp32 on the CPU
 
 
@@ -66,10 +68,24 @@ class OptimizerState:
         engine: the engine; `module` has the trained parameters, `torch_optimizer` is the innermost optimizer.
     """
 
+    kinds = KINDS
+
     def __init__(self, engine):
         self.engine, self.optimizer = engine, engine.torch_optimizer
         self.parameters = _trained(engine.module)
         self.whole = _trained(engine.whole)  # of all stages of a pipeline
+
+    def bytes_of_own(self) -> int:
+        """What this rank writes."""
+        return 4 * len(self.kinds) * sum(piece.stop - piece.start for piece in self.own())
+
+    def bytes_of_all(self) -> int:
+        """What all ranks write together."""
+        return 4 * len(self.kinds) * sum(true_numel(parameter) for parameter in self.whole.values())
+
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank writes beside its pieces, each tensor as it is."""
+        return {}
 
     def held(self) -> list[Piece]:
         """What this rank holds, and so has to read."""
@@ -95,16 +111,18 @@ class OptimizerState:
         self.get(kind, piece).copy_(values)
 
     @torch.no_grad()
-    def load(self, read: Read, steps: int) -> None:
+    def load(self, read: Read, steps: int, read_whole: ReadWhole | None = None) -> None:
         """Take everything from a checkpoint.
 
         Args:
             steps: updates that the optimizer has made (fp16's skipped ones not counted).
+            read_whole: of an optimizer that keeps other tensors than AdamW.
         """
         self.start()
-        for kind in KINDS:
+        for kind in self.kinds:
             for piece in self.held():
                 self.set(kind, piece, read(kind, piece))
+        self._load_whole(read_whole)
         self._set_steps(steps)
         self._weights_follow(read)
 
@@ -152,6 +170,9 @@ class OptimizerState:
             if "step" in holder:
                 yield holder
 
+    def _load_whole(self, read_whole: ReadWhole | None) -> None:
+        """Take what `whole_tensors` had."""
+
     def _weights_follow(self, read: Read) -> None:
         """Give the model the weights that were read, where it has its own copy of them."""
 
@@ -175,6 +196,43 @@ class WholeState(OptimizerState):
         parameter = self.parameters[piece.name]
         whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
         return whole.view(-1)[piece.start : piece.stop]
+
+
+class AsItIs(WholeState):
+    """The same of an optimizer other than AdamW: what it keeps is the same on all ranks, and the first one writes it.
+
+    Args:
+        kept: the names of the tensors in the optimizer's state of a parameter, where it has them.
+        bytes_of: (shape of a parameter) -> their bytes.
+    """
+
+    kinds = ("weight",)
+
+    def __init__(self, engine, kept: tuple[str, ...], bytes_of: Callable[[torch.Size], int]):
+        super().__init__(engine)
+        self._kept, self._bytes_of = kept, bytes_of
+
+    def bytes_of_own(self):
+        return super().bytes_of_own() + (self._kept_bytes() if self.engine.layout.is_main else 0)
+
+    def bytes_of_all(self):
+        return super().bytes_of_all() + self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(self._bytes_of(parameter.shape) for parameter in self.parameters.values())
+
+    def whole_tensors(self):
+        return dict(self._tensors()) if self.engine.layout.is_main else {}
+
+    def _load_whole(self, read_whole):
+        for name, tensor in self._tensors():
+            tensor.copy_(read_whole(name))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            for kind, tensor in self.optimizer.state[parameter].items():
+                if kind in self._kept:
+                    yield f"{kind}/{name}", tensor
 
 
 class RowState(OptimizerState):

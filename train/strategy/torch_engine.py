@@ -4,9 +4,9 @@ import contextlib
 
 import torch
 
-from train.strategy.adamw import adamw
 from train.strategy.engine import Engine
-from train.strategy.state import WholeState
+from train.strategy.optimizers import KEPT, make_optimizer, state_bytes
+from train.strategy.state import AsItIs, WholeState
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -24,7 +24,7 @@ class TorchEngine(Engine):
     """One process, or DDP."""
 
     def _prepare(self, model, recipe):
-        self.optimizer = adamw(model, recipe, self.device)
+        self.optim, self.optimizer = recipe.optim, make_optimizer(model, recipe, self.device)
         model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layout.world_size > 1:
@@ -73,7 +73,9 @@ class TorchEngine(Engine):
         return self.optimizer.optimizer
 
     def _state(self):
-        return WholeState(self)
+        if self.optim == "adamw":
+            return WholeState(self)
+        return AsItIs(self, KEPT[self.optim], lambda shape: state_bytes(self.optim, shape))
 
     def loss_scale(self):
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}

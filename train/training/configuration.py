@@ -9,6 +9,7 @@ from train.recipe.paths import output_folder
 from train.record.run_folder import RunFolder
 from train.record.trackers import wanted_trackers
 from train.strategy.layout import ParallelLayout
+from train.strategy.optimizers import check_installed, without_effect
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
 
@@ -71,6 +72,8 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
 
             check_quantisation(recipe, strategy)
     with problems.collected():
+        check_installed(recipe)
+    with problems.collected():
         plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
     problems.raise_found()
     if recipe.dataloader_num_workers is None:
@@ -78,7 +81,8 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
 
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, (*notes, *plan.notes))
+    notes += [*without_effect(recipe), *plan.notes]
+    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
 
 
 def check_task(task: str, strategy: Strategy) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.strategy.strategy import Strategy
-from train.tools.plan.constants import CHECKPOINT_BYTES
+from train.tools.plan.constants import MASTER_BYTES
 from train.tools.plan.resolve import resolved
 from train.tools.plan.subject import read_subject
 
@@ -42,5 +42,5 @@ def size_up(recipe: Any, task: str, strategy: Strategy, on_gpu: bool) -> Sizes:
         trained=weights.trained,
         state=state,
         host=sum(states.host.values()) + (0 if on_gpu else state),
-        checkpoint=CHECKPOINT_BYTES * weights.trained,
+        checkpoint=MASTER_BYTES * weights.trained + weights.state_bytes(recipe.optim),
     )

@@ -35,5 +35,6 @@ NORM_BYTES = 8
 # Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.
 MOMENTS_BYTES, MASTER_BYTES = 8, 4
 
-# A checkpoint holds fp32 weights and both moments of what is trained (docs/resume.md).
-CHECKPOINT_BYTES = MASTER_BYTES + MOMENTS_BYTES
+# What a step of Adafactor makes of each parameter on its way: its squared gradient, or the update and its negative.
+# Source: transformers/optimization.py 5.23, Adafactor.step, where `update` lives on while the next one is made.
+ADAFACTOR_BYTES = 2 * 4

@@ -12,7 +12,7 @@ from train.tools.plan.constants import NORM_BYTES
 from train.tools.plan.links import Exchange
 from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from train.tools.plan.states import offload_device
-from train.tools.plan.time_constants import ADAM_BYTES
+from train.tools.plan.time_constants import ADAM_BYTES, MOVED_BYTES
 from train.tools.plan.weights import Weights
 
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
@@ -48,7 +48,7 @@ class Exchanges:
     adam: float = 0.0
 
 
-def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool) -> Exchanges:
+def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str = "adamw") -> Exchanges:
     """DDP, whose gradients are reduced in buckets once an update; or one process. Gradients are fp32."""
     size = 4 * weights.trained
     is_ddp = world_size > 1
@@ -57,8 +57,8 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool) -> Exchange
     return Exchanges(
         last_backward=reduced,
         micro_moved=3 * size if is_ddp else 0,  # added to the bucket
-        # Norm, clipping, AdamW; DDP's buckets are set to zero.
-        step_moved=norm + 2 * size + ADAM_BYTES * weights.trained + (size if is_ddp else 0),
+        # Norm, clipping, the optimizer; DDP's buckets are set to zero.
+        step_moved=norm + 2 * size + MOVED_BYTES[optim] * weights.trained + (size if is_ddp else 0),
     )
 
 

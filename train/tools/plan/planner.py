@@ -5,7 +5,7 @@ from functools import partial
 
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
-from train.tools.plan.constants import CHECKPOINT_BYTES
+from train.tools.plan.constants import MASTER_BYTES
 from train.tools.plan.layouts import possible_degrees, read_pair
 from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, training_moments
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
@@ -105,7 +105,8 @@ class Planner:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return CHECKPOINT_BYTES * self.subject.weights.trained
+        weights = self.subject.weights
+        return MASTER_BYTES * weights.trained + weights.state_bytes(self.recipe.optim)
 
     # -------------------------------------------------------------------------------------------------- global batches
 

@@ -58,7 +58,7 @@ class Resolved:
         if isinstance(self.sharding, FullyShards):
             return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards)
         if self.zero is None:
-            return torch_states(weights, sharers, trained, frozen, subject.on_gpu)
+            return torch_states(weights, sharers, trained, frozen, subject.on_gpu, subject.recipe.optim)
         return deepspeed_states(
             weights, self.zero, sharers, trained, accumulates, subject.on_gpu, subject.keeps_layers
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.tools.plan.constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
+from train.tools.plan.constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from train.tools.plan.engines import DistributedEngine, Engine, FlatEngine, ShardedEngine
 from train.tools.plan.gathered import Gathered
 from train.tools.plan.weights import FlatGroup, Weights, kept_by_rank
@@ -44,17 +44,19 @@ class States:
     host: dict[str, int] = field(default_factory=dict)
 
 
-def torch_states(weights: Weights, world_size: int, trained_dtype, frozen_dtype, on_gpu: bool) -> States:
+def torch_states(
+    weights: Weights, world_size: int, trained_dtype, frozen_dtype, on_gpu: bool, optim: str = "adamw"
+) -> States:
     """DDP, whose buckets hold the gradients all the time; or one process, where backward makes them."""
     width = trained_dtype.itemsize
     held = width * weights.trained + weights.frozen_bytes(frozen_dtype)
-    norm = 0 if on_gpu else NORM_BYTES * weights.largest
+    taken = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
     kind = DistributedEngine if world_size > 1 else Engine
     return States(
         weights=held,
-        optimizer=MOMENTS_BYTES * weights.trained,
+        optimizer=weights.state_bytes(optim),
         engine=lambda rank: kind(weights, width),
-        step={"gradients": width * weights.trained, "workspace": norm},
+        step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
         load=held,
     )
 

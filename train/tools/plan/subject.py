@@ -116,7 +116,14 @@ class Subject:
     @cached_property
     def weights(self) -> Weights:
         every = tuple(
-            Weight(name, parameter.numel(), parameter.requires_grad, parameter.dim() > 1, *parameter.shape[:1])
+            Weight(
+                name,
+                parameter.numel(),
+                parameter.requires_grad,
+                parameter.dim() > 1,
+                len(parameter) if parameter.dim() else 1,
+                tuple(parameter.shape),
+            )
             for name, parameter in self.full.named_parameters()
         )
         stacks = tuple(_layer_stacks(self.full))

@@ -45,6 +45,10 @@ NETWORK = 12.5e9
 # Bytes that AdamW moves for each element: weight, gradient and two moments are read, three of them are written; fp32.
 ADAM_BYTES = 28
 
+# The same of others. In 8 bits both moments take a byte each. Adafactor's single operations (transformers 5.23,
+# Adafactor.step) read and write a tensor of the parameter's size 21 times.
+MOVED_BYTES = {"adamw": ADAM_BYTES, "adamw_8bit": 16, "adafactor": 21 * 4}
+
 # The host's Adam, elements a second of a machine: bound by its memory, 200 GB/s (eight channels of DDR4-3200 have
 # 205). An assumption; --calibrate measures it.
 HOST_ADAM = 200e9 / ADAM_BYTES

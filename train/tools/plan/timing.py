@@ -108,7 +108,7 @@ class Timing:
             width = DTYPES[resolved.precision].itemsize
             return fully_sharded_exchanges(weights, world_size, width, resolved.sharding.reshards)
         if resolved.zero is None:
-            return torch_exchanges(weights, world_size, self.subject.on_gpu)
+            return torch_exchanges(weights, world_size, self.subject.on_gpu, self.subject.recipe.optim)
         return deepspeed_exchanges(
             weights,
             resolved.zero,

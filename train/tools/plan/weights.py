@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from train.strategy.optimizers import state_bytes
 from train.tools.plan.constants import NF4_BYTES
 
 Place = tuple[str, int]  # (stack, number of the layer)
@@ -14,13 +15,14 @@ ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl
 @dataclass(frozen=True)
 class Weight:
     """A parameter. `size` is in elements, `rows` of its first dimension; the optimizer has a group of matrices and one
-    of vectors (decay_groups)."""
+    of vectors (decay_groups). `shape` is that of the full parameter."""
 
     name: str
     size: int
     trained: bool = True
     is_matrix: bool = True
     rows: int = 1
+    shape: tuple[int, ...] = ()
 
     def padded(self, world_size: int) -> int:
         """Its elements with rows filled up, so that each rank has as many."""
@@ -57,6 +59,10 @@ class Weights:
     @cached_property
     def frozen(self) -> int:
         return sum(weight.size for weight in self.all if not weight.trained)
+
+    def state_bytes(self, optim: str) -> int:
+        """What an optimizer keeps of all that is trained, of parameters that are not sharded."""
+        return sum(state_bytes(optim, weight.shape or (weight.size,)) for weight in self.all if weight.trained)
 
     @cached_property
     def largest(self) -> int:

@@ -1,0 +1,182 @@
+"""optim: what each optimizer keeps, where it is refused, and that a run with it resumes to the bit."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from helpers import refusal
+from test_resuming import leave_a_run, recipe
+from test_saving import Alone, save, saver_of
+
+from train.checkpoint.resume import EarlierRuns, differences_from
+from train.record.run_folder import identity
+from train.strategy.optimizers import (
+    KEPT,
+    check_installed,
+    check_optimizer,
+    make_optimizer,
+    state_bytes,
+    without_effect,
+)
+from train.strategy.state import AsItIs
+
+CPU = torch.device("cpu")
+SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
+
+
+class Blocks(torch.optim.Optimizer):
+    """Stands for bitsandbytes' AdamW8bit where that is not installed: it takes the same arguments and keeps tensors of
+    the same names, dtypes and sizes. Its steps are made up."""
+
+    def __init__(self, params, lr, betas, eps):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    small = parameter.numel() < 4096
+                    state["step"] = 0
+                    for number in (1, 2):
+                        dtype = torch.float32 if small else torch.uint8
+                        state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+                        if not small:
+                            state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256))
+                            state[f"qmap{number}"] = torch.linspace(-1, 1, 256)
+                state["step"] += 1
+                state["state1"] += (100 * state["step"] * parameter.grad.abs()).to(state["state1"].dtype)
+                if "absmax1" in state:
+                    state["absmax1"] += parameter.grad.norm()
+                parameter -= group["lr"] * (parameter.grad + 0.01 * state["state1"])
+
+
+def stand_in(monkeypatch) -> None:
+    package, optim = ModuleType("bitsandbytes"), ModuleType("bitsandbytes.optim")
+    package.optim, optim.AdamW8bit = optim, Blocks
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)
+
+
+@pytest.fixture(params=["adafactor", "adamw_8bit", "stand-in"])
+def optim(request, monkeypatch):
+    if request.param == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="no dependency of the tests: pip install bitsandbytes")
+    if request.param == "stand-in":
+        stand_in(monkeypatch)
+    return request.param.replace("stand-in", "adamw_8bit")
+
+
+def optimizer_of(module: torch.nn.Module, *flags: str) -> torch.optim.Optimizer:
+    return make_optimizer(module, recipe(*flags), CPU)
+
+
+def own_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: tuple[str, ...]) -> int:
+    return sum(tensor.nbytes for name, tensor in optimizer.state[parameter].items() if name in names)
+
+
+def check_sizes(optim: str) -> None:
+    module = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES)
+    optimizer = optimizer_of(module, "--optim", optim)
+    for parameter in module:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for parameter in module:
+        assert own_bytes(optimizer, parameter, KEPT[optim]) == state_bytes(optim, parameter.shape), parameter.shape
+
+
+def test_the_state_is_as_large_as_predicted(optim):
+    check_sizes(optim)
+    check_sizes("adamw")
+
+
+def test_the_recipe_s_values_reach_the_optimizer(monkeypatch):
+    stand_in(monkeypatch)
+    flags = ("--learning_rate", "1e-3", "--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_epsilon", "1e-6")
+    module = torch.nn.Linear(4, 2)
+    matrices, vectors = optimizer_of(module, "--optim", "adamw_8bit", *flags).param_groups
+    assert matrices["params"] == [module.weight]
+    assert (matrices["lr"], tuple(matrices["betas"]), matrices["eps"]) == (1e-3, (0.8, 0.999), 1e-6)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+
+
+def test_adafactor_s_learning_rate_is_absolute():
+    """Of gradients that differ by rows and columns alone, the first step is the sign times the rate."""
+    module = torch.nn.Linear(3, 4, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = optimizer_of(module, "--optim", "adafactor", "--learning_rate", "1e-2")
+    module.weight.grad = torch.outer(torch.tensor([1.0, -2.0, 3.0, 4.0]), torch.tensor([0.1, 1.0, -7.0]))
+    optimizer.step()
+    assert torch.allclose(module.weight - before, -1e-2 * module.weight.grad.sign(), atol=1e-7)
+
+
+class Other(Alone):
+    """An engine of one process with another optimizer than AdamW."""
+
+    def __init__(self, optim: str, seed: int = 0, width: int = 640):
+        super().__init__(seed, width)
+        self.torch_optimizer = optimizer_of(self.module, "--optim", optim, "--learning_rate", "1e-2")
+        self.state = AsItIs(self, KEPT[optim], lambda shape: state_bytes(optim, shape))
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_run_resumes_to_the_bit(tmp_path, optim, asynchronous):
+    engine = Other(optim)
+    engine.train(range(3))
+    saver = saver_of(engine, tmp_path, asynchronous=asynchronous == "true")
+    save(saver, engine, 3)
+    assert not saver.wait()
+    after = engine.train(range(3, 6))
+    again = Other(optim, seed=5)
+    folder, _ = saver.choose("auto")
+    saver_of(again, tmp_path).load(folder)
+    assert again.state.steps == 3
+    assert again.train(range(3, 6)) == after
+    for name, tensor in engine.state.whole_tensors().items():
+        assert again.state.whole_tensors()[name].equal(tensor), name
+    assert len(engine.state.whole_tensors()) >= 6
+    tensors = sum(file.stat().st_size for file in (folder / "state").glob("*.safetensors"))
+    assert engine.state.bytes_of_all() < tensors < engine.state.bytes_of_all() + 3000
+
+
+def test_a_save_before_the_first_update_changes_nothing(tmp_path, optim):
+    engine, other = Other(optim), Other(optim)
+    saver = saver_of(engine, tmp_path)
+    save(saver, engine, 0)
+    assert not saver.wait()
+    assert engine.train(range(3)) == other.train(range(3))
+
+
+def test_where_parameters_are_cut_it_is_refused():
+    for name in ("adamw_8bit", "adafactor"):
+        message = refusal(check_optimizer, recipe("--optim", name), "ds_configs/zero2.json", True)
+        assert f"optim = {name}: it " in message
+        assert "(ds_configs/zero2.json). Use --strategy ddp, or one process; or --optim adamw" in message
+        check_optimizer(recipe("--optim", name), "ddp", False)
+    check_optimizer(recipe(), "ds_configs/zero2.json", True)
+
+
+def test_what_is_missing_or_has_no_effect_is_said(monkeypatch):
+    monkeypatch.setattr("train.strategy.optimizers.find_spec", lambda name: None)
+    check_installed(recipe("--optim", "adafactor"))
+    assert "pip install bitsandbytes" in refusal(check_installed, recipe("--optim", "adamw_8bit"))
+    assert without_effect(recipe("--optim", "adamw_8bit", "--adam_beta2", "0.95")) == []
+    (note,) = without_effect(recipe("--optim", "adafactor", "--adam_beta2", "0.95"))
+    assert note.startswith("adam_beta2: no effect")
+
+
+def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
+    """Also one whose record is older than the option."""
+    now, folder = recipe("--optim", "adafactor"), leave_a_run(tmp_path, recipe(), 8, 1)
+    older = {name: value for name, value in identity(recipe(), 8).items() if name != "optim"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(older))
+    earlier = EarlierRuns.read(now, folder)
+    assert "optim was 'adamw', now 'adafactor'" in refusal(earlier.plan, now, 8, folder)
+    named = SimpleNamespace(**{**vars(now), "resume": "RUN"})
+    named.to_dict = now.to_dict
+    assert "one optimizer cannot read what another has kept" in refusal(
+        differences_from, named, 8, {"optim": "adamw", **older}
+    )
