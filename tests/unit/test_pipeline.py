@@ -223,11 +223,11 @@ def test_models_that_stages_cannot_share(family, changes, said):
 
 def test_all_that_a_model_does_not_allow_is_said_at_once():
     config = AutoConfig.for_model("opt", num_hidden_layers=1)
-    strategy = SimpleNamespace(tensor=2, pipeline=2, sequence=1, source="my.json")
+    strategy = SimpleNamespace(tensor=2, pipeline=2, sequence=1, divides_experts=False, source="my.json")
     message = refusal(check_layout, config, strategy)
     assert "tensor parallelism knows no opt" in message
     assert "pipeline parallelism knows no opt" in message
-    check_layout(config, SimpleNamespace(tensor=1, pipeline=1, sequence=1, source="my.json"))
+    check_layout(config, SimpleNamespace(tensor=1, pipeline=1, sequence=1, divides_experts=False, source="my.json"))
 
 
 @pytest.mark.parametrize(("section", "said"), [
