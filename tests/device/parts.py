@@ -18,6 +18,7 @@ from train.strategy.state import WholeState
 from train.training.evaluation import eval_batches
 from train.training.length import RunLength
 from train.training.stream import micro_batches
+from train.training.task import Task
 
 DEVICE = torch.device("simgpu", 0)
 
@@ -75,14 +76,7 @@ def is_pinned(batch: Batch) -> bool:
 
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
-    task = SimpleNamespace(
-        recipe=recipe,
-        train_set=TokenizedDataset(),
-        grouping="none",
-        order=None,
-        collate=CausalCollator(0),
-        lengths=None,
-    )
+    task = Task(recipe, TokenizedDataset(), CausalCollator(0), loss_sum=None, evaluate=None)
     batches = list(micro_batches(task, Alone(), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
     assert len(batches) == 4
     assert all(map(is_pinned, batches))
