@@ -14,7 +14,7 @@ from train.tools.plan.plan import main
 
 PLAN = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16", "--num_gpus", "2",
         "--config_overrides", "n_layer=2,n_head=2,n_embd=32,n_positions=32,vocab_size=512", "--gpu", "a100-40gb",
-        "--strategies", "ddp,zero2,zero3,tp", "--json", "-"]  # fmt: skip
+        "--strategies", "ddp,zero2,zero3", "--json", "-"]  # fmt: skip
 
 
 def test_a_plan_is_the_same_in_one_process_and_in_two(monkeypatch, capfd):

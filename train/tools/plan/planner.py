@@ -112,10 +112,14 @@ class Planner:
 
     def accumulation(self, micro_batch: int, replicas: int) -> int:
         """Micro-batches of an update: what the recipe says, or what makes the global batch."""
-        total = self.recipe.max_global_batch_size or self.recipe.global_batch_size
-        if total is None:
+        if self._total is None:
             return self.recipe.gradient_accumulation_steps or 1
-        return total // (micro_batch * replicas)
+        return self._total // (micro_batch * replicas)
+
+    @property
+    def _total(self) -> int | None:
+        """The global batch, or the limit to it."""
+        return self.recipe.max_global_batch_size or self.recipe.global_batch_size
 
     def _resolved_recipe(self):
         """Without the recipe's own global batch where there is only a limit to it."""
@@ -152,8 +156,8 @@ class Planner:
 
     def _add_fastest(self, outcome: Outcome, candidates: list[int]) -> None:
         """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
-        those of sizes that were traced."""
-        if outcome.largest is None or outcome.largest.speed is None:
+        those of sizes that were traced; so where all sizes accumulate alike, one of those is the fastest."""
+        if outcome.largest is None or outcome.largest.speed is None or self._total is None:
             return
         made = {one.micro_batch for one in outcome.predictions}
         smaller = [size for size in candidates if size < outcome.largest.micro_batch]
