@@ -7,6 +7,7 @@
     python benchmarks/plan_accuracy.py table --on cpu --half all
     python benchmarks/plan_accuracy.py measure --half shared   # then table: model parallelism, fsdp2
     python benchmarks/plan_accuracy.py measure --half recomputed   # then table: each way of recomputing
+    python benchmarks/plan_accuracy.py measure --half offloaded    # then table: layers' inputs on the host
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -54,6 +55,7 @@ PAIRS = ["--dataset_name", "stdlib-functions", "--train_tokenizer_vocab_size", "
          "--max_train_samples", "400", "--predict_with_generate", "false"]  # fmt: skip
 LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
 SELECTIVE, SECOND, THIRD = ((*AGAIN, which) for which in ("selective", "2", "3"))
+ON_HOST = ("--activation_offload",)
 WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
 MODELS = {  # layers and their width: task, shape, and what is changed of it
     "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
@@ -208,12 +210,24 @@ RECOMPUTED = [  # the same with each way of recomputing, and others
     _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 8), SECOND),
     _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 1, (2, 8), SELECTIVE),
 ]
+OFFLOADED = [  # the inputs of recomputed layers wait on the host
+    *(
+        _make("Llama, 8 of 256", strategy, precision, 256, accumulation, (2, 8), WHOLE, AGAIN, ON_HOST)
+        for strategy, precision, accumulation in (
+            ("ddp", "fp32", 1), ("zero2", "bf16", 2), ("zero3", "fp32", 1), ("fsdp2", "fp32", 1), ("sp", "fp32", 1),
+        )
+    ),
+    _make("Llama, 8 of 256", "single", "fp32", 256, 1, (2, 8), WHOLE, SECOND, ON_HOST),
+    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN, ON_HOST),
+    _make("DeBERTa, 3 of 192", "zero2", "fp32", 64, 1, (2, 12), AGAIN, ON_HOST),
+]  # fmt: skip
+OTHERS = {"shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED}
 
 
 def chosen(half: str, on: str) -> list[Configuration]:
     """The configurations of that half that are measured there."""
-    if half in ("shared", "recomputed"):
-        return SHARED if half == "shared" else RECOMPUTED
+    if half in OTHERS:
+        return OTHERS[half]
     return [
         one for place, one in enumerate(CONFIGURATIONS)
         if half in ("all", "set-aside" if place in SET_ASIDE else "first") and (on != "cpu" or place in ON_CPU)
@@ -398,7 +412,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "table"))
     parser.add_argument("--on", choices=("device", "cpu"), default="device")
-    parser.add_argument("--half", choices=("first", "set-aside", "all", "shared", "recomputed"))
+    parser.add_argument("--half", choices=("first", "set-aside", "all", *OTHERS))
     parser.add_argument("--only", default="", help="words that a configuration's name must have")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "plan-accuracy")
     options = parser.parse_args()

@@ -43,6 +43,19 @@ def test_what_is_sharded_or_offloaded_is_not_on_the_device(runs):
     assert peak(runs("device", "zero2_offload")[0]) < peaks["zero2"]
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "fsdp2", "sp", "pp"])
+def test_inputs_of_recomputed_layers_wait_on_the_host(runs, strategy):
+    """The same run to the last digit, and at its peak the inputs of eight layers less two or three on the device; of
+    a pipeline, of four."""
+    shape = "hidden_size=64,intermediate_size=64,num_hidden_layers=8,num_attention_heads=2,num_key_value_heads=2"
+    deep = ("--config_name", "llama-2-7b", "--config_overrides", f"{shape},max_position_embeddings=256",
+            "--block_size", "256", "--gradient_checkpointing")  # fmt: skip
+    (plain, _), (offloaded, _) = (runs("device", strategy, *deep, *more) for more in ([], ["--activation_offload"]))
+    assert differences(offloaded, plain) == {"loss": 0, "grad_norm": 0, "learning_rate": 0}
+    inputs = 2 * 256 * 64 * 4 // (2 if strategy == "sp" else 1)
+    assert peak(plain) - peak(offloaded) >= (1 if strategy == "pp" else 5) * inputs
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero3"])
 def test_a_run_needs_what_its_peak_says(runs, tmp_path, strategy):
     """On devices of just that size it is the same run; with a block less it ends for want of memory."""

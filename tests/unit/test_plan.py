@@ -11,9 +11,10 @@ from train.cli import main
 from train.tools.plan import trace
 from train.tools.plan.every_nth import EveryNth
 from train.tools.plan.gpus import GPUS
-from train.tools.plan.memory import Moment, find_peak, training_moments
+from train.tools.plan.memory import Moment, find_peak, pinned, training_moments
 from train.tools.plan.rows import Rows
 from train.tools.plan.states import deepspeed_states, torch_states
+from train.tools.plan.steps import host_inputs, in_flight
 from train.tools.plan.trace import ATTENTION, Step, Tracer, TraceSettings
 from train.tools.plan.weights import Weight, Weights
 
@@ -317,6 +318,27 @@ def test_recomputation_keeps_less_and_a_larger_batch_more():
     assert peaks == sorted(peaks)
     assert peaks[0] < peaks[-1]
     assert peak(again, 64) < peak(kept, 64)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_offloaded_inputs_cost_the_host_and_not_the_device(tied):
+    """With each layer beyond the first two, an input waits on the host; what is on the device stays the same."""
+    config = LlamaConfig(num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=256, use_cache=False, tie_word_embeddings=tied)  # fmt: skip
+    rows, size = Rows("clm", 32, masked=True), 8 * 32 * 64 * 2
+    kept, offloaded = (
+        tracer(config, rows, dtype=torch.bfloat16, recomputed=True, offloaded=value) for value in (False, True)
+    )
+    for layers in (4, 9):
+        steps = offloaded.steps(8, layers)
+        assert host_inputs(steps) == [size] * (layers - 1)
+        assert pinned([size, size + 1]) == 3 * size
+        at_the_loss, in_full = (
+            next(step.start + step.rise for step in one if step.phase == "loss")
+            for one in (in_flight(steps), kept.steps(8, layers))
+        )
+        assert in_full - at_the_loss == (layers - 2) * size
+        assert in_flight(steps)[-1].end == steps[-1].end
 
 
 def test_the_peak_is_a_maximum_over_phases_and_the_sum_of_its_parts():

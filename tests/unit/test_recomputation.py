@@ -56,6 +56,16 @@ def test_other_words_are_refused(wrong, tmp_path):
         parse_recipe(ClmRecipe, ["--config", str(tmp_path / "recipe.yaml"), *START])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "and none is. Add --gradient_checkpointing"),
+     (["--gradient_checkpointing", "--torch_compile"], "activation_offload and torch_compile do not go together")],
+)  # fmt: skip
+def test_what_inputs_on_the_host_need(words, said):
+    with pytest.raises(UserError, match=said):
+        parse_recipe(ClmRecipe, [*START, "--activation_offload", *words])
+
+
 # ------------------------------------------------------------------------------------------------ layers and operators
 
 

@@ -29,6 +29,7 @@ FOREIGN_NAMES = {
     ("max_grad_norm",): "gradient_clipping grad_clip",
     ("precision",): "mixed_precision fp32 torch_dtype dtype half_precision_backend",
     ("gradient_checkpointing",): "use_gradient_checkpointing activation_checkpointing",
+    ("activation_offload",): "activation_offloading enable_activation_offloading cpu_checkpointing",
     ("attn_implementation",): "flash_attn flash_attention use_flash_attn sdp_attention xformers_attention",
     ("torch_compile",): "compile",
     ("loss",): "enable_liger_kernel use_liger_kernel liger_fused_linear_cross_entropy",

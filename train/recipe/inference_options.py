@@ -7,18 +7,18 @@ from train.recipe.fields import option
 
 # Options of training. A launch without training resets them, so that a run's recipe or command can be used unchanged.
 TRAINING_OPTIONS = (
-    "gradient_checkpointing", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by", "config_name",
-    "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules", "lora_modules_to_save",
-    "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "global_batch_size", "num_train_epochs", "max_train_steps",
-    "dataloader_num_workers", "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "max_grad_norm", "lr_scheduler_type", "num_warmup_steps", "warmup_ratio", "min_lr_ratio", "lr_decay_steps",
-    "wsd_decay_ratio", "logging_steps", "eval_steps", "eval_on_start", "metric_for_best_model", "save_best",
-    "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end", "save_strategy", "save_steps",
-    "save_total_limit", "save_keep_every", "save_minutes", "save_only_model", "save_async", "on_save_failure",
-    "resume", "max_hours", "on_fault", "spike_threshold", "record_samples", "with_tracking", "report_to",
-    "report_name", "run_name", "sample_tokens", "sample_prompt", "length_grouping", "global_batch_warmup",
-    "block_size_warmup", "difficulty_warmup",
+    "gradient_checkpointing", "activation_offload", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by",
+    "config_name", "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules",
+    "lora_modules_to_save", "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "num_train_epochs",
+    "max_train_steps", "dataloader_num_workers", "optim", "learning_rate", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "num_warmup_steps", "warmup_ratio",
+    "min_lr_ratio", "lr_decay_steps", "wsd_decay_ratio", "logging_steps", "eval_steps", "eval_on_start",
+    "metric_for_best_model", "save_best", "early_stopping_patience", "early_stopping_threshold",
+    "load_best_model_at_end", "save_strategy", "save_steps", "save_total_limit", "save_keep_every", "save_minutes",
+    "save_only_model", "save_async", "on_save_failure", "resume", "max_hours", "on_fault", "spike_threshold",
+    "record_samples", "with_tracking", "report_to", "report_name", "run_name", "sample_tokens", "sample_prompt",
+    "length_grouping", "global_batch_warmup", "block_size_warmup", "difficulty_warmup",
 )  # fmt: skip
 DATA_OPTIONS = (  # of the data that predict_file replaces
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",

@@ -42,6 +42,9 @@ class ModelOptions(Recipe):
         "selective: all but matrix products and attention. N: of every N-th layer.",
         common=True,
     )
+    activation_offload: bool = option(
+        False, "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect."
+    )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
 
     def problems(self) -> list[str]:
@@ -57,6 +60,13 @@ class ModelOptions(Recipe):
                 f"model_name_or_path = {self.model_name_or_path!r} and {starts[1]} = {getattr(self, starts[1])!r}: "
                 "the first loads weights, the second starts from scratch; keep one"
             )
+        if self.activation_offload and not self.gradient_checkpointing:
+            problems.append(
+                "activation_offload: it moves the inputs of layers that are recomputed, and none is. Add "
+                "--gradient_checkpointing"
+            )
+        if self.activation_offload and self.torch_compile:
+            problems.append("activation_offload and torch_compile do not go together. Remove one of them")
         files = [name for name in ("vocab_file", "merge_file") if getattr(self, name)]
         named = [name for name in ("tokenizer_name", "train_tokenizer_vocab_size") if getattr(self, name)]
         if not (self.model_name_or_path or named or files):

@@ -29,5 +29,8 @@ def look_at_monitors(config: dict[str, Any]) -> tuple[list[str], list[str]]:
         )
     notes = []
     if config.get("activation_checkpointing"):
-        notes.append("activation_checkpointing has no effect on these models: say --gradient_checkpointing")
+        notes.append(
+            "activation_checkpointing has no effect on these models: say --gradient_checkpointing, "
+            "and for cpu_checkpointing --activation_offload"
+        )
     return problems, notes

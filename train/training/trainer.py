@@ -174,17 +174,14 @@ class Trainer:
         from transformers.utils.logging import disable_progress_bar
 
         from train.model.parameters import count_parameters
-        from train.model.recomputation import enable_recomputation
         from train.model.stages import whole_model
         from train.strategy.prepare import prepare_engine
+        from train.training.passes import prepare_passes
 
         recipe = self.recipe
         disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
         self.watchdog.phase("prepare", patience=LONG)
-        if recipe.gradient_checkpointing:
-            enable_recomputation(model, recipe.gradient_checkpointing)
-        if recipe.torch_compile:
-            model.compile()
+        self.notes += prepare_passes(model, recipe, self.accelerator.device)
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine = prepare_engine(self.strategy, self.accelerator, model, recipe, self.schedule)
         self.engine.alive = self.watchdog.alive

@@ -26,6 +26,7 @@ class Segment:
         gradient: bytes of that gradient.
         operations: what is computed in it, in order.
         visit: the visit of a module that it begins with; None: it begins with another thing.
+        offloaded: bytes that leave for the host.
     """
 
     name: Hashable
@@ -36,6 +37,7 @@ class Segment:
     gradient: int = 0
     operations: list[Operation] = field(default_factory=list)
     visit: Visit | None = None
+    offloaded: int = 0
 
     @property
     def delta(self) -> int:
@@ -89,6 +91,10 @@ class Ledger(TorchDispatchMode):
         parameter.grad = None
         segment.completed, segment.gradient = name, before - self.live
         self.mark(segment.name)
+
+    def offloaded(self, size: int) -> None:
+        """So many bytes leave for the host."""
+        self.segments[-1].offloaded += size
 
     def close(self) -> list[Segment]:
         self._close()

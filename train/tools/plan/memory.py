@@ -66,14 +66,16 @@ class InFlight:
 
 
 def find_peak(
-    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, with_deepspeed: bool = False
-) -> Peak:
+    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, with_deepspeed: bool = False,
+    on_host: int = 0,
+) -> Peak:  # fmt: skip
     """The peak over the moments.
 
     Args:
         num_groups: groups of processes that this one communicates in; 0: it is alone.
+        on_host: bytes on the host beside the states.
     """
-    host = sum(states.host.values())
+    host = sum(states.host.values()) + on_host
     if not on_gpu:  # offloaded states lie in the same memory
         program = CPU_PROGRAM_BYTES + (CPU_DEEPSPEED_BYTES if with_deepspeed else 0)
         beside = {"offloaded": host, "program": program}
@@ -116,6 +118,11 @@ def evaluation_moments(states: States, training: list[Step], evaluation: list[St
         rise = max(0, gathered + engine.gathered + step.rise - at_first)
         parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
         yield Moment("evaluation", _sum(held, parts))
+
+
+def pinned(sizes: list[int]) -> int:
+    """Bytes of page-locked memory: torch rounds each block up to a power of two (CachingHostAllocator)."""
+    return sum(1 << (size - 1).bit_length() for size in sizes)
 
 
 def _held(states: States) -> dict[str, int]:

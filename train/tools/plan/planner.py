@@ -7,11 +7,12 @@ from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import MASTER_BYTES
 from train.tools.plan.layouts import possible_degrees, read_pair
-from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, training_moments
+from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
 from train.tools.plan.resolve import Resolved, resolve_with
 from train.tools.plan.search import search
 from train.tools.plan.stages import Stage
+from train.tools.plan.steps import host_inputs
 from train.tools.plan.subject import Subject
 from train.tools.plan.timing import Timing
 
@@ -90,7 +91,7 @@ class Planner:
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
         moments = [*training_moments(states, training, accumulation, in_flight)]
-        rest = _num_groups(layout), subject.on_gpu, resolved.zero is not None
+        rest = _num_groups(layout), subject.on_gpu, resolved.zero is not None, pinned(host_inputs(training))
         peak = find_peak(states, moments, *rest)
         if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak

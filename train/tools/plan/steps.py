@@ -23,6 +23,7 @@ class Step(NamedTuple):
     gradient: int = 0  # of that gradient
     operations: tuple[Operation, ...] = ()
     visit: Visit | None = None  # of a module, that it begins with
+    offloaded: int = 0  # bytes that leave for the host
 
 
 def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
@@ -46,12 +47,14 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
         operations = [tuple(segment.operations) for segment in run]
         places = _places(where, traced, stacks, backward)
         for place in places:
+            if not backward and place != places[0]:
+                live -= sum(segment.offloaded for segment in run)  # the input of the layer before is not held any more
             before, in_full = live, _renaming(where, place)
             for segment, computed in zip(run, operations):
                 end = live + segment.delta
                 steps.append(
                     Step(phase, name, place, live, segment.rise, end, head, in_full(segment.completed),
-                         segment.gradient, computed, _visit(segment.visit, in_full))
+                         segment.gradient, computed, _visit(segment.visit, in_full), segment.offloaded)
                 )  # fmt: skip
                 if is_last_of_forward or name == "backward of after":
                     head = max(0, head + segment.delta)
@@ -102,6 +105,27 @@ def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second:
 
     return [
         b._replace(start=further(a.start, b.start), rise=further(a.rise, b.rise), end=further(a.end, b.end),
-                   head=further(a.head, b.head))
+                   head=further(a.head, b.head), offloaded=further(a.offloaded, b.offloaded))
         for a, b in zip(first, second, strict=True)
     ]  # fmt: skip
+
+
+def in_flight(steps: list[Step]) -> list[Step]:
+    """The steps with what is on the device although it was offloaded: the newest input, which is not copied, and the
+    one before it, until the next one comes (DeepSpeed 0.19, offload_activations.py). That of the layer at work is
+    there in any case."""
+    done, held, place = [], [], None
+    for step in steps:
+        if step.offloaded:
+            held = [*held[-1:], step.offloaded]
+        if step.phase == "backward" and step.place not in (None, place):
+            held, place = held[:-1], step.place
+        own = held[-1] if held and step.phase != "backward" and step.place else 0
+        extra = sum(held) - own
+        done.append(step._replace(start=step.start + extra, end=step.end + extra))
+    return done
+
+
+def host_inputs(steps: list[Step]) -> list[int]:
+    """The bytes of each input that waits on the host: of all but the newest."""
+    return [step.offloaded for step in steps if step.offloaded][:-1]

@@ -21,7 +21,7 @@ from train.tools.plan.every_nth import EveryNth
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
 from train.tools.plan.shared import split_layers
 from train.tools.plan.stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
-from train.tools.plan.steps import Step
+from train.tools.plan.steps import Step, in_flight
 from train.tools.plan.trace import ATTENTION, Tracer, TraceSettings, reduced_configuration
 from train.tools.plan.trace_cache import TraceCache, model_key
 from train.tools.plan.weights import Weight, Weights
@@ -101,10 +101,14 @@ class Subject:
         """
         tracer = self.tracer(precision, sharding, layout, evaluated, rows)
         if layout.pipeline == 1:
-            return tracer.steps(batch_size)
+            return self._with_in_flight(tracer.steps(batch_size), evaluated)
         weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, batch_size)
         width = self.dtypes(precision, sharding is not None)[0].itemsize
-        return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
+        steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
+        return self._with_in_flight(steps, evaluated)
+
+    def _with_in_flight(self, steps: list[Step], evaluated: bool) -> list[Step]:
+        return in_flight(steps) if self.recipe.activation_offload and not evaluated else steps
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
         """{name of a parameter: elements of a rank's share}, of the model with few layers."""
@@ -171,6 +175,7 @@ class Subject:
             sequence=layout.sequence,
             keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
             watched=is_third_stage,
+            offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
         )
 
     def tracer(

@@ -8,7 +8,7 @@ any depth are put together from the same segments.
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.model.recomputation import enable_recomputation
 from train.strategy.grid import replaced
+from train.strategy.offloaded_inputs import offload_inputs
 from train.tools.plan.casts import CudaCasts, run_backward
 from train.tools.plan.ledger import Ledger, Segment
 from train.tools.plan.rows import Rows, make_inputs
@@ -47,6 +48,7 @@ class TraceSettings:
         keeps_inputs: linear layers are those of ZeRO-3, which keep their input also where their weight is frozen.
         recomputed: False, True or "selective" (train/model/recomputation.py).
         watched: the visits of modules are noted, for ZeRO-3.
+        offloaded: the inputs of layers that are recomputed wait in the host's memory.
     """
 
     dtype: torch.dtype
@@ -60,6 +62,7 @@ class TraceSettings:
     sequence: int = 1
     keeps_inputs: bool = False
     watched: bool = False
+    offloaded: bool = False
 
     @property
     def gpu_kernels(self) -> bool:
@@ -100,6 +103,7 @@ class Tracer:
         self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings,
         cache: TraceCache | None = None,
     ):  # fmt: skip
+        self.elsewhere: Elsewhere | None = None
         self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
         self.cache, self.kept = cache, cache.read() if cache else Traces()
         if not self.kept.segments:
@@ -121,6 +125,9 @@ class Tracer:
         if self.settings.recomputed and not self.settings.evaluated:
             drops = self.settings.gpu_kernels and any(getattr(self.config, name, 0) for name in ATTENTION_DROPOUTS)
             enable_recomputation(model, self.settings.recomputed, keeps_attention=not drops)
+            if self.settings.offloaded:
+                self.elsewhere = Elsewhere()
+                offload_inputs(model, self.elsewhere)
         return model
 
     @property
@@ -188,6 +195,8 @@ class Tracer:
                 if parameter.requires_grad:
                     completed = functools.partial(ledger.gradient_completed, name)
                     hooks.callback(parameter.register_post_accumulate_grad_hook(completed).remove)
+            if self.elsewhere:
+                self.elsewhere.offloaded = ledger.offloaded
             with ledger, torch.set_grad_enabled(not self.settings.evaluated):
                 ledger.mark("before")
                 with self._autocast():
@@ -222,6 +231,27 @@ class Tracer:
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
         with collectives.in_place(), rows, grouped, linear, multiplies, self.mode, casts:
             yield
+
+
+class Elsewhere:
+    """The host's memory: what is offloaded there leaves the device at once (in_flight in steps.py has the rest).
+
+    Attributes:
+        offloaded: is told the bytes of each tensor.
+    """
+
+    def __init__(self):
+        self.offloaded: Callable[[int], None] = lambda size: None
+        self._shapes: list[tuple] = []
+
+    def offload_input(self, tensor: torch.Tensor) -> int:
+        self.offloaded(tensor.nbytes)
+        self._shapes.append((tensor.size(), tensor.stride(), tensor.dtype, tensor.device))
+        return len(self._shapes) - 1
+
+    def restore_input(self, number: int) -> torch.Tensor:
+        size, stride, dtype, device = self._shapes[number]
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class Borders:

@@ -8,7 +8,7 @@ from train.tools.plan.exchanges import Exchanges
 from train.tools.plan.links import Exchange
 from train.tools.plan.operations import EXCHANGES, Operation
 from train.tools.plan.speeds import Speeds
-from train.tools.plan.steps import Step
+from train.tools.plan.steps import Step, host_inputs
 
 STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
     "starting operations", "communication", "optimizer step", "host", "pipeline bubble",
@@ -25,11 +25,13 @@ class PassTime:
 
     Attributes:
         parts: {kind of operation: seconds}, of both passes.
+        offloaded: bytes that are copied to the host in the forward pass, and back in the backward pass.
     """
 
     forward: float
     backward: float
     parts: dict[str, float]
+    offloaded: float = 0.0
 
     def towards(self, other: "PassTime", part: float) -> "PassTime":
         """On the line from this one (part 0) to another (part 1), and beyond it."""
@@ -38,6 +40,7 @@ class PassTime:
         return PassTime(
             between(self.forward, other.forward), between(self.backward, other.backward),
             {name: between(self.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in names},
+            between(self.offloaded, other.offloaded),
         )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def pass_time(
         times["backward" if step.phase == "backward" else "forward"] += seconds
         for kind, one in of_kinds.items():
             parts[kind] = parts.get(kind, 0.0) + one
-    return PassTime(times["forward"], times["backward"], parts)
+    return PassTime(times["forward"], times["backward"], parts, sum(host_inputs(steps)))
 
 
 def _segment_time(
@@ -124,7 +127,7 @@ def update_time(
         return beside - hidden * (1 - speeds.contention)
 
     forward, backward = exchanged(exchanges.forward), exchanged(exchanges.backward)
-    up, down = copied(exchanges.up), copied(exchanges.down)
+    up, down = copied(exchanges.up + passes.offloaded), copied(exchanges.down + passes.offloaded)
     last = backward + exchanged(exchanges.last_backward)
     in_each = exposed(forward, passes.forward) + exposed(backward, passes.backward)
     in_last = exposed(last, passes.backward) - exposed(backward, passes.backward)

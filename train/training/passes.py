@@ -1,0 +1,21 @@
+"""How the passes of a model are computed: what is recomputed, what waits on the host, what is compiled."""
+
+import torch
+
+from train.model.recomputation import enable_recomputation
+from train.recipe.model_options import ModelOptions
+from train.strategy.offloaded_inputs import host_store, offload_inputs
+
+
+def prepare_passes(model: torch.nn.Module, recipe: ModelOptions, device: torch.device) -> list[str]:
+    """Let the passes on this device be as the recipe says. Returns notes for the log."""
+    notes = []
+    if recipe.gradient_checkpointing:
+        enable_recomputation(model, recipe.gradient_checkpointing)
+    if recipe.activation_offload and device.type == "cpu":
+        notes.append("activation_offload has no effect: the device's memory is the host's")
+    elif recipe.activation_offload:
+        offload_inputs(model, host_store(device))
+    if recipe.torch_compile:
+        model.compile()
+    return notes
