@@ -214,7 +214,7 @@ OFFLOADED = [  # the inputs of recomputed layers wait on the host
     *(
         _make("Llama, 8 of 256", strategy, precision, 256, accumulation, (2, 8), WHOLE, AGAIN, ON_HOST)
         for strategy, precision, accumulation in (
-            ("ddp", "fp32", 1), ("zero2", "bf16", 2), ("zero3", "fp32", 1), ("fsdp2", "fp32", 1), ("sp", "fp32", 1),
+            ("ddp", "fp32", 1), ("zero2", "fp32", 2), ("zero3", "fp32", 1), ("fsdp2", "fp32", 1), ("sp", "fp32", 1),
         )
     ),
     _make("Llama, 8 of 256", "single", "fp32", 256, 1, (2, 8), WHOLE, SECOND, ON_HOST),

@@ -167,6 +167,11 @@ def test_savings_follow_from_the_sizes():
 def test_every_layer_can_be_recomputed_where_some_are():
     half = options(replace(DDP, gradient_checkpointing=2))
     assert half["--gradient_checkpointing full"] == pytest.approx(26 - 1 - (26 - 0.5) / 12)  # 12 layers are whole
+    assert "--activation_offload" not in half
+    full = replace(DDP, gradient_checkpointing=True, can_offload_inputs=True)
+    assert options(full)["--activation_offload"] == pytest.approx(22 / 24)
+    for change in ({"where": "host"}, {"can_offload_inputs": False}):
+        assert "--activation_offload" not in options(replace(full, **change))
     (unknown,) = (one for one in remedies(replace(DDP, gradient_checkpointing="selective")) if one.saves is None)
     assert unknown.option == "--gradient_checkpointing full"
 

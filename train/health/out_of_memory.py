@@ -150,6 +150,7 @@ def take_stock(
         global_batch_is_set=recipe.global_batch_size is not None, eval_batch=recipe.per_device_eval_batch_size,
         beams=getattr(recipe, "num_beams", None) or 1, generates=getattr(recipe, "predict_with_generate", False),
         row_tokens=row_tokens, lengths=lengths, gradient_checkpointing=recipe.gradient_checkpointing,
+        can_offload_inputs=not (recipe.activation_offload or recipe.torch_compile),
         lora=recipe.lora, optim=recipe.optim, quantised=recipe.quantised is not None, tensor=strategy.tensor,
         sequence=strategy.layout.sequence, pipeline=strategy.layout.pipeline,
         **_can_be_shared(engine, recipe, any(offloads.values()) or strategy.layout.pipeline > 1),

@@ -87,6 +87,7 @@ class Situation:
     logits: int = 0
     can_chunk: bool = False
     gradient_checkpointing: bool | str | int = False
+    can_offload_inputs: bool = False
     lora: bool = False
     optim: str = "adamw"
     quantised: bool = False  # such weights cannot be sharded by ZeRO-3
@@ -186,6 +187,9 @@ def _of_activations(s: Situation) -> list[Remedy]:
         option = "--gradient_checkpointing" + (" full" if s.gradient_checkpointing else "")
         saved = _of_recomputation(s, bodies)
         applicable.append(Remedy(option, "activations are computed anew: slower", saved))
+    elif s.where == "device" and not s.on_cpu and s.can_offload_inputs and s.layers > 2:
+        saved = s.layer_inputs * (s.layers - 2) // s.layers  # two are on the device at a time
+        applicable.append(Remedy("--activation_offload", "the inputs of layers wait on the host: slower", saved))
     if s.can_chunk and s.logits:
         applicable.append(Remedy("--loss chunked", "logits are never held whole", min(s.logits, s.activations)))
     if s.precision == "fp32":
