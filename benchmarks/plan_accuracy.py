@@ -65,6 +65,8 @@ MODELS = {  # layers and their width: task, shape, and what is changed of it
                                 "num_attention_heads=4,num_key_value_heads=4"]),
     "Llama, 8 of 256": ("clm", ["llama-2-7b", "num_hidden_layers=8,hidden_size=256,intermediate_size=688,"
                                 "num_attention_heads=4,num_key_value_heads=4"]),
+    "Llama, 24 of 128": ("clm", ["llama-2-7b", "num_hidden_layers=24,hidden_size=128,intermediate_size=344,"
+                                 "num_attention_heads=4,num_key_value_heads=4"]),
     "Llama, 3 of 384, grouped": ("clm", ["llama-2-7b", "num_hidden_layers=3,hidden_size=384,intermediate_size=1024,"
                                          "num_attention_heads=6,num_key_value_heads=2"]),
     "GPT-NeoX, 3 of 320": ("clm", ["open-calm-1b", "num_hidden_layers=3,hidden_size=320,intermediate_size=1280,"
@@ -210,7 +212,8 @@ RECOMPUTED = [  # the same with each way of recomputing, and others
     _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 8), SECOND),
     _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 1, (2, 8), SELECTIVE),
 ]
-OFFLOADED = [  # the inputs of recomputed layers wait on the host
+OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same without
+    *(_make("Llama, 24 of 128", "ddp", "fp32", 256, 1, (2, 8), WHOLE, AGAIN, *more) for more in ((), (ON_HOST,))),
     *(
         _make("Llama, 8 of 256", strategy, precision, 256, accumulation, (2, 8), WHOLE, AGAIN, ON_HOST)
         for strategy, precision, accumulation in (
