@@ -5,17 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers import check_offloaded_inputs
 
 from train.checkpoint.directory import ASKED, CheckpointDirectory
 from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.collate import Batch, CausalCollator
-from train.model.recomputation import enable_recomputation
 from train.record.run_folder import describe_environment
 from train.strategy.batches import BatchSizes
 from train.strategy.engine import Engine
 from train.strategy.layout import ParallelLayout
-from train.strategy.offloaded_inputs import host_store, offload_inputs
 from train.strategy.optimizers import adamw
 from train.strategy.state import WholeState
 from train.training.evaluation import eval_batches
@@ -119,22 +117,4 @@ def test_adamw_is_fused_where_torch_has_it():
 
 
 def test_inputs_of_recomputed_layers_wait_on_the_host():
-    """The gradients are the same to the last digit; of 12 layers the inputs of two or three are on the device."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=12, use_cache=False)).to(DEVICE).train()
-    rows = torch.arange(1024, device=DEVICE).reshape(4, 256) % 64
-    enable_recomputation(model, True)
-
-    def measured() -> tuple[list[torch.Tensor], int]:
-        model.zero_grad()
-        torch.simgpu.reset_peak_memory_stats()
-        model(rows, labels=rows).loss.backward()
-        return [parameter.grad.cpu() for parameter in model.parameters()], torch.simgpu.max_memory_allocated()
-
-    plain, before = measured()
-    offload_inputs(model, host_store(DEVICE))
-    for _ in range(2):
-        offloaded, peak = measured()
-        assert all(map(torch.equal, offloaded, plain))
-        assert before - peak >= 9 * rows.numel() * 64 * 4
+    check_offloaded_inputs(DEVICE)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import save_writer, small_tokenizer
-from helpers import ROOT, launch, tiny_model, updates
+from helpers import ROOT, check_offloaded_inputs, launch, tiny_model, updates
 from safetensors.torch import load_file
 
 from train.data.collate import CausalCollator
@@ -50,6 +50,10 @@ def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     save_writer(folder / "llama", small_tokenizer(folder))
     return folder / "llama"
+
+
+def test_inputs_of_recomputed_layers_wait_on_the_host():
+    check_offloaded_inputs(device())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
