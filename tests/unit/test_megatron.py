@@ -472,6 +472,13 @@ def test_recomputation_is_answered_with_the_nearest_one(flags, value):
     assert ("8 of 24 layers are recomputed, evenly spread; there the first 7" in words) == (value == 3)
 
 
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_inputs_on_the_host_are_carried_over_where_layers_are_recomputed(recomputed):
+    done = typed(MINIMAL + "--checkpoint-in-cpu" + " --checkpoint-activations" * recomputed)
+    assert done.recipe.get("activation_offload", False) == recomputed
+    assert fates(done)["--checkpoint-in-cpu"] == ("carried over" if recomputed else "satisfied")
+
+
 def test_weights_to_begin_with_must_fit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"n_layer": 3, "n_embd": 32, "n_head": 4}))
     done = typed(MINIMAL + "--load elsewhere", model_name_or_path=str(tmp_path))
@@ -548,6 +555,7 @@ def test_corpora(tmp_path, capsys):
         ("--attention-dropout", "attn_pdrop", "lora_dropout"),
         ("--deepspeed", "accelerate launch --config_file", "seed"),
         ("--recompute-activations", "selective", "Did you mean"),
+        ("--checkpoint-in-cpu", "--activation_offload", "Did you mean"),
         ("--tensor-model-parallel-size", "tp.yaml", "Did you mean"),
         ("--swiglu", "llama-2-7b", "Did you mean"),
         ("--lr-warmup-samples", "--num_warmup_steps", "Did you mean"),

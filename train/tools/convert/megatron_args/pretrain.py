@@ -45,6 +45,8 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
     read_optimizer(done)
     read_precision(done)
     _memory(done)
+    if done.flags.has("checkpoint_in_cpu"):
+        _inputs_on_the_host(done)
     _checkpoints(done, options)
     _trackers(done)
     return done
@@ -248,6 +250,13 @@ def _memory(done: Converted) -> None:
             carry(done, name, "gradient_checkpointing", value, note if name == full[-1] else "")
         else:
             flags.satisfied(name, "no layer is recomputed")
+
+
+def _inputs_on_the_host(done: Converted) -> None:
+    if "gradient_checkpointing" in done.recipe:
+        carry(done, "checkpoint_in_cpu", "activation_offload", True)
+    else:
+        done.flags.satisfied("checkpoint_in_cpu", "no layer is recomputed")
 
 
 def _of_block(done: Converted, count: int) -> tuple[bool | int, str]:
