@@ -16,7 +16,9 @@ from train.recipe.cache import cache_root
 from train.recipe.model_options import LoraOptions, ModelOptions
 
 TRAIN = Path(__file__).resolve().parents[2]
-TRACED_CODE = ("model/**/*.py", "strategy/sequence.py", "tools/plan/*.py")  # whose change may change a trace
+TRACED_CODE = (  # whose change may change a trace
+    "model/**/*.py", "strategy/sequence.py", "strategy/offloaded_inputs.py", "tools/plan/*.py",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
