@@ -13,15 +13,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long  # tests/unit/test_machines.py compares what two machines say
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
         ((400, 500), ["rank 1, on machine", "another train_file (files and their bytes)", "Copy the data"]),
-        pytest.param(
-            (400, 400),
-            ["rank 1, on machine", "another view of output_dir", "that all machines share"],
-            marks=pytest.mark.long,
-        ),
+        ((400, 400), ["rank 1, on machine", "another view of output_dir", "that all machines share"]),
     ],
     ids=["data", "output_dir"],
 )

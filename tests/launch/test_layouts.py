@@ -63,6 +63,7 @@ def test_a_partition_is_a_machine(runs):
     assert effective["deepspeed"]["zero_optimization"]["zero_hpz_partition_size"] == 2
 
 
+@pytest.mark.long
 def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
     """They are copies of the weights that were there before it was read."""
     output = tmp_path / "run"

@@ -751,6 +751,7 @@ def test_a_killed_job_leaves_no_corpus_and_is_replaced(small, tmp_path, large, c
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_ends_the_job(small, tmp_path, large):
     job = started(large, small, tmp_path / "x")
     workers = psutil.Process(job.pid).children()
