@@ -32,8 +32,9 @@ from train.tools.compare.results import Row, common_size, conclusion, fact_of
 from train.tools.compare.search import Fact, SearchState, next_size, next_step, predict
 from train.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK
 from train.tools.compare.trial_launch import TrialLaunch
-from train.tools.compare.trial_request import Answers, TrialRequest, add_line
+from train.tools.compare.trial_request import Answers, TrialRequest
 from train.tools.compare.worst_case_batch import WorstCaseBatches
+from train.tools.json_lines import add_line
 from train.tools.launches import MARK
 from train.tools.tool_recipe import parse_bytes, read_with_recipe
 from train.training.task import Task

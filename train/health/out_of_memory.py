@@ -238,9 +238,8 @@ def _due(engine, optim: str) -> tuple[int, int]:
     element = max((parameter.element_size() for parameter in trained), default=0)
     strategy, ranks = engine.strategy, engine.layout.shard_size
     state = MOMENTS[optim] * element if strategy.deepspeed is None else 3 * 4
-    return count * element // (ranks if strategy.stage > 1 else 1), int(state * count) // (
-        ranks if strategy.stage else 1
-    )
+    optimizer = int(state * count) // (ranks if strategy.stage else 1)
+    return count * element // (ranks if strategy.stage > 1 else 1), optimizer
 
 
 def resident_bytes() -> int:

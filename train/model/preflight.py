@@ -131,9 +131,8 @@ def check_split_rows(engine, collate, packed: bool) -> None:
     with engine.rows_in_full():
         full = engine.model(**batch.inputs).item()
     engine.model.train()
-    if not abs(split - full) <= TOLERANCE[engine.strategy.precision] * abs(
-        full
-    ):  # both are 0 on a device without data
+    allowed = TOLERANCE[engine.strategy.precision] * abs(full)
+    if not abs(split - full) <= allowed:  # both are 0 on a device without data
         config = engine.module.config
         raise UserError(
             f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {config.model_type} with "

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from train.tools.compare.trial_request import add_line
+from train.tools.json_lines import add_line
 from train.tools.launches import Launch
 
 PACKAGE = Path(__file__).resolve().parents[2]

@@ -24,8 +24,9 @@ from train.recipe.errors import UserError, leave
 from train.strategy.devices import synchronise
 from train.tools.compare.memory_limits import DataSegment, TrialMemory, limit_device
 from train.tools.compare.search import next_size
-from train.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest, add_line
+from train.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
 from train.tools.compare.worst_case_batch import WorstCaseBatches
+from train.tools.json_lines import add_line
 from train.training.evaluation import timed_evaluation
 from train.training.step import Signals, TrainStep
 from train.training.stream import UpdateBatches

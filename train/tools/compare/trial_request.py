@@ -5,7 +5,6 @@ whose memory has run out in `failures.jsonl`.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,16 +57,6 @@ class TrialRequest:
     def read(cls, file: Path) -> "TrialRequest":
         values = json.loads(file.read_text(encoding="utf-8"))
         return cls(**{**values, "points": [tuple(point) for point in values["points"]]})
-
-
-def add_line(file: Path, line: dict[str, Any]) -> None:
-    """Append a line with a single write: several ranks may append at the same time."""
-    data = (json.dumps(line) + "\n").encode()
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
 
 
 class Answers:

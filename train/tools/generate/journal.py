@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
+from train.tools.json_lines import add_line
 
 
 class Journal:
@@ -62,7 +63,7 @@ class Journal:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.write_bytes(b"")
                 self._read, self.header = 0, None
-                self._append([asked])
+                add_line(self.path, asked)
                 self.poll()
         except OSError as error:
             raise UserError(f"output = {str(self.output)!r} cannot be written: {error.strerror}") from None
@@ -71,18 +72,12 @@ class Journal:
 
     def begin(self, time: float) -> None:
         """Note that a process begins to answer."""
-        self._append([{"began": time}])
+        add_line(self.path, {"began": time})
 
     def add(self, numbers: Iterable[int], answers: Iterable[tuple[str, int]]) -> None:
         """Append (text, its tokens) for each prompt."""
-        self._append({"number": number, "generated": text, "tokens": tokens}
-                     for number, (text, tokens) in zip(numbers, answers))  # fmt: skip
-
-    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        """In one write at the end of the file, which the system does not mix with those of other processes."""
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        with self.path.open("ab", buffering=0) as file:
-            file.write(text.encode("utf-8"))
+        for number, (text, tokens) in zip(numbers, answers):
+            add_line(self.path, {"number": number, "generated": text, "tokens": tokens})
 
     def finish(self, records: list[dict[str, Any]]) -> None:
         """Write the answers in the order of the prompts to `output`, and remove this file."""
