@@ -87,9 +87,8 @@ class AsyncCheckpointWriter:
         if progress is not None:
             engine.state.start()
         pieces = engine.state.own() if progress is not None else []
-        kinds, whole = engine.state.kinds, engine.state.whole_tensors() if progress is not None else {}
-        tensors = {f"{kind}/{piece.name}": engine.state.get(kind, piece).float() for piece in pieces for kind in kinds}
-        tensors = self._on_the_host("state", {**tensors, **whole}, copied)
+        tensors = {**engine.state.tensors(), **engine.state.whole_tensors()} if progress is not None else {}
+        tensors = self._on_the_host("state", tensors, copied)
         from_state = progress is not None and self._state_has_all
         buffers = engine.stored_buffers() if self._whole else {}
         exported = buffers if from_state else dict(weights())

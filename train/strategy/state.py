@@ -83,6 +83,10 @@ class OptimizerState:
         """What all ranks write together."""
         return 4 * len(self.kinds) * sum(true_numel(parameter) for parameter in self.whole.values())
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank writes of its pieces, in fp32: views of what the optimizer holds where that can be."""
+        return {f"{kind}/{piece.name}": self.get(kind, piece).float() for piece in self.own() for kind in self.kinds}
+
     def whole_tensors(self) -> dict[str, torch.Tensor]:
         """What this rank writes beside its pieces, each tensor as it is."""
         return {}
@@ -119,12 +123,15 @@ class OptimizerState:
             read_whole: of an optimizer that keeps other tensors than AdamW.
         """
         self.start()
-        for kind in self.kinds:
-            for piece in self.held():
-                self.set(kind, piece, read(kind, piece))
+        self._take(read)
         self._load_whole(read_whole)
         self._set_steps(steps)
         self._weights_follow(read)
+
+    def _take(self, read: Read) -> None:
+        for kind in self.kinds:
+            for piece in self.held():
+                self.set(kind, piece, read(kind, piece))
 
     def start(self) -> None:
         """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""

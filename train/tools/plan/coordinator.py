@@ -111,7 +111,10 @@ class KnownPass:
             return
         self.live += sum(self.sizes[weight] for weight in weights)
         shards = sum(-(-self.sizes[weight] // self.rules.world_size) for weight in weights)
-        if len(weights) == 1:
+        if self.rules.world_size == 1:  # a shard is all of its weight, and goes to the weight's place
+            self.held += shards
+            extra = 0
+        elif len(weights) == 1:
             self.held += self.sizes[weights[0]]
             extra = shards if self.rules.shards_copied else 0
         else:
@@ -128,7 +131,7 @@ class KnownPass:
         if not handle.arrived:
             handle.arrived = True
             self.here.update(handle.weights)
-            if len(handle.weights) > 1:
+            if len(handle.weights) > 1 and self.rules.world_size > 1:
                 self.held += sum(self.sizes[one] for one in handle.weights)
         most = self.held
         handle.waiting -= 1

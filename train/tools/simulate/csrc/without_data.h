@@ -336,11 +336,16 @@ inline bool skip(const c10::OperatorHandle& op, Stack* stack) {
 
 // ---------------------------------------------------------------------------------------------- collectives, skipped
 
-struct DoneWork final : c10d::Work {  // of a collective that has moved nothing
-  explicit DoneWork(std::vector<Tensor> tensors) : tensors_(std::move(tensors)) {}
+// Of a collective that has moved nothing. Until it is waited for it holds the tensors, as those of gloo and NCCL do.
+struct DoneWork final : c10d::Work {
+  DoneWork(std::vector<Tensor> tensors, std::vector<Tensor> held)
+      : tensors_(std::move(tensors)), held_(std::move(held)) {}
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override { return true; }
+  bool wait(std::chrono::milliseconds) override {
+    held_.clear();
+    return true;
+  }
   void synchronize() override {}
   std::vector<Tensor> result() override { return tensors_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -350,7 +355,7 @@ struct DoneWork final : c10d::Work {  // of a collective that has moved nothing
   }
 
  private:
-  std::vector<Tensor> tensors_;
+  std::vector<Tensor> tensors_, held_;
 };
 
 // As `skip`, for an operator of c10d: what it returns is its first argument, and a Work.
@@ -358,13 +363,15 @@ inline bool skip_collective(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto first = stack->size() - schema.arguments().size();
   if (!look_at(op, *stack, first).without_data) return false;
-  std::vector<Tensor> tensors;
+  std::vector<Tensor> tensors, held;
   IValue result = (*stack)[first];
   map_tensors(result, [&](const Tensor& tensor) { return tensors.emplace_back(tensor); });
+  for (auto at = first; at < stack->size(); ++at)
+    map_tensors((*stack)[at], [&](const Tensor& tensor) { return held.emplace_back(tensor); });
   torch::jit::drop(stack, schema.arguments().size());
   for (const auto& one : schema.returns()) {
     if (one.type()->kind() == c10::TypeKind::ClassType)
-      stack->push_back(IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<DoneWork>(tensors))));
+      stack->push_back(IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<DoneWork>(tensors, held))));
     else
       stack->push_back(result);
   }
