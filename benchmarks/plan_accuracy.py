@@ -8,6 +8,7 @@
     python benchmarks/plan_accuracy.py measure --half shared   # then table: model parallelism, fsdp2
     python benchmarks/plan_accuracy.py measure --half recomputed   # then table: each way of recomputing
     python benchmarks/plan_accuracy.py measure --half offloaded    # then table: layers' inputs on the host
+    python benchmarks/plan_accuracy.py measure --half generated    # then table: evaluated by generation
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -56,6 +57,8 @@ PAIRS = ["--dataset_name", "stdlib-functions", "--train_tokenizer_vocab_size", "
 LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
 SELECTIVE, SECOND, THIRD = ((*AGAIN, which) for which in ("selective", "2", "3"))
 ON_HOST = ("--activation_offload",)
+GENERATES = ("--predict_with_generate", "true", "--num_beams", "4", "--per_device_eval_batch_size", "64",
+             "--val_max_target_length", "48", "--val_min_target_length", "48")  # fmt: skip
 WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
 MODELS = {  # layers and their width: task, shape, and what is changed of it
     "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
@@ -224,7 +227,14 @@ OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same with
     _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN, ON_HOST),
     _make("DeBERTa, 3 of 192", "zero2", "fp32", 64, 1, (2, 12), AGAIN, ON_HOST),
 ]  # fmt: skip
-OTHERS = {"shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED}
+GENERATED = [  # evaluated by generation, in batches that need more than the small micro-batch
+    _make("BlenderBot, 2 + 3 of 256", "single", "bf16", 64, 1, (2, 96), GENERATES),
+    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 64), GENERATES),
+    _make("BlenderBot, 2 + 3 of 256", "zero2", "bf16", 64, 2, (2, 96), GENERATES),
+    _make("T5, 3 + 3 of 256", "zero3", "fp32", 64, 1, (2, 64), GENERATES),
+    _make("BART, 2 + 2 of 256", "fsdp2", "bf16", 64, 1, (2, 96), GENERATES),
+]
+OTHERS = {"generated": GENERATED, "shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED}
 
 
 def chosen(half: str, on: str) -> list[Configuration]:

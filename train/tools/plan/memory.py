@@ -105,19 +105,27 @@ def training_moments(
         yield from _passes(states, states.engine(rank), training, accumulation, in_flight)
 
 
-def evaluation_moments(states: States, training: list[Step], evaluation: list[Step]) -> Iterator[Moment]:
+def evaluation_moments(
+    states: States, training: list[Step], evaluation: list[Step], generated: dict[str, int]
+) -> Iterator[Moment]:
     """They are the same on every rank.
 
     Args:
         evaluation: the forward pass of an evaluation batch.
+        generated: what is on the device beside weights while texts are generated for it; empty: none are.
     """
     held, engine = _held(states), states.engine(states.ranks[0])
     engine.begin(first=True, last=True)
+    most_gathered = 0
     for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
         at_first += engine.enter(step) - engine.gradients
+        most_gathered = max(most_gathered, at_first)
         rise = max(0, gathered + engine.gathered + step.rise - at_first)
         parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
         yield Moment("evaluation", _sum(held, parts))
+    if generated:
+        yield Moment("generation", _sum(held, generated | {"gathered weights": most_gathered,
+                                                           "gradients": engine.gradients}))  # fmt: skip
 
 
 def pinned(sizes: list[int]) -> int:

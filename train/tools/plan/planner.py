@@ -1,11 +1,12 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import MASTER_BYTES
+from train.tools.plan.generation import Cache, cache_of
 from train.tools.plan.layouts import possible_degrees, read_pair
 from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
 from train.tools.plan.prediction import Budget, Outcome, Prediction, Speed
@@ -13,7 +14,7 @@ from train.tools.plan.resolve import Resolved, resolve_with
 from train.tools.plan.search import search
 from train.tools.plan.stages import Stage
 from train.tools.plan.steps import host_inputs
-from train.tools.plan.subject import Subject
+from train.tools.plan.subject import DTYPES, Subject
 from train.tools.plan.timing import Timing
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
@@ -96,7 +97,20 @@ class Planner:
         if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
         evaluation = subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
-        return find_peak(states, [*moments, *evaluation_moments(states, training, evaluation)], *rest)
+        generated = self._generated(resolved.precision)
+        return find_peak(states, [*moments, *evaluation_moments(states, training, evaluation, generated)], *rest)
+
+    def _generated(self, precision: str) -> dict[str, int]:
+        """{part: bytes} beside weights while texts are generated for an evaluation batch; empty where none are."""
+        recipe, config = self.recipe, self.subject.config
+        if not getattr(recipe, "predict_with_generate", False):
+            return {}
+        beams = recipe.num_beams or getattr(config, "num_beams", None) or 1
+        return self._cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
+
+    @cached_property
+    def _cache(self) -> Cache:
+        return cache_of(self.subject.full)
 
     def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
         if self.timing is None:
