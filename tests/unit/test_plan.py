@@ -354,7 +354,7 @@ def test_on_a_cpu_what_is_offloaded_and_the_program_lie_in_the_same_memory():
     settings = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": False})
     states = deepspeed_states(weights(MILLION), settings, 2, torch.bfloat16, accumulates=False, on_gpu=False)
     moment = Moment("optimizer step", {"weights": states.weights})
-    peak = find_peak(states, [moment], 1, on_gpu=False, with_deepspeed=True)
+    peak = find_peak(states, [moment], 1, on_gpu=False, program=34 * 2**20)
     assert peak.components["program"] == (8 + 26) * 2**20
     # of half a million weights: in fp32, with moments; fp32 gradients; a half-precision copy; and the largest weight
     assert peak.components["offloaded"] == (12 + 4 + 2) * MILLION // 2 + 2 * MILLION

@@ -46,6 +46,13 @@ OF_LORA = ("peft",)
 OF_TASK = {"cls": ("sklearn.metrics", "scipy.stats")}
 
 
+def import_libraries(task: str, lora: bool, deepspeed: bool) -> None:
+    """Import now what a run imports later: libraries are the program's memory, and not the model's."""
+    of_engine, of_model = OF_DEEPSPEED if deepspeed else (), OF_LORA if lora else ()
+    for name in (*OF_ANY_RUN, *of_engine, *of_model, *OF_TASK.get(task, ())):
+        importlib.import_module(name)
+
+
 class TrialTrainer(Trainer):
     """A Trainer that measures the requested batch sizes, saves no model, and ends with the requesting process."""
 
@@ -70,7 +77,7 @@ class TrialTrainer(Trainer):
         accelerator = super().start_processes()
         self.device = accelerator.device
         self._build_operations()
-        self._import_libraries()
+        import_libraries(self.task_name, self.recipe.lora, bool(self.strategy.deepspeed))
         on_cpu = self.device.type == "cpu"
         self.segment = DataSegment(watched=on_cpu)
         limit, host_limit = self.request.memory_limit, self.request.host_memory_limit
@@ -112,13 +119,6 @@ class TrialTrainer(Trainer):
             from deepspeed.ops.op_builder import CPUAdamBuilder
 
             CPUAdamBuilder().load()
-
-    def _import_libraries(self) -> None:
-        """Import now what a run imports later: libraries are the program's memory, and not the model's."""
-        of_engine = OF_DEEPSPEED if self.strategy.deepspeed else ()
-        of_model = OF_LORA if self.recipe.lora else ()
-        for name in (*OF_ANY_RUN, *of_engine, *of_model, *OF_TASK.get(self.task_name, ())):
-            importlib.import_module(name)
 
     def train(self, task, throughput, tokenizer):
         """Try one batch size after another, until none is left or memory runs out."""

@@ -21,6 +21,11 @@ FRAGMENTATION = 0.03
 CPU_PROGRAM_BYTES = 8 * 2**20
 CPU_DEEPSPEED_BYTES = 26 * 2**20
 
+# On a CPU, the stacks of a gloo group's three threads, and the groups that a process has beside the two of plain
+# DeepSpeed. Source: threads of a process under tp, sp and pp, less those under zero2.
+CPU_GROUP_BYTES = 3 * 8 * 2**20
+CPU_GROUPS = {"tensor": 3, "sequence": 1, "pipeline": 5}  # a pipeline's grid has those of its tensor parallelism too
+
 # cuBLAS keeps a workspace for each handle and stream: 32 MiB on Hopper, 8 MiB before. Source: torch's documentation
 # of CUBLAS_WORKSPACE_CONFIG.
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20

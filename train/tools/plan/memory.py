@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.tools.plan.constants import (
-    CPU_DEEPSPEED_BYTES,
     CPU_PROGRAM_BYTES,
     CUBLAS_WORKSPACE_BYTES,
     CUDA_CONTEXT_BYTES,
@@ -66,18 +65,18 @@ class InFlight:
 
 
 def find_peak(
-    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, with_deepspeed: bool = False,
+    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, program: int = CPU_PROGRAM_BYTES,
     on_host: int = 0,
 ) -> Peak:  # fmt: skip
     """The peak over the moments.
 
     Args:
         num_groups: groups of processes that this one communicates in; 0: it is alone.
+        program: on a CPU, bytes beside tensors.
         on_host: bytes on the host beside the states.
     """
     host = sum(states.host.values()) + on_host
     if not on_gpu:  # offloaded states lie in the same memory
-        program = CPU_PROGRAM_BYTES + (CPU_DEEPSPEED_BYTES if with_deepspeed else 0)
         beside = {"offloaded": host, "program": program}
         moments = [Moment(one.phase, one.components | beside) for one in moments]
     largest = max(moments, key=lambda moment: moment.total)

@@ -5,7 +5,13 @@ from functools import cached_property, partial
 
 from train.recipe.errors import UserError
 from train.strategy.layout import ParallelLayout
-from train.tools.plan.constants import MASTER_BYTES
+from train.tools.plan.constants import (
+    CPU_DEEPSPEED_BYTES,
+    CPU_GROUP_BYTES,
+    CPU_GROUPS,
+    CPU_PROGRAM_BYTES,
+    MASTER_BYTES,
+)
 from train.tools.plan.generation import Cache, cache_of
 from train.tools.plan.layouts import possible_degrees, read_pair
 from train.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
@@ -92,7 +98,7 @@ class Planner:
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
         moments = [*training_moments(states, training, accumulation, in_flight)]
-        rest = _num_groups(layout), subject.on_gpu, resolved.zero is not None, pinned(host_inputs(training))
+        rest = _num_groups(layout), subject.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
         peak = find_peak(states, moments, *rest)
         if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
@@ -185,6 +191,14 @@ class Planner:
             outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
             if found.fits:
                 return
+
+
+def _program_on_cpu(resolved: Resolved) -> int:
+    """Bytes of a process of the CPU beside its tensors, as constants.py has them."""
+    if resolved.zero is None:
+        return CPU_PROGRAM_BYTES
+    groups = [count for degree, count in CPU_GROUPS.items() if getattr(resolved.layout, degree) > 1]
+    return CPU_PROGRAM_BYTES + CPU_DEEPSPEED_BYTES + CPU_GROUP_BYTES * max(groups, default=0)
 
 
 def _num_groups(layout: ParallelLayout) -> int:
