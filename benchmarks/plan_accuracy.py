@@ -9,6 +9,7 @@
     python benchmarks/plan_accuracy.py measure --half recomputed   # then table: each way of recomputing
     python benchmarks/plan_accuracy.py measure --half offloaded    # then table: layers' inputs on the host
     python benchmarks/plan_accuracy.py measure --half generated    # then table: evaluated by generation
+    python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -90,8 +91,18 @@ MODELS = {  # layers and their width: task, shape, and what is changed of it
     "BART, 2 + 2 of 256": ("seq2seq", ["bart", "d_model=256,encoder_layers=2,decoder_layers=2,"
                                        "encoder_attention_heads=4,decoder_attention_heads=4,encoder_ffn_dim=1024,"
                                        "decoder_ffn_dim=1024"]),
+    "Mixtral, 4 of 256": ("clm", ["mixtral", "num_hidden_layers=4,hidden_size=256,intermediate_size=512,"
+                                  "num_attention_heads=4,num_key_value_heads=2,num_local_experts=8,"
+                                  "num_experts_per_tok=2,max_position_embeddings=256,output_router_logits=true"]),
+    "OLMoE, 3 of 192": ("clm", ["olmoe", "num_hidden_layers=3,hidden_size=192,intermediate_size=192,"
+                                "num_attention_heads=4,num_key_value_heads=4,num_experts=16,num_experts_per_tok=4,"
+                                "max_position_embeddings=256,output_router_logits=true"]),
+    "Qwen 3 MoE, 4 of 192": ("clm", ["qwen3_moe", "num_hidden_layers=4,hidden_size=192,intermediate_size=512,"
+                                     "moe_intermediate_size=256,num_attention_heads=4,num_key_value_heads=2,"
+                                     "num_experts=8,num_experts_per_tok=3,max_position_embeddings=256,"
+                                     "output_router_logits=true"]),
 }  # fmt: skip
-TYPES = ("bert", "roberta", "bart")  # of transformers, without a name in this tree
+TYPES = ("bert", "roberta", "bart", "mixtral", "olmoe", "qwen3_moe")  # of transformers, without a name in this tree
 
 
 @dataclass(frozen=True)
@@ -234,7 +245,18 @@ GENERATED = [  # evaluated by generation, in batches that need more than the sma
     _make("T5, 3 + 3 of 256", "zero3", "fp32", 64, 1, (2, 64), GENERATES),
     _make("BART, 2 + 2 of 256", "fsdp2", "bf16", 64, 1, (2, 96), GENERATES),
 ]
-OTHERS = {"generated": GENERATED, "shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED}
+EXPERTS = [  # mixtures of experts, which are divided among ranks, or are as other weights
+    _make("Mixtral, 4 of 256", "ep", "fp32", 128, 1, (2, 8), WHOLE),
+    _make("Mixtral, 4 of 256", "ep", "bf16", 96, 2, (2, 10)),
+    _make("OLMoE, 3 of 192", "ep", "fp32", 64, 2, (2, 9), WHOLE, AGAIN),
+    _make("Qwen 3 MoE, 4 of 192", "ep", "bf16", 128, 1, (2, 8), WHOLE),
+    _make("Mixtral, 4 of 256", "fsdp2", "fp32", 128, 1, (2, 8), WHOLE),
+    _make("Mixtral, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), WHOLE),
+    _make("OLMoE, 3 of 192", "ddp", "fp32", 64, 2, (2, 9), WHOLE),
+]
+OTHERS = {
+    "generated": GENERATED, "shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED, "experts": EXPERTS,
+}  # fmt: skip
 
 
 def chosen(half: str, on: str) -> list[Configuration]:
