@@ -71,9 +71,8 @@ def dispatch(experts: torch.nn.Module, mesh, half: torch.dtype | None) -> None:
 def _local_parameters(module: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """This rank's experts in the place of the DTensors, in the precision of the products."""
     sharded = dict(module._parameters)
-    assert all(isinstance(each, DTensor) for each in sharded.values())
     for name, parameter in sharded.items():
-        local = parameter.to_local()
+        local = own_experts(parameter)
         module.__dict__[name] = local if dtype is None else local.to(dtype)
         del module._parameters[name]
     try:
@@ -82,3 +81,9 @@ def _local_parameters(module: torch.nn.Module, dtype: torch.dtype | None) -> Ite
         for name, parameter in sharded.items():
             del module.__dict__[name]
             module._parameters[name] = parameter
+
+
+def own_experts(parameter: DTensor) -> torch.Tensor:
+    """This rank's experts."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()

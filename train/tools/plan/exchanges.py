@@ -62,16 +62,22 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
     )
 
 
-def fully_sharded_exchanges(weights: Weights, world_size: int, width: int, reshards: bool) -> Exchanges:
+def fully_sharded_exchanges(
+    weights: Weights, world_size: int, width: int, reshards: bool, divided: frozenset[str] = frozenset()
+) -> Exchanges:
     """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32.
 
     Args:
         width: bytes of an element of the weights that are gathered.
+        divided: names of weights of experts, which are neither gathered nor reduced: what travels to them is in the
+            trace.
     """
-    total, trained, half = sum(one.size for one in weights.all), weights.trained, width < 4
-    in_blocks = sum(one.size for one in weights.all if weights.place_of(one.name)) if reshards else 0
-    groups = len({weights.place_of(one.name) for one in weights.all})
-    shard = trained / world_size
+    gathered = [one for one in weights.all if one.name not in divided]
+    total, half = sum(one.size for one in gathered), width < 4
+    trained = sum(one.size for one in gathered if one.trained)
+    in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if reshards else 0
+    groups = len({weights.place_of(one.name) for one in gathered})
+    shard = weights.trained / world_size
     return Exchanges(
         forward=[Exchange(ALL_GATHER, width * total, groups, half)],
         backward=[Exchange(ALL_GATHER, width * in_blocks, groups, half)] * bool(in_blocks)

@@ -2,7 +2,8 @@
 
 A group's weights are gathered as its forward pass begins; the flat tensor that they arrive in is kept until the next
 group has arrived. In the backward pass each group fetches the one before it ahead. The weights that are in no block
-stay from the forward pass to the end of the backward pass.
+stay from the forward pass to the end of the backward pass. Experts that ranks divide (`ep`) are in no group: none of
+them is gathered, and their gradients, of all ranks' tokens, stay where the backward pass has made them.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, post_backward),
 _fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; train/strategy/fsdp_engine.py.
@@ -19,9 +20,15 @@ from train.tools.plan.weights import Place, Weight, Weights
 
 @dataclass(frozen=True)
 class FullyShards:
-    """FSDP2's settings. `reshards`: the forward pass forgets the weights of blocks that it has gathered."""
+    """FSDP2's settings.
+
+    Attributes:
+        reshards: the forward pass forgets the weights of blocks that it has gathered.
+        divides_experts: each rank has some experts of a mixture in full.
+    """
 
     reshards: bool
+    divides_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,13 @@ class Group:
     shard: int
 
 
-def fully_sharded_states(weights: Weights, world_size: int, dtype, on_gpu: bool, reshards: bool) -> States:
+def fully_sharded_states(
+    weights: Weights, world_size: int, dtype, on_gpu: bool, reshards: bool, divided: frozenset[str] = frozenset()
+) -> States:
     """
     Args:
         dtype: that weights are gathered in, and frozen ones are stored in; those that are trained are stored in fp32.
+        divided: names of weights of experts, of which each rank has its own and gathers none.
     """
 
     def shard_of(trained: bool) -> int:
@@ -56,7 +66,7 @@ def fully_sharded_states(weights: Weights, world_size: int, dtype, on_gpu: bool,
     return States(
         weights=held,
         optimizer=MOMENTS_BYTES * trained,
-        engine=lambda rank: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards),
+        engine=lambda rank: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
     )  # fmt: skip
@@ -65,12 +75,15 @@ def fully_sharded_states(weights: Weights, world_size: int, dtype, on_gpu: bool,
 class FullyShardedEngine(Engine):
     """FSDP2's groups, on one rank."""
 
-    def __init__(self, weights: Weights, width: int, world_size: int, reshards: bool):
+    def __init__(
+        self, weights: Weights, width: int, world_size: int, reshards: bool, divided: frozenset[str] = frozenset()
+    ):
         super().__init__(weights, width)
-        self.reshards, self.place_of = reshards, weights.place_of
+        self.reshards, self.place_of, self.world_size, self.divided = reshards, weights.place_of, world_size, divided
         members: dict[Place | None, list[Weight]] = {None: []}
         for weight in weights.all:
-            members.setdefault(self.place_of(weight.name), []).append(weight)
+            if weight.name not in divided:
+                members.setdefault(self.place_of(weight.name), []).append(weight)
         self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
         self.kept = 0  # shards of gradients
 
@@ -148,10 +161,20 @@ class FullyShardedEngine(Engine):
         return self.held
 
     def complete(self, name):
+        if name in self.divided:
+            return self._complete_experts(MASTER_BYTES * self.sizes[name] // self.world_size)
         place, size = self.place_of(name), self.width * self.sizes[name]
         self.completed[place] = self.completed.get(place, 0) + size
         self.gradients += size
         return self.held - size  # it stays where backward has made it
+
+    def _complete_experts(self, size: int) -> int:
+        """The rank's own, in fp32 as they are stored: the first one is kept as it is, later ones are added to it."""
+        if not self.first:
+            return self.held
+        self.kept += size
+        self.gradients += size
+        return self.held - size
 
     def _reduce(self, place: Place | None) -> int:
         """A group's gradients; those of the group before it are free now."""

@@ -12,6 +12,7 @@ from train.strategy.buckets import fill_by_sizes
 from train.strategy.layout import ParallelLayout
 from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
+from train.tools.plan.experts import expert_names
 from train.tools.plan.fully_sharded import FullyShards, fully_sharded_states
 from train.tools.plan.layouts import Degrees, Pair
 from train.tools.plan.stages import Stage
@@ -52,11 +53,20 @@ class Resolved:
         )
         return offloads, int(self.zero.stage)
 
+    @property
+    def divides_experts(self) -> bool:
+        return getattr(self.sharding, "divides_experts", False)
+
+    def divided(self, subject: Subject) -> frozenset[str]:
+        """The parameters with experts of which each rank has some in full."""
+        return expert_names(subject.full) if self.divides_experts else frozenset()
+
     def states(self, subject: Subject, accumulates: bool, stage: Stage | None = None) -> States:
         trained, frozen = subject.dtypes(self.precision, self.sharding is not None)
         weights, sharers = subject.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
-            return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards)
+            return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards,
+                                        self.divided(subject))  # fmt: skip
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, subject.on_gpu, subject.recipe.optim)
         return deepspeed_states(
@@ -114,10 +124,8 @@ def _replaced(text: str, words: dict[str, str]) -> str:
 
 def resolved(name: str, strategy: Strategy, subject: Subject) -> Resolved:
     """With what follows from the model: sizes of buckets and thresholds."""
-    if strategy.divides_experts:
-        raise UserError("expert parallelism is not predicted: how much travels depends on the routers. Plan fsdp2")
     if strategy.deepspeed is None:
-        sharding = FullyShards(strategy.reshards) if strategy.fully_shards else None
+        sharding = FullyShards(strategy.reshards, strategy.divides_experts) if strategy.fully_shards else None
         return Resolved(name, strategy.layout, strategy.precision, sharding)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
     weights = subject.weights_of(strategy.layout)

@@ -18,6 +18,7 @@ from train.recipe.paths import is_missing_folder
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.constants import NF4_BYTES
 from train.tools.plan.every_nth import EveryNth
+from train.tools.plan.experts import divide_experts
 from train.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
 from train.tools.plan.shared import split_layers
 from train.tools.plan.stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
@@ -176,6 +177,7 @@ class Subject:
             keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
             watched=is_third_stage,
             offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
+            experts=layout.data_size if getattr(sharding, "divides_experts", False) else 0,
         )
 
     def tracer(
@@ -196,10 +198,7 @@ class Subject:
     def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
         key = (settings, rows)
         if key not in self._tracers:
-            build, cache = (
-                self._build(settings, trained, rows),
-                TraceCache((*self._model_key, settings, rows, trained)),
-            )
+            build, cache = self._build(settings, trained, rows), TraceCache((*self._model_key, *key, trained))
             self._tracers[key] = Tracer(self.config, self.full, build, rows, settings, cache)
         return self._tracers[key]
 
@@ -219,6 +218,7 @@ class Subject:
             model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
             add_lora(model, self.recipe, self.task)
             split_layers(model, settings.tensor)
+            divide_experts(model, settings.experts, settings.dtype)
             for parameter in model.parameters():
                 if self.recipe.lora and parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)

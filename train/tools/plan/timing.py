@@ -61,9 +61,9 @@ class Timing:
 
     def _passes_of(self, resolved: Resolved, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
-        layout, about = resolved.layout, (resolved.precision, resolved.sharding, resolved.layout)
+        about = resolved.precision, resolved.sharding, resolved.layout
         tracer = self.subject.tracer(*about, rows=self.rows)
-        exchanged = self._exchanged(layout)
+        exchanged = self._exchanged(resolved)
         times = self._times.setdefault((tracer, stage), {})
 
         def add(size: int) -> None:
@@ -92,9 +92,11 @@ class Timing:
         both = Exchange(ALL_GATHER, 2 * hidden, 1, half)  # of two processes: each sends half of it
         return self.links.seconds(both, 2, 1 if far else 2)
 
-    def _exchanged(self, layout: ParallelLayout) -> Callable[[Operation], float]:
-        """Seconds of a collective of the ranks that share layers or rows, which stand side by side."""
-        together = layout.tensor * layout.sequence
+    def _exchanged(self, resolved: Resolved) -> Callable[[Operation], float]:
+        """Seconds of a collective of the ranks that share layers or rows, which stand side by side, or experts: these
+        are all ranks."""
+        layout = resolved.layout
+        together = layout.data_size if resolved.divides_experts else layout.tensor * layout.sequence
 
         def seconds(operation: Operation) -> float:
             exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)
@@ -106,7 +108,8 @@ class Timing:
         weights, world_size = self.subject.weights_of(resolved.layout), resolved.layout.shard_size
         if isinstance(resolved.sharding, FullyShards):
             width = DTYPES[resolved.precision].itemsize
-            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding.reshards)
+            divided = resolved.divided(self.subject)
+            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding.reshards, divided)
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.subject.on_gpu, self.subject.recipe.optim)
         return deepspeed_exchanges(

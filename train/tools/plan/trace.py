@@ -19,6 +19,7 @@ from train.model.recomputation import enable_recomputation
 from train.strategy.grid import replaced
 from train.strategy.offloaded_inputs import offload_inputs
 from train.tools.plan.casts import CudaCasts, run_backward
+from train.tools.plan.experts import tokens_exchanged
 from train.tools.plan.ledger import Ledger, Segment
 from train.tools.plan.rows import Rows, make_inputs
 from train.tools.plan.shared import Collectives, rows_split
@@ -49,6 +50,7 @@ class TraceSettings:
         recomputed: False, True or "selective" (train/model/recomputation.py).
         watched: the visits of modules are noted, for ZeRO-3.
         offloaded: the inputs of layers that are recomputed wait in the host's memory.
+        experts: ranks that divide the experts of a mixture; 0: they are not divided.
     """
 
     dtype: torch.dtype
@@ -63,6 +65,7 @@ class TraceSettings:
     keeps_inputs: bool = False
     watched: bool = False
     offloaded: bool = False
+    experts: int = 0
 
     @property
     def gpu_kernels(self) -> bool:
@@ -229,7 +232,8 @@ class Tracer:
         multiplies = replaced(losses, "_has_half_matmul", lambda device: self.settings.gpu_kernels)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
-        with collectives.in_place(), rows, grouped, linear, multiplies, self.mode, casts:
+        tokens = tokens_exchanged(self.settings.experts, ledger.note)
+        with collectives.in_place(), rows, tokens, grouped, linear, multiplies, self.mode, casts:
             yield
 
 
