@@ -1,0 +1,132 @@
+"""`zerofit plan`: experts that ranks divide. They are not gathered; tokens travel to them, evenly routed."""
+
+import json
+
+import pytest
+import torch
+from helpers import tiny_model
+
+from train.tools.plan.exchanges import fully_sharded_exchanges
+from train.tools.plan.experts import divide_experts, expert_names
+from train.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
+from train.tools.plan.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
+from train.tools.plan.plan import main
+from train.tools.plan.rows import Rows
+from train.tools.plan.steps import Step
+from train.tools.plan.subject import make_model
+from train.tools.plan.trace import Tracer, TraceSettings
+from train.tools.plan.weights import Weight, Weights
+
+LAYERS, CHOICES, HIDDEN = 4, 2 * 16 * 3, 32  # of the model, and of two rows of 16 tokens
+EXPERTS = 4 * (96 * 32 + 32 * 48)  # elements of a layer
+
+
+def steps(experts: int, dtype: torch.dtype = torch.float32) -> list[Step]:
+    """Of a mixture with four experts, three of them for each token."""
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tiny_model("mixtral", **shape, num_hidden_layers=LAYERS, num_experts_per_tok=3, num_experts=4).config
+    settings = TraceSettings(dtype=dtype, autocast=None, on_gpu=False, loss="full", experts=experts)
+    rows = Rows("clm", 16, loss_kind="full")
+    with torch.device("meta"):
+        full = make_model(config, "clm", dtype, None, traced=False)
+
+    def build(reduced):
+        model = make_model(reduced, "clm", dtype, None, traced=True)
+        divide_experts(model, experts, dtype)
+        rows.install(model)
+        return model
+
+    return Tracer(config, full, build, rows, settings).steps(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_choice_travels_and_comes_back(dtype):
+    whole, divided = steps(0, dtype), steps(2, dtype)
+
+    def operations(passes: list[Step], kind: str) -> list:
+        return [one for step in passes for one in step.operations if one.kind == kind]
+
+    assert not operations(whole, ALL_TO_ALL)
+    sent = [one for one in operations(divided, ALL_TO_ALL) if one.bytes == CHOICES * HIDDEN * dtype.itemsize]
+    counts = [one for one in operations(divided, ALL_TO_ALL) if one.bytes == 8 * 4]
+    assert (len(sent), len(counts)) == (4 * LAYERS, LAYERS)
+    assert len(operations(divided, ALL_TO_ALL)) == 5 * LAYERS
+    assert all(one.half == (dtype != torch.float32) for one in sent)
+    products = [sum(one.flops for one in operations(passes, MATRIX)) for passes in (whole, divided)]
+    assert products[0] == products[1], "a rank gets as many choices as it sends"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_experts_are_those_of_a_part_in_fp32(dtype):
+    found = {step.completed: step.gradient for step in steps(2, dtype) if step.completed}
+    of_experts = {name: size for name, size in found.items() if ".experts." in name}
+    assert len(of_experts) == 2 * LAYERS
+    assert sum(of_experts.values()) == LAYERS * 4 * EXPERTS // 2
+    assert found["model.layers.0.self_attn.q_proj.weight"] == HIDDEN * HIDDEN * dtype.itemsize
+
+
+def test_half_precision_keeps_a_cast_of_the_experts_from_forward_to_backward():
+    """Against weights that are gathered in half precision, which are no activations."""
+    kept = [max(step.start for step in steps(experts, torch.bfloat16) if step.phase == "loss") for experts in (0, 2)]
+    assert kept[1] - kept[0] >= LAYERS * 2 * EXPERTS // 2
+
+
+def test_the_names_of_experts():
+    model = tiny_model("mixtral", num_hidden_layers=2, num_experts=4)
+    assert expert_names(model) == {f"model.layers.{number}.mlp.experts.{name}" for number in range(2)
+                                   for name in ("gate_up_proj", "down_proj")}  # fmt: skip
+
+
+def weights() -> Weights:
+    layer = [Weight("layers.0.w", 48, rows=6), Weight("layers.0.experts", 160, rows=4)]
+    return Weights((Weight("embed", 80, rows=10), *layer), ("layers",))
+
+
+DIVIDED = frozenset({"layers.0.experts"})
+
+
+def at(phase: str, layer: int | None = None) -> Step:
+    return Step(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_experts_are_not_gathered_and_their_gradients_stay(width):
+    engine, gradient = FullyShardedEngine(weights(), width, 2, True, DIVIDED), 4 * 160 // 2
+    for first in (True, False):
+        engine.begin(first, not first)
+        for step in (at("forward"), at("forward", 0), at("loss"), at("backward"), at("backward", 0)):
+            engine.enter(step)
+        gathered, before = engine.gathered, engine.gradients
+        assert gathered == width * (80 + 48)
+        engine.complete("layers.0.experts")
+        assert (engine.gathered, engine.gradients) == (gathered, before + gradient * first)
+        engine.complete("layers.0.w")
+        engine.enter(at("backward"))
+        engine.complete("embed")
+        engine.finish()
+        assert engine.by_kind == (0, 4 * (80 + 48) // 2 + gradient, 0)
+
+
+def test_a_rank_stores_as_much_as_under_fsdp2():
+    fsdp2, ep = (fully_sharded_states(weights(), 2, torch.bfloat16, True, True, names) for names in ((), DIVIDED))
+    assert (ep.weights, ep.optimizer, ep.step) == (fsdp2.weights, fsdp2.optimizer, fsdp2.step)
+
+
+def test_what_is_exchanged_beside_the_tokens_is_all_but_the_experts():
+    fsdp2, ep = (fully_sharded_exchanges(weights(), 2, 2, True, names) for names in ((), DIVIDED))
+    assert [one.bytes for one in ep.forward] == [2 * 128]
+    assert [(one.kind, one.bytes) for one in ep.backward] == [(ALL_GATHER, 2 * 48), (REDUCE_SCATTER, 4 * 128)]
+    assert ep.step_moved == fsdp2.step_moved
+
+
+def test_a_plan_has_expert_parallelism(capfd):
+    flags = ["--task", "clm", "--model_type", "mixtral", "--block_size", "32", "--precision", "bf16", "--gpu",
+             "a100-40gb", "--config_overrides", "hidden_size=32,num_hidden_layers=3,num_attention_heads=4,"
+             "num_key_value_heads=2,intermediate_size=48,num_local_experts=4,vocab_size=512",
+             "--batch_sizes", "2", "--strategies", "ep,fsdp2", "--json", "-"]  # fmt: skip
+    assert main([*flags, "--num_gpus", "2"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    ep, fsdp2 = (next(one for one in plan["predictions"] if one["strategy"] == name) for name in ("ep", "fsdp2"))
+    assert ep["components"]["weights"] == fsdp2["components"]["weights"]
+    assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
+    assert ep["tokens_per_s"] > 0
