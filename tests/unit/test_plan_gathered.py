@@ -1,5 +1,6 @@
 """`zerofit plan`: what ZeRO-3 fetches and releases at the visits of modules, against DeepSpeed's own coordinator."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from train.tools.plan.coordinator import KnownPass, Rules
 from train.tools.plan.gathered import Gathered
 from train.tools.plan.steps import Step
+from train.tools.plan.trace import linear_of_zero_3
 from train.tools.plan.visits import Visit, watch_modules
 from train.tools.plan.weights import Weight, Weights
 
@@ -40,11 +42,12 @@ class Model(nn.Module):
         return self.head(hidden).sum()
 
 
-def visited(model: nn.Module) -> list[Visit]:
-    """The visits of a forward and backward pass."""
+def visited(model: nn.Module, efficient: bool = True) -> list[Visit]:
+    """The visits of a forward and backward pass, with DeepSpeed's linear function or with torch's."""
     visits: list[Visit] = []
     handles = watch_modules(model, visits.append)
-    model(torch.zeros(1, 3, dtype=torch.int64)).backward()
+    with linear_of_zero_3() if efficient else contextlib.nullcontext():
+        model(torch.zeros(1, 3, dtype=torch.int64)).backward()
     for handle in handles:
         handle.remove()
     return visits
@@ -165,13 +168,15 @@ def test_modules_are_left_in_the_reverse_order():
     }
 
 
-def held(model: Model, offloads: bool = False, keeps: bool = True, **settings) -> list[tuple[int, int]]:
+def held(
+    model: Model, offloads: bool = False, keeps: bool = True, efficient: bool = True, **settings
+) -> list[tuple[int, int]]:
     """Bytes of fp32 weights at each visit of a pass, of two processes."""
     weights = Weights(tuple(Weight(name, size) for name, size in sizes_of(model).items()), ("layers",))
     common = {"stage": 3, "stage3_param_persistence_threshold": 64, "stage3_prefetch_bucket_size": 0}
     gathered = Gathered(weights, DeepSpeedZeroConfig(**common | settings), 4, 2, keeps, offloads)
     steps = [Step("forward" if visit.forward else "backward", "", None, 0, 0, 0, 0, visit=visit)
-             for visit in visited(model)]  # fmt: skip
+             for visit in visited(model, efficient)]  # fmt: skip
     return gathered.follow(steps)
 
 
@@ -182,6 +187,31 @@ def test_layers_are_kept_to_the_backward_pass_unless_forward_passes_came_first()
     one_by_one = max(most for most, _ in held(model, keeps=False))
     assert one_by_one == max(layer / 2, ends / 2)
     assert held(model)[-1][1] == ends / 2  # of the embedding: no gradient enters it, so it is released after the pass
+
+
+def test_a_weight_that_a_saved_view_belongs_to_stays_until_its_backward_pass():
+    """torch's linear function saves the transposed weight, DeepSpeed's the weight itself."""
+    model = Model()
+    up, down, head = 4 * 8 * 32, 4 * 8 * 32, 4 * 50 * 8
+    assert [visit.kept for visit in visited(model, efficient=False) if visit.module == "layers.1.up"][1] == (
+        "layers.1.up.weight",
+    )
+    passed = held(model, keeps=False, efficient=False)
+    views = NUM_LAYERS * (up + down) + head
+    assert max(most for most, _ in passed) == views + head  # gathered again for the backward pass, beside the view
+    assert not any(visit.kept for visit in visited(model))
+    assert passed[-1] == held(model, keeps=False)[-1], "and no longer"
+
+
+def test_a_leaf_is_met_as_a_whole():
+    model = Model()
+    model.layers[1]._z3_leaf = True
+    visits = visited(model)
+    of_leaf = {visit.weights for visit in visits if visit.module == "layers.1"}
+    assert of_leaf == {tuple(f"layers.1.{name}" for name, _ in model.layers[1].named_parameters())}
+    assert len(of_leaf.pop()) == 6
+    assert not [visit for visit in visits if visit.module.startswith("layers.1.")]
+    assert len([visit for visit in visits if visit.module.startswith("layers.2.")]) == 4 * 4
 
 
 def test_a_weight_on_its_way_from_the_host_takes_its_shard_as_well():

@@ -65,6 +65,7 @@ class KnownPass:
         self.here, self.users = set(self.persistent), {name: set() for name in sizes}
         self.handles: dict[str, Handle] = {}
         self.recent: dict[str, int] = {}  # the last place for which a weight was taken from the queue
+        self.views: dict[str, int] = {}  # held of weights that were released, until their backward pass is done
         self.backward: dict[str, set[str]] = {}  # modules in their backward pass: frozen weights, computed with again
         self.next = self.step = self.live = self.held = 0
 
@@ -152,8 +153,13 @@ class KnownPass:
             self.users[weight].discard(visit.module)
             if weight in released and weight in self.here and not self.users[weight]:
                 self.here.remove(weight)
-                self.held -= self.sizes[weight]
                 self.live -= self.sizes[weight]
+                if weight in visit.kept:
+                    self.views[weight] = self.views.get(weight, 0) + self.sizes[weight]
+                else:
+                    self.held -= self.sizes[weight]
+            if not visit.forward:
+                self.held -= self.views.pop(weight, 0)
         return most
 
     def _decide(self, visit: Visit) -> frozenset[str]:

@@ -92,8 +92,8 @@ def _renaming(where: list, place: tuple[str, int] | None) -> Callable[[str], str
 def _visit(visit: Visit | None, in_full: Callable[[str], str]) -> Visit | None:
     if visit is None or in_full is str:
         return visit
-    module, enters, forward, weights = visit
-    return Visit(in_full(f"{module}.")[:-1], enters, forward, tuple(map(in_full, weights)))
+    module, enters, forward, *named = visit
+    return Visit(in_full(f"{module}.")[:-1], enters, forward, *(tuple(map(in_full, names)) for names in named))
 
 
 def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:

@@ -228,7 +228,7 @@ class Tracer:
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
-        linear = _linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
+        linear = linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
         multiplies = replaced(losses, "_has_half_matmul", lambda device: self.settings.gpu_kernels)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
@@ -287,7 +287,7 @@ class Borders:
         ]
 
 
-def _linear_of_zero_3() -> AbstractContextManager:
+def linear_of_zero_3() -> AbstractContextManager:
     """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
