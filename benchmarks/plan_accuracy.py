@@ -253,6 +253,9 @@ EXPERTS = [  # mixtures of experts, which are divided among ranks, or are as oth
     _make("Mixtral, 4 of 256", "fsdp2", "fp32", 128, 1, (2, 8), WHOLE),
     _make("Mixtral, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), WHOLE),
     _make("OLMoE, 3 of 192", "ddp", "fp32", 64, 2, (2, 9), WHOLE),
+    _make("OLMoE, 3 of 192", "zero3", "fp32", 64, 2, (2, 9), WHOLE),
+    _make("Qwen 3 MoE, 4 of 192", "zero3", "bf16", 96, 1, (2, 10), WHOLE, AGAIN),
+    _make("Mixtral, 4 of 256", "ep", "bf16", 128, 1, (2, 10), WHOLE, AGAIN),
 ]
 OTHERS = {
     "generated": GENERATED, "shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED, "experts": EXPERTS,
