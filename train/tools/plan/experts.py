@@ -102,7 +102,8 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
 
     with contextlib.ExitStack() as replacements:
         for place, name, other in (
-            (expert_parallel, "own_experts", lambda parameter: parameter),
+            # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
+            (expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter)),
             (library, "all_to_all_single", lambda received, sent, group: exchanged(sent, [len(sent)])),
             (library, "all_to_all_single_autograd", lambda rows, received, sent, group: Exchange.apply(
                 rows, received, sent)),
