@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import tiny_model
 
+from train.recipe.errors import UserError
 from train.tools.plan.exchanges import fully_sharded_exchanges
 from train.tools.plan.experts import divide_experts, expert_names
 from train.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
@@ -119,14 +120,28 @@ def test_what_is_exchanged_beside_the_tokens_is_all_but_the_experts():
     assert ep.step_moved == fsdp2.step_moved
 
 
-def test_a_plan_has_expert_parallelism(capfd):
-    flags = ["--task", "clm", "--model_type", "mixtral", "--block_size", "32", "--precision", "bf16", "--gpu",
+PLAN = ["--task", "clm", "--model_type", "mixtral", "--block_size", "32", "--precision", "bf16", "--gpu",
              "a100-40gb", "--config_overrides", "hidden_size=32,num_hidden_layers=3,num_attention_heads=4,"
              "num_key_value_heads=2,intermediate_size=48,num_local_experts=4,vocab_size=512",
              "--batch_sizes", "2", "--strategies", "ep,fsdp2", "--json", "-"]  # fmt: skip
-    assert main([*flags, "--num_gpus", "2"]) == 0
+
+
+def test_a_plan_has_expert_parallelism(capfd):
+    assert main([*PLAN, "--num_gpus", "2"]) == 0
     plan = json.loads(capfd.readouterr().out)
     ep, fsdp2 = (next(one for one in plan["predictions"] if one["strategy"] == name) for name in ("ep", "fsdp2"))
     assert ep["components"]["weights"] == fsdp2["components"]["weights"]
     assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
     assert ep["tokens_per_s"] > 0
+
+
+def test_a_number_of_ranks_that_a_run_would_refuse_is_not_planned(capfd):
+    assert main([*PLAN, "--num_gpus", "3"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert "expert parallelism on 3 processes, and the model has 4 experts" in json.dumps(plan["refused"])
+
+
+def test_nor_is_an_adapter_on_experts_that_are_sharded():
+    flags = ["--num_gpus", "2", "--lora", "--lora_target_modules", "q_proj", "gate_up_proj"]
+    with pytest.raises(UserError, match="ep, fsdp2: lora_target_modules = gate_up_proj: an adapter on experts needs"):
+        main([*PLAN, *flags])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from train.model.lora import check_expert_targets, split_targets
 from train.recipe.errors import UserError
 from train.strategy.buckets import fill_by_sizes
 from train.strategy.layout import ParallelLayout
@@ -92,6 +93,9 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
         strategy = read_strategy(recipe)
     check_task(subject.task, strategy)
     check_layout(subject.config, strategy)
+    if recipe.lora:
+        targets = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
+        check_expert_targets(split_targets(subject.full, targets)[1], strategy, recipe)
     return resolved(name, strategy, subject)
 
 
