@@ -257,7 +257,12 @@ EXPERTS = [  # mixtures of experts, which are divided among ranks, or are as oth
     _make("Qwen 3 MoE, 4 of 192", "zero3", "bf16", 96, 1, (2, 10), WHOLE, AGAIN),
     _make("Mixtral, 4 of 256", "ep", "bf16", 128, 1, (2, 10), WHOLE, AGAIN),
 ]
-OTHERS = {
+ON_DISK = [  # the optimizer's state on a disk: needs libaio's headers
+    _make("GPT-2, 4 of 256", "zero3_offload_nvme", "bf16", 64, 1, (2, 11)),
+    _make("Llama, 8 of 256", "zero3_offload_nvme", "fp32", 128, 2, (2, 8), WHOLE),
+    _make("BERT, 4 of 256", "zero3_offload_nvme", "bf16", 96, 1, (2, 12)),
+]
+OTHERS = {"disk": ON_DISK, 
     "generated": GENERATED, "shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED, "experts": EXPERTS,
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from train.strategy.read import read_strategy
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = {"single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer",
+         "zero3_offload_nvme",
          "zero2_plain", "zero3_hpz", "sp", "tp", "tp_zero2", "tp_zero3", "pp", "3d", "fsdp2", "ep"}  # fmt: skip
 
 
@@ -189,11 +190,15 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
                     "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
                 }
             },
-            [
-                'zero_optimization.offload_optimizer.device = "nvme" is not supported',
-                'Write "cpu"',
-                "zero_optimization.offload_param.device",
-            ],
+            ['zero_optimization.offload_param.device = "nvme" is not supported', 'Write "cpu"'],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+            ["under stage 2", "ds_configs/zero3_offload_nvme.json"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "pipeline_read": True}}},
+            ["nvme_path is missing", "pipeline_read = true", "Remove it"],
         ),
         ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
         ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),

@@ -6,6 +6,8 @@ import math
 from train.model.parameters import decay_groups
 from train.model.tensor_parallel.cut import join_shares
 from train.strategy.buckets import fill_bucket_size
+from train.strategy.disk import keeps_optimizer_on_disk, own_folder, remove
+from train.strategy.disk_state import DiskState
 from train.strategy.engine import Engine
 from train.strategy.grid import initializing_deepspeed
 from train.strategy.optimizers import adamw
@@ -19,7 +21,12 @@ class DeepSpeedEngine(Engine):
         from accelerate.utils import DummyOptim, DummyScheduler
 
         config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
-        fill_bucket_size(plugin["zero_optimization"], model)
+        zero = plugin["zero_optimization"]
+        fill_bucket_size(zero, model)
+        self._folder = None
+        if keeps_optimizer_on_disk(zero):
+            self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
+            zero["offload_optimizer"]["nvme_path"] = str(self._folder)
         if "optimizer" in config:  # DeepSpeed builds it from the JSON
             groups = decay_groups(model.parameters(), recipe.weight_decay)
             optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -113,7 +120,14 @@ class DeepSpeedEngine(Engine):
         return self.engine.optimizer.optimizer
 
     def _state(self):
+        if self._folder is not None:
+            return DiskState(self, self._folder)
         return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)
+
+    def close(self):
+        super().close()
+        if self._folder is not None:
+            remove(self._folder)
 
     def loss_scale(self):
         if self.strategy.precision != "fp16":

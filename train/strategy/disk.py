@@ -1,23 +1,71 @@
-"""Offload to disk (DeepSpeed's `device: nvme`): refused, since a run could be saved and not resumed.
+"""Optimizer state on a disk (DeepSpeed's `device: nvme`): what is refused, and the folder of a process."""
 
-Seen with DeepSpeed 0.19.8 on two CPU ranks: with the optimizer on disk, updates and a checkpoint's moments are those
-of zero3. But a run that resumes from it fails: before its first update the moments have size 0 in memory, and nothing
-can be written into them (runtime/zero/stage3.py, line 3163, _get_fp32_opt_state_partition). And of each parameter that
-a checkpoint takes, the whole sub-group is read. By reading: weights on disk have no tensor that state.py could fill.
-"""
+import fcntl
+import shutil
+import tempfile
+from pathlib import Path
 
-WHY = {
-    "offload_optimizer": "the run could be saved and not resumed, since DeepSpeed has nothing to put moments into "
-    "before the first update",
-    "offload_param": "a resumed run could not restore weights that are not in memory",
-}
+PREFIX = "zerofit-"
+_LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
 def look_at_disk(zero: dict) -> list[str]:
     """The problems of a zero_optimization section that puts something on disk."""
     problems = []
-    for part, why in WHY.items():
-        settings = zero.get(part)
-        if isinstance(settings, dict) and settings.get("device") == "nvme":
-            problems.append(f'zero_optimization.{part}.device = "nvme" is not supported: {why}. Write "cpu"')
+    weights, optimizer = (zero.get(part) for part in ("offload_param", "offload_optimizer"))
+    if isinstance(weights, dict) and weights.get("device") == "nvme":
+        problems.append(
+            'zero_optimization.offload_param.device = "nvme" is not supported: a resumed run could not restore '
+            'weights that are not in memory. Write "cpu"'
+        )
+    if not isinstance(optimizer, dict) or optimizer.get("device") != "nvme":
+        return problems
+    if not optimizer.get("nvme_path"):
+        problems.append("zero_optimization.offload_optimizer.nvme_path is missing: name a folder of a fast local disk")
+    if zero.get("stage") != 3:
+        problems.append(
+            f'zero_optimization.offload_optimizer.device = "nvme" under stage {zero.get("stage")}: DeepSpeed has it '
+            'under stage 3 alone. Use ds_configs/zero3_offload_nvme.json, or write "cpu"'
+        )
+    for setting in ("pipeline_read", "pipeline_write"):
+        if optimizer.get(setting):
+            problems.append(
+                f"zero_optimization.offload_optimizer.{setting} = true: checkpoints read the state group by group, "
+                "which DeepSpeed's pipelined swapper has not been tried with. Remove it"
+            )
     return problems
+
+
+def keeps_optimizer_on_disk(zero: dict) -> bool:
+    """Whether a resolved zero_optimization section does."""
+    return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
+
+
+def own_folder(below: str) -> Path:
+    """A new folder of this process; those of processes that were killed are removed.
+
+    DeepSpeed names its files after parameters and ranks alone: two runs in one folder would read each other's state.
+    A process holds a lock beside its folder, which the system drops when it ends, however it ends.
+    """
+    base = Path(below).expanduser().resolve()
+    base.mkdir(parents=True, exist_ok=True)
+    for lock in base.glob(f"{PREFIX}*.lock"):
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(dir=base, prefix=PREFIX, suffix=".partial")
+    fcntl.flock(handle, fcntl.LOCK_EX)  # before others see it as a lock
+    _LOCKS.append(handle)
+    folder = Path(name).rename(Path(name).with_suffix(".lock")).with_suffix("")
+    folder.mkdir()
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove such a folder, and its lock."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_suffix(".lock").unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from train.recipe.errors import NothingToDo, UserError
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, is_missing_folder, output_folder
 from train.strategy.build_locks import extensions_folder
+from train.strategy.disk import keeps_optimizer_on_disk
 from train.strategy.gpus import check_devices, num_devices
 from train.strategy.launch import default_config
 from train.strategy.pairs import find_strategies
@@ -222,8 +223,10 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
 
 def operations_of(config: dict[str, Any] | None) -> tuple[str, ...]:
     """The operations of DeepSpeed that a configuration compiles (runtime/engine.py, _configure_basic_optimizer)."""
-    optimizer = (config or {}).get("optimizer") or {}
+    optimizer, disk = (config or {}).get("optimizer") or {}, ()
+    if config and keeps_optimizer_on_disk(config["zero_optimization"]):
+        disk = ("async_io",)
     if str(optimizer.get("type", "")).lower() not in ADAMS or optimizer.get("params", {}).get("torch_adam"):
-        return ()
+        return disk
     offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
-    return ("cpu_adam" if offload != "none" else "fused_adam",)
+    return ("cpu_adam" if offload != "none" else "fused_adam", *disk)

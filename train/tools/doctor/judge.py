@@ -130,6 +130,8 @@ def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
 
 def _without(name: str) -> str:
     """How to do without an operation of DeepSpeed."""
+    if name == "async_io":
+        return "Install libaio's headers (apt install libaio-dev), or use --strategy zero3_offload"
     return (
         'Write "torch_adam": true in optimizer.params of the JSON' if name.endswith("adam") else "Use --strategy ddp"
     )

@@ -20,7 +20,7 @@ from train.strategy.gpus import gpus_of_the_machine
 from train.strategy.host_memory import host_memory, usable_cores
 
 # {operation of DeepSpeed: the class of its builder}
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
 INSTALLED, COMPILED, TO_COMPILE, IMPOSSIBLE = "installed", "compiled", "to compile", "not for this machine"
 SHM = Path("/dev/shm")
 

@@ -12,7 +12,7 @@ from train.tools.plan.constants import NORM_BYTES
 from train.tools.plan.links import Exchange
 from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from train.tools.plan.states import offload_device
-from train.tools.plan.time_constants import ADAM_BYTES, MOVED_BYTES
+from train.tools.plan.time_constants import ADAM_BYTES, DISK_BYTES, MOVED_BYTES
 from train.tools.plan.weights import Weights
 
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
@@ -33,6 +33,7 @@ class Exchanges:
         micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
         step_moved: the same in the step, the optimizer's included.
         adam: elements that the host's Adam moves.
+        disk: bytes that are read from a disk and written to it, in an update.
     """
 
     forward: list[Exchange] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Exchanges:
     micro_moved: float = 0.0
     step_moved: float = 0.0
     adam: float = 0.0
+    disk: float = 0.0
 
 
 def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str = "adamw") -> Exchanges:
@@ -150,6 +152,8 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps
     }
     if offload_device(zero.offload_optimizer) != "none":
         up = 0 if offload_device(zero.offload_param) != "none" else width * trained_shard
-        return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, **common)
+        on_disk = offload_device(zero.offload_optimizer) == "nvme"
+        disk = DISK_BYTES * trained_shard if on_disk else 0
+        return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, disk=disk, **common)
     moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
     return Exchanges(step_moved=moved * trained_shard, **common)

@@ -39,6 +39,7 @@ class Peak:
         reserved: as torch.cuda.max_memory_reserved.
         device: as the driver shows it: with context and communication buffers.
         host: of one process, beside the program itself.
+        disk: of one process, what is offloaded to a disk.
     """
 
     phase: str
@@ -47,6 +48,7 @@ class Peak:
     reserved: int
     device: int
     host: int
+    disk: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,12 @@ def find_peak(
     largest = max(moments, key=lambda moment: moment.total)
     components = {name: size for name, size in largest.components.items() if size}
     if not on_gpu:
-        return Peak(largest.phase, components, largest.total, largest.total, largest.total, host)
+        return Peak(largest.phase, components, largest.total, largest.total, largest.total, host, states.disk)
     allocated = largest.total + CUBLAS_WORKSPACE_BYTES
     components[WORKSPACE] = components.get(WORKSPACE, 0) + CUBLAS_WORKSPACE_BYTES
     reserved = int(allocated * (1 + FRAGMENTATION))
     context = CUDA_CONTEXT_BYTES + NCCL_BYTES * num_groups
-    return Peak(largest.phase, components, allocated, reserved, reserved + context, host)
+    return Peak(largest.phase, components, allocated, reserved, reserved + context, host, states.disk)
 
 
 def training_moments(

@@ -83,8 +83,8 @@ class Planner:
             lacking = max(lacking, host - self.budget.host)
         return Prediction(
             resolved.name, resolved.precision, layout, micro_batch, accumulation,
-            self.recipe.gradient_checkpointing, peak, host, lacking == 0, lacking, self.subject.rows.length,
-            self._speed(resolved, micro_batch),
+            self.recipe.gradient_checkpointing, peak, host, peak.disk * self.budget.local_ranks, lacking == 0, lacking,
+            self.subject.rows.length, self._speed(resolved, micro_batch),
         )  # fmt: skip
 
     def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:

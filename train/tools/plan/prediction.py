@@ -68,6 +68,7 @@ class Prediction:
     recomputed: bool | str | int  # gradient_checkpointing
     peak: Peak
     host_bytes: int  # of a machine
+    disk_bytes: int  # of a machine: what is offloaded to it
     fits: bool
     lacking: int  # bytes, of device or host; 0 where it fits
     length: int  # tokens of a row; of pairs, of a source
@@ -113,6 +114,7 @@ class Prediction:
             "peak_reserved_bytes": peak["reserved"],
             "device_bytes": peak["device"],
             "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
             "phase": peak["phase"],
             "components": peak["components"],
             **(self.speed.to_dict() if self.speed else unknown),

@@ -67,6 +67,8 @@ def for_terminal(
     refused = [one for one in outcomes if one.refused]
     if refused:
         lines += ["not possible:", *(f"  {one.label}: {one.refused}" for one in refused), ""]
+    offloaded = {one.label: one.largest.disk_bytes for one in outcomes if one.largest and one.largest.disk_bytes}
+    lines += [f"{label} keeps {size(most)} on a disk of each machine." for label, most in offloaded.items()]
     lines.append(f"A checkpoint takes {size(planner.checkpoint_bytes)} of disk.")
     return "\n".join(lines)
 

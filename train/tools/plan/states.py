@@ -30,6 +30,7 @@ class States:
         load: on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy
             on the device if it has room for that, and else on the host: the copy does not decide what fits.
         host: on the host, of this process: {name: bytes}.
+        disk: on a disk of the machine, of this process, in bytes; checkpoints are not meant.
     """
 
     weights: int
@@ -42,6 +43,7 @@ class States:
     step: dict[str, int] = field(default_factory=dict)
     load: int = 0
     host: dict[str, int] = field(default_factory=dict)
+    disk: int = 0
 
 
 def torch_states(
@@ -127,13 +129,18 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     host: dict[str, int] = {}
     if offloads_weights:
         host["weights"] = _pinned(width * shard, zero.offload_param, on_gpu)
-    if offloads:
+    largest = max((-(-size // world_size) for size in weights.sizes.values()), default=0)
+    on_disk = offload_device(zero.offload_optimizer) == "nvme"
+    if on_disk:  # what is brought at a time: as many buffers as a sub-group has tensors (SwapBufferManager)
+        brought = min(int(zero.sub_group_size) + largest, max(groups, default=0))
+        host["optimizer"] = int(zero.offload_optimizer.buffer_count) * MASTER_BYTES * brought
+        host["gradients"] = _pinned(width * trained, zero.offload_optimizer, on_gpu)
+    elif offloads:
         host["optimizer"] = _pinned((MASTER_BYTES + MOMENTS_BYTES) * trained, zero.offload_optimizer, on_gpu, 3)
         host["gradients"] = _pinned((4 + width) * trained, zero.offload_optimizer, on_gpu, 2)
     within = int(zero.zero_hpz_partition_size)  # ZeRO++'s copies: _partition_param_sec
     copied = sum(-(-weight.size // within) for weight in weights.all) if within > 1 else 0
     gradients = 0 if offloads else width * trained
-    largest = max((-(-size // world_size) for size in weights.sizes.values()), default=0)
     sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
     return States(
         weights=width * (persistent + copied + (0 if offloads_weights else shard)),
@@ -145,6 +152,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
         load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
         host=host,
+        disk=(MASTER_BYTES + MOMENTS_BYTES + 4) * trained if on_disk else 0,  # gradients too
     )
 
 

@@ -49,6 +49,10 @@ ADAM_BYTES = 28
 # Adafactor.step) read and write a tensor of the parameter's size 21 times.
 MOVED_BYTES = {"adamw": ADAM_BYTES, "adamw_8bit": 16, "adafactor": 21 * 4}
 
+# An optimizer on a disk: of each element weight, moments and gradient in fp32 are read and written in an update, at
+# what a machine's disk does. An assumption: one NVMe disk of PCIe 4.
+DISK_BYTES, DISK = 2 * 16, 3e9
+
 # The host's Adam, elements a second of a machine: bound by its memory, 200 GB/s (eight channels of DDR4-3200 have
 # 205). An assumption; --calibrate measures it.
 HOST_ADAM = 200e9 / ADAM_BYTES

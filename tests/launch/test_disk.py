@@ -1,0 +1,54 @@
+"""The optimizer's state on a disk: updates as under zero3, checkpoints that go to other strategies and come back."""
+
+import ctypes.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import ROOT, launch, updates
+
+RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192,n_positions=64,resid_pdrop=0,"
+       "embd_pdrop=0,attn_pdrop=0", "--train_file", ROOT / "docs" / "plan.md", "--document_separator", "line",
+       "--train_tokenizer_vocab_size", "400", "--block_size", "64", "--per_device_train_batch_size", "2",
+       "--gradient_accumulation_steps", "2", "--max_train_steps", "6", "--save_steps", "3", "--learning_rate", "1e-3",
+       "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
+
+
+def pair(folder: Path) -> Path:
+    """The pair of the tree, with sub-groups so small that each process has several, and a disk of its own."""
+    config = json.loads((ROOT / "ds_configs" / "zero3_offload_nvme.json").read_text())
+    config["zero_optimization"]["sub_group_size"] = 300_000
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder / "disk")
+    (folder / "mine.json").write_text(json.dumps(config))
+    settings = yaml.safe_load((ROOT / "accelerate_configs" / "zero3_offload_nvme.yaml").read_text())
+    settings["deepspeed_config"]["deepspeed_config_file"] = str(folder / "mine.json")
+    (folder / "mine.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "mine.yaml"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ctypes.util.find_library("aio") is None or not Path("/usr/include/libaio.h").is_file(),
+                    reason="DeepSpeed compiles async_io against libaio's headers")  # fmt: skip
+def test_updates_and_checkpoints_are_those_of_zero3(cache, tmp_path):
+    run, on_disk = [*RUN, "--cache_dir", cache], pair(tmp_path)
+    expected = [
+        (line["loss"], line["grad_norm"]) for line in updates(launch(tmp_path / "zero3", *run, strategy="zero3"))
+    ]
+    assert len(expected) == 6
+
+    def check(output: Path, strategy: str | Path) -> None:
+        lines = updates(launch(output, *run, strategy=str(strategy), processes=2))
+        for line, theirs in zip(lines, expected, strict=True):
+            assert (line["loss"], line["grad_norm"]) == pytest.approx(theirs, rel=1e-5)
+
+    check(tmp_path / "disk_run", on_disk)
+    left = list((tmp_path / "disk").iterdir())
+    assert not left, "nothing stays on the disk"
+    for first, then in (("zero3", on_disk), ("disk_run", on_disk), ("disk_run", "ddp")):
+        resumed = tmp_path / f"{first}_{Path(then).stem}"
+        shutil.copytree(tmp_path / first, resumed, symlinks=True)
+        shutil.rmtree(resumed / "checkpoints" / "update_00000006")
+        shutil.rmtree(resumed / "model")
+        check(resumed, then)
