@@ -1,8 +1,16 @@
-"""Folders of processes whose optimizer is on a disk."""
+"""Optimizers on a disk: folders of processes, and what is missing here."""
 
 import fcntl
 
-from train.strategy.disk import own_folder, remove
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from helpers import refusal
+
+from train.strategy.disk import check_async_io, own_folder, remove
+
+
+def test_without_libaio_a_run_ends_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: False)
+    assert "Install them (apt install libaio-dev), or use --strategy zero3_offload" in refusal(check_async_io)
 
 
 def test_a_process_has_a_folder_of_its_own_and_clears_up_after_the_dead(tmp_path):

@@ -5,6 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from train.recipe.errors import UserError
+
 PREFIX = "zerofit-"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
@@ -39,6 +41,20 @@ def look_at_disk(zero: dict) -> list[str]:
 def keeps_optimizer_on_disk(zero: dict) -> bool:
     """Whether a resolved zero_optimization section does."""
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
+
+
+def check_async_io() -> None:
+    """
+    Raises:
+        UserError: DeepSpeed cannot compile what reads and writes the disk.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            'zero_optimization.offload_optimizer.device = "nvme": DeepSpeed compiles async_io against libaio, whose '
+            "headers are not here. Install them (apt install libaio-dev), or use --strategy zero3_offload"
+        )
 
 
 def own_folder(below: str) -> Path:
