@@ -114,10 +114,11 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
     """Run train/TASK.py to its end: in forked ranks (ranks.py), or under `accelerate launch`.
 
     Args:
-        launcher: whether it is launched for real; so it is with `variables` of its environment.
+        launcher: whether it is launched for real; so it is with `variables` of its environment, and where there is
+            a device: the process that ranks are forked from is one of the CPU.
         machines: as many as the forked ranks believe to be on.
     """
-    if launcher or variables:
+    if launcher or variables or torch.accelerator.is_available():
         command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
         return subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(**variables)
