@@ -3,6 +3,8 @@
 The parser of recipes prints these hints, and `zerofit convert megatron-args` uses the same ones.
 """
 
+import re
+
 SHAPE = "say --config_name, and --config_overrides with the names of that configuration"
 DROPOUT = (
     "say --config_overrides attn_pdrop=0,resid_pdrop=0,embd_pdrop=0 (GPT-2), attention_dropout=0 (Llama, which has no "
@@ -28,6 +30,7 @@ TYPED = {  # flags that another option replaces
     "num_layers": SHAPE,
     "hidden_size": SHAPE,
     "ffn_hidden_size": SHAPE,
+    "ffn_hidden_coeff": SHAPE,
     "num_attention_heads": SHAPE,
     "num_query_groups": SHAPE,
     "num_key_value_heads": SHAPE,
@@ -77,17 +80,21 @@ TYPED = {  # flags that another option replaces
     "tensorboard_dir": "say --with_tracking --report_to tensorboard; the files are in the run folder",
 }
 OF_LLAMA = "a Llama (--config_name llama-2-7b) has it"
+NORMS = "a Llama has rmsnorm, a GPT-2 layernorm"
 FLASH = "on a GPU a flash kernel runs by default, in half precision (--attn_implementation)"
 FUSED = "a matter of Megatron's kernels; the figures are the same"
 OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
 SATISFIED = {  # what is always so
     "swiglu": OF_LLAMA,
-    "normalization": "a Llama has rmsnorm, a GPT-2 layernorm",
+    "activation_func_type": OF_LLAMA,
+    "normalization": NORMS,
+    "layernorm_type": NORMS,
     "use_rotary_position_embeddings": OF_LLAMA,
     "position_embedding_type": "a Llama has rope, a GPT-2 learned positions",
     "no_position_embedding": "a Llama has no learned positions",
     "untie_embeddings_and_output_weights": "say --config_overrides tie_word_embeddings=false (llama-2-7b has it)",
     "disable_bias_linear": OF_LLAMA,
+    "no_bias": OF_LLAMA,
     "group_query_attention": "the number of key and value heads decides it",
     "apply_layernorm_1p": "the same norm, whose weights count from 1 and not from 0",
     "no_query_key_layer_scaling": "no such scaling is done; it would cancel out but for rounding",
@@ -257,6 +264,17 @@ PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
     "find_optimal_num_workers": "remove it: --workers is the number of cores by default",
     "multimodal": "remove it: corpora hold text",
 }  # fmt: skip
+
+
+SHAPING = re.compile(  # parts of names of flags that change the model
+    r"norm|rms|activation|gelu|glu|relu|bias|position|rotary|rope|alibi|embed|layer|hidden|head|kv|quer|attention|attn|ffn|"
+    r"mlp|expert|residual|window|channels|tie|spec|sink|mamba|ssm|conv"
+)
+
+
+def shapes_the_model(name: str) -> bool:
+    """Whether a flag that is not known changes the model, by its name."""
+    return fate_of(name)[0] == "unknown" and bool(SHAPING.search(name))
 
 
 def fate_of(name: str) -> tuple[str, str]:

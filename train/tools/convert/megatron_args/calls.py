@@ -7,7 +7,11 @@ from train.recipe.errors import UserError
 from train.tools.convert.megatron_args.expressions import UNKNOWN, unknown_in
 from train.tools.convert.megatron_args.shell import Shell
 
-PROGRAMS = ("pretrain_gpt.py", "finetune_llama.py", "preprocess_data.py", "merge_datasets.py")
+PREPARATION = ("preprocess_data.py", "merge_datasets.py")
+SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
+PROGRAM = re.compile(
+    rf"(pretrain_\w+\.py|finetune_llama\.py|{'|'.join(map(re.escape, (*PREPARATION, SEARCH)))})(?=\s|$)"
+)
 PRINTS = ("echo", "printf", "ls", "cat", "cp", "rm", "sed", "grep", "tee")
 PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus-per-node", "ntasks-per-node")
 MACHINES = ("nnodes", "num_nodes", "nodes")
@@ -75,7 +79,8 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
         remedy = ""
         if unknown:
             remedy = f" as far as can be seen: {missing(unknown[0], shell.reasons)}"
-        raise UserError(f"the script starts none of {', '.join(PROGRAMS)}{remedy}")
+        names = ", ".join(("pretrain_*.py", "finetune_llama.py", *PREPARATION, SEARCH))
+        raise UserError(f"the script starts none of {names}{remedy}")
     return calls
 
 
@@ -83,12 +88,13 @@ def call_of(words: list[str]) -> Call:
     """A command line that was typed: a launcher and a program, or arguments of pretrain_gpt.py alone."""
     at = next((index for index, word in enumerate(words) if _program(word)), None)
     if at is None:
-        return Call(PROGRAMS[0], list(words))
+        return Call("pretrain_gpt.py", list(words))
     return Call(_program(words[at]), words[at + 1 :], words[:at])
 
 
 def _program(word: str) -> str | None:
-    return next((name for name in PROGRAMS if not re.search(r"\s", word) and word.endswith(name)), None)
+    found = None if re.search(r"\s", word) else PROGRAM.search(word)
+    return found[1] if found else None
 
 
 def _calls_of(words: list[str], shell: Shell) -> list[Call]:
@@ -100,7 +106,7 @@ def _calls_of(words: list[str], shell: Shell) -> list[Call]:
         if _program(word):
             arguments = words[index + 1 :]
             return [Call(_program(word), arguments, words[:index], shell.files, shell.reasons)]
-        if any(re.search(rf"{re.escape(name)}\s", word) for name in PROGRAMS):  # bash -c "torchrun ..."
+        if PROGRAM.search(word):  # bash -c "torchrun ..."
             return _nested(word, shell)
     return []
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
-from train.tools.convert.megatron_args.calls import Call, call_of, calls_in
+from train.tools.convert.megatron_args.calls import PREPARATION, Call, call_of, calls_in
 from train.tools.convert.megatron_args.corpora import convert_preparation
 from train.tools.convert.megatron_args.ledger import summary, table
 from train.tools.convert.megatron_args.pair import pair_of
@@ -25,7 +25,6 @@ from train.tools.convert.megatron_args.schedule import Converted
 from train.tools.convert.options import MegatronArgsOptions
 
 VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
-TRAINING = ("pretrain_gpt.py", "finetune_llama.py")
 
 
 def main(argv: list[str]) -> int:
@@ -38,12 +37,12 @@ def main(argv: list[str]) -> int:
     name, calls = _calls(positional, words)
     folder = Path(options.output or f"outputs/{name}-converted")
     for call in calls:
-        if call.program in TRAINING:
+        if call.program not in PREPARATION:
             continue
         line, flags = convert_preparation(call, options.tokenizer_name)
         _show(call, flags)
         print(f"\n{line}\n", flush=True)
-    training = [call for call in calls if call.program in TRAINING]
+    training = [call for call in calls if call.program not in PREPARATION]
     if training:
         _convert(training[0], folder, name, options)
     if len(training) > 1:

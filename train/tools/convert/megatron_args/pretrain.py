@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.recipe.megatron_flags import FULL, SELECTIVE
-from train.tools.convert.megatron_args.calls import Call
+from train.recipe.megatron_flags import FULL, SELECTIVE, TYPED, shapes_the_model
+from train.tools.convert.megatron_args.calls import SEARCH, Call
 from train.tools.convert.megatron_args.ledger import Ledger
 from train.tools.convert.megatron_args.pair import read_layout
 from train.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision
@@ -17,6 +17,7 @@ from train.tools.convert.megatron_args.shape import of_weights, read_shape
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 HUB = ("HFTokenizer", "HuggingFaceTokenizer", "PretrainedFromHF")
+KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", "finetune_llama.py", SEARCH)
 ELSEWHERE = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "data_args_path",
              "train_weighted_split_paths", "valid_weighted_split_paths", "test_weighted_split_paths")  # fmt: skip
 
@@ -34,7 +35,11 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
     """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
     flags = Ledger.of(call)
     layout = read_layout(flags, call, options.num_processes)
-    shape = read_shape(flags)
+    if call.program not in KNOWN:
+        flags.wrong("", f"{call.program} is not read, and neither is what it sets by itself (extra args provider, "
+                    "args_defaults). Give its launch line after -- with pretrain_gpt.py and these flags in its place "
+                    "(docs/porting-a-model.md)")  # fmt: skip
+    shape = read_shape(flags, call.program)
     done = Converted({}, flags, layout, shape)
     _model(done, options)
     _tokenizer(done, options)
@@ -49,6 +54,9 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
         _inputs_on_the_host(done)
     _checkpoints(done, options)
     _trackers(done)
+    for name in flags.flags:
+        if name not in flags.rows and name not in TYPED and shapes_the_model(name):
+            flags.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
     return done
 
 

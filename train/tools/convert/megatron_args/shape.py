@@ -119,8 +119,12 @@ def _written(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def read_shape(flags: Ledger) -> Shape | None:
-    """The model of the flags; None, with a problem, where it is none of the families."""
+def read_shape(flags: Ledger, program: str) -> Shape | None:
+    """The model of the flags; None, with a problem, where it is none of the families.
+
+    Args:
+        program: pretrain_llama.py has defaults of its own (extra args provider of Habana's Megatron-DeepSpeed).
+    """
     for name, why in FIXED.items():
         if flags.has(name) and flags.words(name) == ["1"]:
             flags.satisfied(name, "1: no mixture of experts")
@@ -129,10 +133,19 @@ def read_shape(flags: Ledger) -> Shape | None:
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not flags.has(name):
             flags.problems.append(f"there is no --{name.replace('_', '-')}: a complete command line is needed")
-    rotary, position = _positions(flags)
+    rotary, position = _positions(flags, "rotary" if program == "pretrain_llama.py" else "")
     hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
-    gated = flags.has("swiglu") or flags.text("glu_activation") == "swiglu"
+    llama = program == "pretrain_llama.py"
+    activation = flags.text("activation_func_type", "swiglu" if llama else None)
+    if activation not in (None, "swiglu", "gelu"):
+        flags.wrong("activation_func_type", "neither family has that activation: swiglu (Llama) or gelu (GPT-2)")
+    gated = flags.has("swiglu") or "swiglu" in (flags.text("glu_activation"), activation)
     of_ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    if activation or flags.has("ffn_hidden_coeff"):
+        of_ffn = int(flags.number("ffn_hidden_coeff", float, 8 / 3 if llama else 4.0) * hidden)
+    norm = flags.text("normalization") or flags.text("layernorm_type") or ("rmsnorm" if llama else "layernorm")
+    if norm.lower() not in ("rmsnorm", "layernorm"):
+        flags.wrong(flags.first("normalization", "layernorm_type"), "neither family has it: RMSNorm or LayerNorm")
     epsilon = flags.first("norm_epsilon", "layernorm_epsilon") or "norm_epsilon"
     theta = flags.first("rotary_base", "rotary_position_embeddings_theta") or "rotary_base"
     shape = Shape(
@@ -140,8 +153,9 @@ def read_shape(flags: Ledger) -> Shape | None:
         channels=flags.number("kv_channels", default=hidden // heads),
         ffn=flags.number("ffn_hidden_size", default=of_ffn),
         positions=flags.number("max_position_embeddings", default=flags.number("seq_length", default=1024)),
-        gated=gated, rms=(flags.text("normalization") or "").lower() == "rmsnorm", learned=not rotary,
-        tied=not flags.has("untie_embeddings_and_output_weights"), bias=not flags.has("disable_bias_linear"),
+        gated=gated, rms=norm.lower() == "rmsnorm", learned=not rotary,
+        tied=not (llama or flags.has("untie_embeddings_and_output_weights")),
+        bias=not (llama or flags.first("disable_bias_linear", "no_bias")),
         activation=_activation(flags), epsilon=flags.number(epsilon, float, 1e-5),
         attention_dropout=flags.number("attention_dropout", float, 0.1),
         hidden_dropout=flags.number("hidden_dropout", float, 0.1),
@@ -156,14 +170,17 @@ def read_shape(flags: Ledger) -> Shape | None:
         flags.problems.append(_no_family(shape))
     else:
         _add_rows(flags, shape, epsilon, theta)
+        if llama:
+            words = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
+            flags.rows["=program"] = Row("(pretrain_llama.py)", "carried over", words)
     return None if flags.problems else shape
 
 
-def _positions(flags: Ledger) -> tuple[bool, str]:
+def _positions(flags: Ledger, default: str) -> tuple[bool, str]:
     """(rotary, kind)."""
-    kind = (flags.text("position_embedding_type") or "").lower().rpartition(".")[2]
+    kind = (flags.text("position_embedding_type") or default).lower().rpartition(".")[2]
     rotary = flags.has("use_rotary_position_embeddings") or kind in ("rope", "rotary")
-    if kind not in ("", "rope", "rotary", "learned_absolute", "absolute"):
+    if kind not in ("", "rope", "rotary", "learned_absolute", "absolute", "learnable"):
         flags.wrong("position_embedding_type", "neither family has it: learned_absolute (GPT-2) or rope (Llama)")
     return rotary, "none" if flags.has("no_position_embedding") and not rotary else kind
 
@@ -179,7 +196,7 @@ def _activation(flags: Ledger) -> str:
     if flags.has("squared_relu"):
         return "relu2"
     unfused = flags.has("no_bias_gelu_fusion") and not flags.has("openai_gelu")
-    return "gelu" if unfused and not flags.has("disable_bias_linear") else "gelu_new"
+    return "gelu" if unfused and not flags.first("disable_bias_linear", "no_bias") else "gelu_new"
 
 
 def _no_family(shape: Shape) -> str:
@@ -201,6 +218,7 @@ def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
     places = {
         "num_layers": ("num_hidden_layers", "n_layer"), "hidden_size": ("hidden_size", "n_embd"),
         "num_attention_heads": ("num_attention_heads", "n_head"), "ffn_hidden_size": ("intermediate_size", "n_inner"),
+        "ffn_hidden_coeff": ("intermediate_size", "n_inner"),
         "num_key_value_heads": ("num_key_value_heads",), "num_query_groups": ("num_key_value_heads",),
         "kv_channels": ("head_dim",), "max_position_embeddings": ("max_position_embeddings", "n_positions"),
         epsilon: ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"), theta: ("rope_theta",),
@@ -216,8 +234,9 @@ def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
             flags.carried(name, f"config_overrides {target}={written[target]}")
         elif flags.has(name):
             flags.satisfied(name, f"{family} is like that")
-    for name in ("swiglu", "normalization", "use_rotary_position_embeddings", "position_embedding_type",
-                 "no_position_embedding", "disable_bias_linear", "group_query_attention"):  # fmt: skip
+    for name in ("swiglu", "activation_func_type", "normalization", "layernorm_type", "group_query_attention",
+                 "use_rotary_position_embeddings", "position_embedding_type", "no_position_embedding",
+                 "disable_bias_linear", "no_bias"):  # fmt: skip
         if flags.has(name):
             flags.satisfied(name, f"{family} is like that")
     if llama and flags.has("hidden_dropout") and shape.hidden_dropout:

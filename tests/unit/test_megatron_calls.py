@@ -1,0 +1,59 @@
+"""What `zerofit convert megatron-args` makes of a call: the model of its names, the pair as a run resolves it."""
+
+import shlex
+
+import pytest
+
+from train.tools.convert.megatron_args.calls import call_of
+from train.tools.convert.megatron_args.convert import parameters_of
+from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 100 "
+    "--lr 1e-3 --data-path A --vocab-file v.json --merge-file m.txt --hidden-dropout 0 "
+)
+PORTED = "--layernorm-type rmsnorm --activation-func-type swiglu --no-bias --position-embedding-type rotary "
+
+
+def typed(words: str, **options):
+    return convert_pretraining(call_of(shlex.split(words)), Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("command", "family", "parameters"),
+    [
+        # two layers: 4 * 64^2 of attention, 3 * 64 * 170 of the MLP (8/3 * 64), two norms; embeddings and a last norm
+        (f"pretrain_llama.py {FLAGS}", "llama-2-7b", 2 * (4 * 64**2 + 3 * 64 * 170 + 2 * 64) + 2 * 384 * 64 + 64),
+        (f"pretrain_llama.py {FLAGS}{PORTED}--ffn-hidden-coeff 4", "llama-2-7b",
+         2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 2 * 384 * 64 + 64),
+        (f"pretrain_gpt.py {FLAGS}{PORTED}--ffn-hidden-size 160", "llama-2-7b",
+         2 * (4 * 64**2 + 3 * 64 * 160 + 2 * 64) + 384 * 64 + 64),
+    ],
+)  # fmt: skip
+def test_the_names_of_a_port_of_llama(command, family, parameters):
+    done = typed(command)
+    assert not done.flags.problems
+    assert done.recipe["config_name"] == family
+    assert done.shape.parameters(384) == parameters_of(done.recipe, 384) == parameters
+    assert {row.fate for row in done.flags.finish()} <= {"carried over", "satisfied"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--layernorm-type rmsnorm", "no family with gelu, rmsnorm"),
+        ("--position-embedding-type rotary --no-bias", "no biases"),
+        ("--layernorm-type scalenorm", "RMSNorm or LayerNorm"),
+        ("--activation-func-type reglu", "swiglu (Llama) or gelu (GPT-2)"),
+        ("--position-embedding-type rotary --apply-layernorm-rms", "--apply-layernorm-rms: not a known flag"),
+        ("--rotary-interleaved-magic", "it changes the model"),
+    ],
+)
+def test_what_shapes_the_model_is_never_passed_over(flags, said):
+    assert said in " ".join(typed(f"pretrain_gpt.py {FLAGS}{flags}").flags.problems)
+
+
+def test_a_program_of_ones_own_is_not_taken_for_a_gpt():
+    problems = typed(f"torchrun pretrain_x.py {FLAGS}").flags.problems
+    assert "pretrain_x.py is not read" in problems[0]
+    assert "docs/porting-a-model.md" in problems[0]
