@@ -876,7 +876,7 @@ def test_info_on_damaged_corpora(small, tmp_path, capsys):
         (lambda: index.write_bytes(whole[index][:-1]), "it was cut off"),
         (lambda: index.write_bytes(b"x" + whole[index]), "is no index of Megatron's"),
         (lambda: edit(index, 34 + 12 + 8, np.int64, 2), "does not begin where the one before it ends"),
-        (lambda: edit(index, 34 + 36 + 8, np.int64, 3), "are no rising row"),
+        (lambda: edit(index, 34 + 36 + 8, np.int64, 3), "contradicts itself"),
         (lambda: edit(binary, 0, np.uint16, 60_000), "ids are below 300"),
         (lambda: card.write_text(whole[card].decode().replace('"documents": 3', '"documents": 4')), "documents = 4"),
         (

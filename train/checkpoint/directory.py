@@ -142,12 +142,15 @@ def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
         text = (folder / MANIFEST).read_text()
         why, files = json.loads(text)["why"], json.loads(text)["files"]
         expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
+        outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     if text != _manifest(why, files):
         return f"{MANIFEST} is not what was written (its checksum differs)"
+    if outside:
+        return f"{MANIFEST} names a file of another folder, {outside!r}"
     for name, (size, digest) in list(expected.items())[rank::num_ranks]:
         path = folder / name
         try:

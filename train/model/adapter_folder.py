@@ -83,8 +83,11 @@ def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
                 shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError, EOFError) as error:
         raise UserError(f"{where}: {file.name} is broken: {first_line(error)}. Copy it again") from None
-    except Exception as error:  # an unpickler can raise anything
-        raise UserError(f"{where}: {file.name} is no file of tensors: {first_line(error)}") from None
+    except Exception:  # an unpickler can raise anything
+        raise UserError(
+            f"{where}: {file.name} is no file of tensors alone; nothing in it was executed. Ask its publisher for "
+            f"{WEIGHTS[0]}"
+        ) from None
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if not shapes or empty:
         problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"

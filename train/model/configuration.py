@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import socket
 import time
 from functools import cache
@@ -16,6 +17,8 @@ from train.recipe.model_options import ModelOptions
 from train.recipe.paths import is_missing_folder
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
+# What a config.json may name: other names are repositories of the hub, whose code transformers would run.
+ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
 
 @cache
@@ -95,7 +98,14 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
     if not Path(name).is_dir():
         work_offline_without_network()
     try:
-        return load(name, **kwargs)
+        loaded = load(name, **kwargs)
+        _check_kernels(option, name, loaded)
+        return loaded
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{option} = {name!r}: a file of its weights is no file of tensors alone; nothing in it was executed. Ask "
+            "its publisher for safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):
@@ -112,6 +122,17 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         raise UserError(
             f"{option} = {name!r} is no local folder, and cannot be loaded from the hub: {first}; {remedy}{hint}"
         ) from None
+
+
+def _check_kernels(option: str, name: str, config) -> None:
+    """Raises UserError if a configuration that was loaded, or a part of it, asks for the code of a repository."""
+    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
+    for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
+        if kernel not in ATTENTION:
+            raise UserError(
+                f"{option} = {name!r}: its config.json names attn_implementation = {kernel!r}, code that would be "
+                "loaded from the hub. Remove it there; a kernel that you trust is named with --attn_implementation"
+            )
 
 
 @cache

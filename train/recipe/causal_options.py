@@ -82,7 +82,7 @@ class CorpusOptions(Recipe):
     )
     split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
     data_cache_path: str | None = option(
-        None, "Folder for the index of the samples; by default beside the (first) corpus."
+        None, "Folder for the index of the samples; by default in the cache of prepared data."
     )
     reset_position_ids: bool = option(False, "Restart position ids after each end-of-document token.")
     reset_attention_mask: bool = option(False, "Attend only within a document (after the last end-of-document token).")

@@ -23,7 +23,7 @@ import torch
 from train.data.megatron.corpus import INDICES, Corpus, megatron
 from train.data.pack import DatasetStats, Sample
 from train.model.loss import IGNORE
-from train.recipe.cache import one_process_at_a_time
+from train.recipe.cache import cache_root, one_process_at_a_time
 from train.recipe.causal_options import RESETS
 from train.recipe.errors import UserError
 from train.recipe.files import is_there, put_in_place
@@ -187,7 +187,7 @@ def build(
     Raises:
         UserError: the index cannot be written.
     """
-    root = Path(recipe.data_cache_path or f"{blend.corpora[0].prefix}/cache/{INDICES}").expanduser()
+    root = Path(recipe.data_cache_path or cache_root(recipe.cache_dir) / INDICES).expanduser()
     sizes = (num_samples, num_held_out)
     flags = {name: getattr(recipe, name) for name in RESETS}
     ends = _TokenizerStub(rows, eod)

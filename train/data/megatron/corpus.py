@@ -25,7 +25,7 @@ from train.recipe.paths import missing_corpus
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
 DTYPES = dict(enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1))
-INDICES = "GPTDataset_indices"  # Megatron's name of the folder of indices beside a corpus
+INDICES = "GPTDataset_indices"  # Megatron's name of a folder of indices; its own lie beside a corpus
 PORTION = 1 << 22  # number of ids to read at a time
 # Their token ids distinguish tokenizers that have the same vocabulary.
 PROBES = ("The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.", "def f(x):\n    return x[0] != 1_000",
@@ -43,6 +43,7 @@ def megatron() -> SimpleNamespace:
         warnings.simplefilter("ignore")  # Transformer Engine and Apex, which only models need, are not installed
         try:
             from megatron.core.datasets import (
+                blended_dataset,
                 blended_megatron_dataset_builder,
                 blended_megatron_dataset_config,
                 gpt_dataset,
@@ -52,10 +53,30 @@ def megatron() -> SimpleNamespace:
             raise UserError(
                 f"corpora in Megatron's format take megatron-core ({first_line(error)}): pip install '.[megatron]'"
             ) from None
+    for module in (blended_dataset, gpt_dataset):
+        module.numpy = _NumpyWithoutPickles()
     return SimpleNamespace(
         builder=blended_megatron_dataset_builder, config=blended_megatron_dataset_config, gpt=gpt_dataset,
         indexed=indexed_dataset,
     )  # fmt: skip
+
+
+class _NumpyWithoutPickles:
+    """numpy for megatron-core's datasets, which load an index, now or later, with allow_pickle=True."""
+
+    def __getattr__(self, name: str):
+        return getattr(np, name)
+
+    @staticmethod
+    def load(path: str, **_) -> np.ndarray:
+        """A mapped array. Raises UserError: the file is no array."""
+        try:
+            return np.lib.format.open_memmap(path, mode="r")
+        except ValueError as error:
+            raise UserError(
+                f"{path} is no index of megatron-core's: {first_line(error)}. Remove its folder, which is then made "
+                "again, or name another one with --data_cache_path"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -150,7 +171,9 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     lengths, pointers, ends = columns
     corpus = Corpus(prefix, DTYPES[code], lengths, pointers, ends, None)
     end = int(pointers[-1]) + int(lengths[-1]) * corpus.dtype().itemsize
-    if end != os.path.getsize(f"{prefix}.bin") or ends[-1] != len(lengths):
+    portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
+    rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
+    if end != os.path.getsize(f"{prefix}.bin") or not rises:
         raise UserError(
             f"{option} = {prefix!r}: {prefix}.idx contradicts itself. Make the corpus anew, or copy it once more"
         )

@@ -1,6 +1,7 @@
-"""Metrics of the evaluate library that need no network: each module here is one, and is loaded by its path."""
+"""Metrics of the evaluate library that need no network: each module here is one."""
 
 import functools
+import importlib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -13,6 +14,6 @@ def compute(name: str, predictions: list, references: list, **options) -> dict[s
 
 @functools.cache
 def _metric(name: str):
-    import evaluate
-
-    return evaluate.load(str(FOLDER / f"{name}.py"), keep_in_memory=True)
+    # Not evaluate.load: it copies the module to a cache, and imports what is there.
+    module = importlib.import_module(f"{__name__}.{name}")
+    return getattr(module, name.capitalize())(keep_in_memory=True)

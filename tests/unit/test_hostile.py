@@ -1,0 +1,171 @@
+"""What strangers hand over runs nothing: an index beside a corpus, caches, a configuration, a manifest, a recipe."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import refusal, tiny_model
+from train.checkpoint.directory import ASKED, flaw, seal
+from train.model.adapter_folder import open_adapter
+from train.model.configuration import load_configuration
+from train.model.pretrained_io import read_config, read_model
+from train.recipe.parse import parse_recipe
+from train.recipe.tasks import ClmRecipe
+from train.training.metrics import _metric
+
+
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+# ------------------------------------------------------------------------------------------- an index beside a corpus
+
+
+@pytest.fixture
+def corpus(tmp_path) -> str:
+    pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
+    from train.data.megatron.corpus import megatron
+
+    builder = megatron().indexed.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
+    rng = np.random.default_rng(0)
+    for length in rng.integers(5, 40, 60):
+        builder.add_document(rng.integers(1, 97, length), [length])
+    builder.finalize(str(tmp_path / "x.idx"))
+    return str(tmp_path / "x")
+
+
+def build_index(prefix: str, *flags: str):
+    from train.data.megatron.blend import Blend, build
+    from train.data.megatron.corpus import open_corpus
+
+    words = ["--config_name", "gpt2", "--tokenizer_name", "any", "--data_path", prefix, "--split", "1", *flags]
+    blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
+    return build(blend, 20, 0, 97, 0, parse_recipe(ClmRecipe, words))[0]
+
+
+def test_an_index_lies_in_the_users_cache_and_nothing_beside_the_corpus_is_read(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache of the user"))
+    expected = build_index(corpus)[3]["input_ids"].tolist()
+    assert not Path(f"{corpus}/cache").exists()
+    theirs = Path(f"{corpus}/cache/GPTDataset_indices")
+    theirs.parent.mkdir(parents=True)
+    (tmp_path / "cache of the user" / "zerofit" / "GPTDataset_indices").rename(theirs)  # one that fits, poisoned
+    for file in theirs.rglob("*.npy"):
+        file.write_bytes(pickle.dumps(Harmful(tmp_path / "executed")))
+    assert build_index(corpus)[3]["input_ids"].tolist() == expected
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "objects", "zip"])
+def test_a_file_of_an_index_that_is_no_array_is_refused(corpus, tmp_path, kind):
+    build_index(corpus, "--data_cache_path", str(tmp_path / "cache"))
+    (file,) = (tmp_path / "cache").rglob("*shuffle_index.npy")
+    harmful = Harmful(tmp_path / "executed")
+    with file.open("wb") as opened:
+        if kind == "pickle":
+            pickle.dump(harmful, opened)
+        elif kind == "objects":
+            np.save(opened, np.array([harmful], dtype=object), allow_pickle=True)
+        else:
+            np.savez(opened, np.arange(3))
+    assert str(file.parent) in refusal(build_index, corpus, "--data_cache_path", str(tmp_path / "cache"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_an_index_that_is_loaded_late_is_no_pickle_either(corpus, tmp_path):
+    samples = build_index(corpus, "--data_cache_path", str(tmp_path / "cache"))
+    dataset = samples.dataset
+    (file,) = (tmp_path / "cache").rglob("*shuffle_index.npy")
+    file.write_bytes(pickle.dumps(Harmful(tmp_path / "executed")))
+    dataset.shuffle_index, dataset.path_to_shuffle_index = None, str(file)
+    assert str(file) in refusal(samples.__getitem__, 0)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("number", [-(2**40), 2**40, 0])
+def test_ends_of_documents_that_lead_elsewhere(corpus, number):
+    from train.data.megatron.corpus import open_corpus
+
+    ends = open_corpus("data_path", corpus).ends
+    data = bytearray(Path(f"{corpus}.idx").read_bytes())
+    place = data.rindex(ends.tobytes())
+    data[place + 8 * 30 : place + 8 * 31] = np.int64(number).tobytes()
+    Path(f"{corpus}.idx").write_bytes(data)
+    assert f"{corpus}.idx" in refusal(open_corpus, "data_path", corpus)
+
+
+# --------------------------------------------------------------------------------------------------------- the caches
+
+
+@pytest.mark.parametrize("name", ["classification", "generation", "regression"])
+def test_metrics_are_our_own_modules_and_no_copies_in_a_cache(name):
+    """evaluate.load copies a module into HF_HOME, and imports what is there."""
+    assert type(_metric(name)).__module__ == f"train.training.metrics.{name}"
+
+
+# --------------------------------------------------------------------------------------------------- a configuration
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_configuration_cannot_name_a_kernel_of_the_hub(tmp_path, key):
+    tiny_model("gpt2").config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, key: "somebody/kernel"}))
+    recipe = parse_recipe(ClmRecipe, ["--config_name", str(tmp_path), "--tokenizer_name", "any", "--train_file", "x"])
+    for read in (lambda: load_configuration(recipe), lambda: read_config("model", str(tmp_path))):
+        assert "somebody/kernel" in refusal(read)
+    (tmp_path / "config.json").write_text(json.dumps({**content, key: "sdpa"}))
+    assert read_config("model", str(tmp_path))._attn_implementation == "sdpa"
+
+
+# ---------------------------------------------------------------------------------------------------------- a manifest
+
+
+@pytest.mark.parametrize("name", ["../outside", "{}/outside", "model/../../outside"])
+def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
+    (tmp_path / "outside").write_text("of the user")
+    folder = tmp_path / "update_00000001"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "x").write_text("whole")
+    name = name.format(tmp_path)
+    seal(folder, ASKED, {})
+    assert flaw(folder) is None
+    import train.checkpoint.directory as directory
+
+    files = {name: directory.entry(tmp_path / "outside")}
+    (folder / "manifest.json").write_text(directory._manifest(ASKED, files))
+    assert "manifest.json" in (flaw(folder) or "")
+
+
+# ------------------------------------------------------------------------------------------------------------ a pickle
+
+
+def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM"}))
+    torch.save({"a": Harmful(tmp_path / "executed")}, tmp_path / "adapter_model.bin")
+    message = refusal(open_adapter, str(tmp_path))
+    assert "adapter_model.bin" in message
+    assert "weights_only" not in message
+    assert not (tmp_path / "executed").exists()
+
+
+def test_weights_in_a_pickle_are_refused_in_our_own_words(tmp_path):
+    model = tiny_model("gpt2")
+    model.config.save_pretrained(tmp_path)
+    torch.save({**model.state_dict(), "more": Harmful(tmp_path / "executed")}, tmp_path / "pytorch_model.bin")
+    message = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
+    assert "weights_only" not in message
+    assert str(tmp_path) in message
+    assert not (tmp_path / "executed").exists()
