@@ -8,11 +8,12 @@ checkpoints/update_00000100/
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from train.recipe.files import atomic_file, sync, temporary_path
 
 MANIFEST = "manifest.json"
 STATE = "state"
@@ -107,8 +108,7 @@ class CheckpointDirectory:
 
     @staticmethod
     def _point(link: Path, folder: Path) -> None:
-        new = link.with_suffix(".partial")
-        new.unlink(missing_ok=True)
+        new = temporary_path(link)
         new.symlink_to(folder.name)
         new.replace(link)
 
@@ -119,9 +119,8 @@ def seal(folder: Path, why: str, checked: dict[str, dict[str, Any]]) -> None:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         files[name] = checked.get(name) or entry(path)
-    manifest = folder / MANIFEST
-    manifest.write_text(_manifest(why, files))
-    sync(manifest)
+    with atomic_file(folder / MANIFEST) as file:
+        file.write(_manifest(why, files))
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
 
@@ -184,15 +183,6 @@ def checksum(path: Path) -> str:
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have the operating system put a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _why(folder: Path) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from train.checkpoint.directory import entry
 from train.model.tensor_parallel.cut import Cut
+from train.recipe.files import atomic_file
 from train.strategy.state import Piece, overlaps
 
 PROGRESS = "progress.json"
@@ -31,9 +32,8 @@ def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str,
     data = _file(folder, rank)
     save_file(tensors, data)
     parts = {piece.name: _entry_of(piece) for piece in pieces}
-    partial = data.with_suffix(".partial")
-    partial.write_text(json.dumps({"data": entry(data), "pieces": parts}) + "\n")
-    partial.rename(data.with_suffix(".json"))
+    with atomic_file(data.with_suffix(".json")) as file:
+        file.write(json.dumps({"data": entry(data), "pieces": parts}) + "\n")
 
 
 def _entry_of(piece: Piece) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Convert files for the readers: to UTF-8, and JSON objects to their records alone. The converted file is cached."""
 
 import json
-import os
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +10,7 @@ from train.data.encodings import as_utf8, is_utf8, open_bytes
 from train.recipe.cache import cache_root
 from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError
+from train.recipe.files import atomic_file
 
 
 def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_source: bool = False) -> list[Path]:
@@ -40,15 +40,10 @@ def _plain(path: Path, encoding: str | None, recipe: SourceOptions) -> Path:
     ending = ".jsonl" if recipe.field else Path(path.name.removesuffix(".gz")).suffix
     place = cache_root(recipe.cache_dir) / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if not place.exists():
-        partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
-        try:
-            with open_bytes(path) as file, partial.open("wb") as written:
-                portions = as_utf8(file, encoding, path) if encoding else file
-                for portion in _records(portions, recipe.field, path) if recipe.field else portions:
-                    written.write(portion)
-            partial.replace(place)
-        finally:
-            partial.unlink(missing_ok=True)
+        with open_bytes(path) as file, atomic_file(place, "wb") as written:
+            portions = as_utf8(file, encoding, path) if encoding else file
+            for portion in _records(portions, recipe.field, path) if recipe.field else portions:
+                written.write(portion)
     return place
 
 

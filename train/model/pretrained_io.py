@@ -1,6 +1,5 @@
 """Stored models, in a folder or on the hub: loaded completely or refused. For the tools, which do not train."""
 
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from train.model.configuration import from_hub_or_folder
 from train.model.folders import has_tokenizer
 from train.model.tokenizer import load_tokenizer
 from train.recipe.errors import UserError, first_line
+from train.recipe.files import temporary_path
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -94,7 +94,7 @@ def check_output(output: Path) -> None:
 @contextmanager
 def atomic_folder(output: Path):
     """A temporary folder beside `output`, renamed to it at the end, and removed after an error."""
-    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
+    partial = temporary_path(output)
     try:
         partial.mkdir(parents=True)
     except OSError as error:

@@ -1,8 +1,6 @@
 """The tokenizer: loaded, or trained on the training text and cached."""
 
 import hashlib
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +10,7 @@ from train.model.families import family_of
 from train.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
 from train.recipe.cache import cache_root
 from train.recipe.errors import UserError
-from train.recipe.files import is_there, put_in_place
+from train.recipe.files import is_there, put_in_place, temporary_path
 from train.recipe.model_options import ModelOptions
 
 PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
@@ -103,7 +101,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
             bpe._tokenizer.post_processor = _pair_template(bpe)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
         trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **roles, **names)
-        partial = folder.with_name(f"{folder.name}.partial-{platform.node()}-{os.getpid()}")
+        partial = temporary_path(folder)
         trained.save_pretrained(partial)
         put_in_place(partial, folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

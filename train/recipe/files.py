@@ -1,16 +1,20 @@
 """Files that several processes or machines write and read."""
 
 import os
+import re
+import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # File systems that other machines may see as well (psutil's fstype begins with one of these).
 SHARED = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
 # NFS may cache that a file is absent for 60 s (nfs(5): acdirmax); with a margin.
 SECONDS_TO_APPEAR = 90.0
+TEMPORARY = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.partial")
 
 
 def is_shared(folder: Path) -> bool:
@@ -49,6 +53,53 @@ def without_folders(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_folders(one) for one in value]
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+
+
+def temporary_path(path: Path) -> Path:
+    """A name that nobody can foresee, beside `path`."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+
+
+@contextmanager
+def atomic_file(path: Path, mode: str = "w") -> Iterator[IO]:
+    """A file that takes the place of `path` at the end of the block: complete and on the disk, or not at all.
+
+    No symbolic link is followed: neither one in the place of `path`, nor one in the place of the temporary file.
+    """
+    temporary = temporary_path(path)
+    handle = open_without_links(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with open(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def open_without_links(path: Path | str, flags: int) -> int:
+    """A file descriptor. Raises OSError if `path` is a symbolic link. Suits `open(..., opener=...)`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a symbolic link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

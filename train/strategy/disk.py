@@ -3,9 +3,11 @@
 import fcntl
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from train.recipe.errors import UserError
+from train.recipe.files import open_without_links
 
 PREFIX = "zerofit-"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
@@ -66,11 +68,8 @@ def own_folder(below: str) -> Path:
     base = Path(below).expanduser().resolve()
     base.mkdir(parents=True, exist_ok=True)
     for lock in base.glob(f"{PREFIX}*.lock"):
-        with lock.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
+        with suppress(OSError), open(lock, "a", opener=open_without_links) as file:  # it is held, or not ours
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(dir=base, prefix=PREFIX, suffix=".partial")

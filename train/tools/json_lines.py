@@ -5,11 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from train.recipe.files import open_without_links
+
 
 def add_line(file: Path, line: dict[str, Any]) -> None:
     """Append a line with a single write: several ranks may append at the same time."""
     data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_without_links(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(descriptor, data)
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
+from train.recipe.files import atomic_file, open_without_links
 from train.tools.json_lines import add_line
 
 
@@ -58,10 +59,13 @@ class Journal:
             )
         try:
             if self.lines:
-                os.truncate(self.path, self._read)
+                handle = open_without_links(self.path, os.O_RDWR)
+                os.ftruncate(handle, self._read)
+                os.close(handle)
             else:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_bytes(b"")
+                with atomic_file(self.path):
+                    pass
                 self._read, self.header = 0, None
                 add_line(self.path, asked)
                 self.poll()
@@ -81,10 +85,8 @@ class Journal:
 
     def finish(self, records: list[dict[str, Any]]) -> None:
         """Write the answers in the order of the prompts to `output`, and remove this file."""
-        complete = self.output.with_name(f"{self.output.name}.complete")
-        with complete.open("w", encoding="utf-8") as file:
+        with atomic_file(self.output) as file:
             for number, record in enumerate(records):
                 line = {**record, "generated": self.lines[number]["generated"]}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        complete.replace(self.output)
         self.path.unlink()

@@ -1,10 +1,10 @@
 """Traces that are kept on disk: the same model, rows and code give the same trace."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from train.recipe.cache import cache_root
+from train.recipe.files import atomic_file
 from train.recipe.model_options import LoraOptions, ModelOptions
 
 TRAIN = Path(__file__).resolve().parents[2]
@@ -56,13 +57,10 @@ class TraceCache:
             return Traces()
 
     def write(self, traces: Traces) -> None:
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        try:
+        with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(pickle.dumps(traces))
-            partial.replace(self.path)
-        except OSError:
-            partial.unlink(missing_ok=True)
+            with atomic_file(self.path, "wb") as file:
+                file.write(pickle.dumps(traces))
 
 
 def model_key(recipe: Any, config: Any) -> tuple:

@@ -15,6 +15,7 @@ import numpy as np
 
 from train.data.megatron.corpus import Card, megatron
 from train.recipe.errors import UserError
+from train.recipe.files import open_without_links
 
 ENDINGS = (".bin", ".json", ".idx")  # in the order in which they get their names
 PARTIAL = ".partial"
@@ -53,7 +54,7 @@ class CorpusWriter:
         content = self.paths[".bin"]
         try:
             content.parent.mkdir(parents=True, exist_ok=True)
-            self.lock = content.open("ab")
+            self.lock = open(content, "ab", opener=open_without_links)
         except OSError as error:
             raise UserError(f"output_prefix: {content} cannot be written: {error.strerror}") from None
         self._hold()
