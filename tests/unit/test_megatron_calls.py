@@ -1,9 +1,12 @@
 """What `zerofit convert megatron-args` makes of a call: the model of its names, the pair as a run resolves it."""
 
+import json
 import shlex
 
 import pytest
+import yaml
 
+from train.cli import main as zerofit
 from train.tools.convert.megatron_args.calls import call_of
 from train.tools.convert.megatron_args.convert import parameters_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
@@ -57,3 +60,41 @@ def test_a_program_of_ones_own_is_not_taken_for_a_gpt():
     problems = typed(f"torchrun pretrain_x.py {FLAGS}").flags.problems
     assert "pretrain_x.py is not read" in problems[0]
     assert "docs/porting-a-model.md" in problems[0]
+
+
+def with_json(tmp_path, **block) -> list[str]:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
+    words = shlex.split(f"torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --deepspeed --deepspeed_config")
+    return ["convert", "megatron-args", "--output", str(tmp_path / "out"), "--", *words, str(tmp_path / "ds.json")]
+
+
+@pytest.mark.parametrize(
+    ("block", "tracking"),
+    [
+        ({"wandb": {"enabled": True, "project": "arxiv", "group": "a"}}, ("wandb", "arxiv")),
+        ({"tensorboard": {"enabled": "true", "job_name": "tb", "output_path": "x"}}, ("tensorboard", "tb")),
+        ({"wandb": {"enabled": True}, "tensorboard": {"enabled": True, "job_name": "tb"}}, ("all", "tb")),
+        ({"wandb": {"enabled": False, "project": "arxiv"}, "csv_monitor": {"enabled": True}}, None),
+    ],
+)
+def test_trackers_of_deepspeed_become_those_of_the_run(tmp_path, block, tracking):
+    assert zerofit(with_json(tmp_path, **block)) == 0
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    found = (recipe["report_to"], recipe["report_name"]) if recipe.get("with_tracking") else None
+    assert found == tracking
+    assert not block.keys() & json.loads((tmp_path / "out" / "deepspeed.json").read_text()).keys()
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "optimizer.params.lr = 0.5"),
+        ({"zero_optimization": {"stage": 1, "bucket": 5}}, "zero_optimization.bucket"),
+    ],
+)
+def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
+    assert zerofit(with_json(tmp_path, **block)) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert f"a run would refuse this: {tmp_path / 'ds.json'}" in message
+    assert not (tmp_path / "out").exists()

@@ -7,6 +7,16 @@ PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}  
 HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "wandb"}
 
 
+def monitors_in_use(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{name: section} of DeepSpeed's own trackers that are on."""
+    sections = {name: config.get(name) for name in (*PROJECTS, "csv_monitor")}
+    return {
+        name: section
+        for name, section in sections.items()
+        if isinstance(section, dict) and str(section.get("enabled", False)).lower() == "true"
+    }
+
+
 def look_at_monitors(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     """(problems, notes) of a configuration: trackers of DeepSpeed's own, and what has no effect on these models.
 
@@ -14,10 +24,7 @@ def look_at_monitors(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     (deepspeed/monitor/monitor.py).
     """
     problems = []
-    for name in (*PROJECTS, "csv_monitor"):
-        section = config.get(name)
-        if not isinstance(section, dict) or str(section.get("enabled", False)).lower() != "true":
-            continue
+    for name, section in monitors_in_use(config).items():
         if name == "csv_monitor":
             problems.append("csv_monitor: every figure of the run is in its metrics.jsonl. Remove it")
             continue

@@ -1,7 +1,6 @@
 """A strategy pair as a run of so many processes would resolve it, without a launcher and without processes."""
 
 import copy
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from train.model.lora import check_expert_targets, split_targets
 from train.recipe.errors import UserError
 from train.strategy.buckets import fill_by_sizes
 from train.strategy.layout import ParallelLayout
-from train.strategy.read import read_strategy
 from train.strategy.strategy import Strategy
 from train.tools.plan.experts import expert_names
 from train.tools.plan.fully_sharded import FullyShards, fully_sharded_states
@@ -19,7 +17,7 @@ from train.tools.plan.layouts import Degrees, Pair
 from train.tools.plan.stages import Stage
 from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
 from train.tools.plan.subject import Subject
-from train.tools.rank_environment import environment_of_a_rank, without_launcher
+from train.tools.rank_environment import strategy_of_a_launch
 from train.training.configuration import check_layout, check_task
 
 BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
@@ -83,14 +81,10 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
             parallelism that the model or the task does not have.
     """
     recipe = recipe.draft()
-    # A GPU that is here and that torch does not see is no matter.
-    base = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true"}
-    with environment_of_a_rank(world_size, min(world_size, gpus_per_node), base):
-        recipe.adopt("strategy", name, "--strategies")
-        recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
-        recipe.reset_option("global_batch_warmup")
-        recipe.per_device_train_batch_size = 1
-        strategy = read_strategy(recipe)
+    recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
+    recipe.reset_option("global_batch_warmup")
+    recipe.per_device_train_batch_size = 1
+    strategy = strategy_of_a_launch(recipe, name, "--strategies", world_size, min(world_size, gpus_per_node))
     check_task(subject.task, strategy)
     check_layout(subject.config, strategy)
     if recipe.lora:

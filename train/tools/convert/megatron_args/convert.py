@@ -11,8 +11,11 @@ the model, or cannot be converted, is an error, and then nothing is written.
 import json
 import re
 import shlex
+import tempfile
 from pathlib import Path
 
+from train.model.configuration import load_configuration
+from train.model.pretrained_io import silence_libraries
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
@@ -23,6 +26,8 @@ from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.schedule import Converted
 from train.tools.convert.options import MegatronArgsOptions
+from train.tools.rank_environment import strategy_of_a_launch
+from train.training.configuration import check_layout, check_task
 
 VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
@@ -82,17 +87,53 @@ def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions) 
     _show(call, done.flags)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
+    check(done, name)
+    launch = write(done, name, folder)
+    print("\n".join(["", *closing(done, folder / "recipe.yaml"), "", launch]), flush=True)
+
+
+def write(done: Converted, name: str, folder: Path) -> str:
+    """Write the recipe and the pair. Returns the command line that launches them."""
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = folder / "recipe.yaml"
     launch = " ".join([
         "accelerate launch --config_file", shlex.quote(str(folder / "accelerate.yaml")), *done.layout.launch_options,
-        "train/clm.py --config", shlex.quote(str(recipe)),
+        "train/clm.py --config", shlex.quote(str(folder / "recipe.yaml")),
     ])  # fmt: skip
-    recipe.write_text(written(done, name, launch), encoding="utf-8")
-    for file, text in pair_of(done.layout, folder).items():
+    for file, text in {"recipe.yaml": written(done, name, launch), **pair_of(done.layout, folder)}.items():
         (folder / file).write_text(text, encoding="utf-8")
-    parse_recipe(ClmRecipe, ["--config", str(recipe)])  # checks the recipe
-    print("\n".join(["", *closing(done, recipe), "", launch]), flush=True)
+    return launch
+
+
+def check(done: Converted, name: str) -> None:
+    """Resolve recipe and pair as a run does.
+
+    Raises:
+        UserError: a run would refuse them.
+    """
+    silence_libraries()
+    layout, model = done.layout, done.recipe.get("model_name_or_path")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write(done, name, folder)
+        try:
+            recipe = parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")]).draft()
+            local = layout.world // layout.machines
+            strategy = strategy_of_a_launch(recipe, str(folder / "accelerate.yaml"), "--strategy", layout.world, local)
+            check_task("clm", strategy)
+            if not model or Path(model).is_dir():
+                check_layout(load_configuration(recipe), strategy)
+        except UserError as error:
+            of_script = done.flags.text("deepspeed_config") or "deepspeed.json"
+            names = {str(folder / "deepspeed.json"): of_script, str(folder) + "/": ""}
+            raise UserError(
+                f"a run would refuse this: {_renamed(problem, names)}" for problem in error.problems
+            ) from None
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    for path, shown in names.items():
+        text = text.replace(path, shown)
+    return text
 
 
 def written(done: Converted, name: str, launch: str) -> str:
@@ -127,8 +168,6 @@ def parameters_of(values: dict, vocabulary: int) -> int:
     """The number of weights of the recipe's model, which is built on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
-
-    from train.model.configuration import load_configuration
 
     config = load_configuration(ClmRecipe(config_name=values["config_name"],
                                           config_overrides=values["config_overrides"]))  # fmt: skip

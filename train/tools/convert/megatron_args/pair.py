@@ -8,6 +8,7 @@ from typing import Any
 from train.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
 from train.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
+from train.strategy.monitors import HERE, PROJECTS, monitors_in_use
 from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
 from train.tools.convert.megatron_args.expressions import shown, unknown_in
 from train.tools.convert.megatron_args.ledger import Ledger, Row
@@ -31,6 +32,7 @@ class Layout:
         tensor, pipeline, sequence: the degrees that are carried over.
         stage: of ZeRO; 0: DDP.
         block: the keys of the script's DeepSpeed JSON that are carried over.
+        trackers: {tracker: project or None} of that JSON.
         rank, address, port: of this machine and of machine 0, as the script writes them: a value, or $NAME.
     """
 
@@ -42,6 +44,7 @@ class Layout:
     sequence: int = 1
     stage: int = 0
     block: dict[str, Any] = field(default_factory=dict)
+    trackers: dict[str, str | None] = field(default_factory=dict)
     rank: str = "0"
     address: str = "MACHINE_0"
     port: str = "29500"
@@ -206,6 +209,15 @@ def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
 
     if key in (TENSOR, SEQUENCE, PIPELINE):
         row("no counterpart", "the degrees are those of the script's flags")
+    elif key in (*PROJECTS, "csv_monitor"):
+        if key in HERE and monitors_in_use({key: value}):
+            layout.trackers[HERE[key]] = project = value.get(PROJECTS[key])
+            named = f", report_name: {project}" if project else ""
+            row("carried over", f"with_tracking: true, report_to: {HERE[key]}{named}")
+        else:
+            row("no counterpart", "every figure of the run is in its metrics.jsonl")
+    elif key == "activation_checkpointing":
+        row("no counterpart", "transformers' layers do not use it; flags make it gradient_checkpointing")
     elif key in REFUSED_KEYS or key not in KNOWN_KEYS:
         row("no counterpart", REFUSED_KEYS.get(key, "not a key of DeepSpeed 0.19"))
     elif key in ("bf16", "bfloat16", "fp16"):

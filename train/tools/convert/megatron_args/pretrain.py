@@ -307,14 +307,16 @@ def _checkpoints(done: Converted, options: Options) -> None:
 
 
 def _trackers(done: Converted) -> None:
-    flags = done.flags
-    project = flags.text("wandb_project") if flags.has("wandb_project") else None
-    trackers = [name for name, there in (("wandb", project), ("tensorboard", flags.has("tensorboard_dir"))) if there]
-    if not trackers:
-        return
-    done.recipe |= {"with_tracking": True, "report_to": trackers[0] if len(trackers) == 1 else "all"}
+    flags, found = done.flags, done.layout.trackers
+    if flags.has("wandb_project"):
+        found["wandb"] = flags.text("wandb_project") or found.get("wandb")
     if flags.has("tensorboard_dir"):
+        found.setdefault("tensorboard", None)
         flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
-    for name, option in (("wandb_project", "report_name"), ("wandb_exp_name", "run_name")):
-        if project and flags.has(name):
-            carry(done, name, option, flags.text(name))
+    if not found:
+        return
+    done.recipe |= {"with_tracking": True, "report_to": next(iter(found)) if len(found) == 1 else "all"}
+    if project := next(filter(None, found.values()), None):
+        carry(done, "wandb_project", "report_name", project)
+    if "wandb" in found and flags.has("wandb_exp_name"):
+        carry(done, "wandb_exp_name", "run_name", flags.text("wandb_exp_name"))
