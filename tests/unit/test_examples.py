@@ -98,7 +98,7 @@ def test_columns_that_are_not_found(tmp_path, refused):
     path = write(tmp_path / "a.csv", {"one": TEXTS, "two": TEXTS, "three": LABELS})
     message = refused(path)
     assert message.startswith("error: 2 problems")  # both at once
-    assert "Name the columns with --text_columns" in message
+    assert "with --text_columns" in message
     assert "Name it with --label_column" in message
     assert message.count("the columns are one, two, three") == 2
     message = refused(path, "--text_columns", "tow", "--label_column", "thre")

@@ -3,20 +3,26 @@
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
 from datasets import Features, Value
 
 from train.data.encodings import open_bytes, proposal
+from train.recipe.columns import ending_of, find_delimiter, head_of
 from train.recipe.errors import UserError
 
 FORMATS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
-BUILDERS = {"csv": ("csv", CSV), "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3})}  # .tsv files have no quoting
+BUILDERS = {
+    "csv": ("csv", CSV),
+    "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3}),
+    "xlsx": ("csv", CSV),
+}  # .tsv files have no quoting
 
 
 def format_of(files: list[Path]) -> str:
@@ -36,7 +42,7 @@ def format_of(files: list[Path]) -> str:
 
 def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     """The error for unreadable files: names the first that is not UTF-8 or not of its format."""
-    for path in files if kind != "parquet" else []:
+    for path in files if kind not in ("parquet", "xlsx") else []:
         with open_bytes(path) as file:
             data = file.read()
         try:
@@ -57,20 +63,33 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 
 
+def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> dict:
+    """The arguments of the reader of .csv and .tsv files, with the delimiter of these files."""
+    if delimiter is None and "names" not in kwargs and (head := head_of(paths[0])) is not None:
+        delimiter = find_delimiter(head, ending_of(paths[0]))
+    return {**kwargs, "sep": delimiter} if delimiter else kwargs
+
+
 def check_fields(path: Path, kwargs: dict) -> None:
-    """Raises UserError if the first record has more fields than the header: pandas would drop the first of them."""
+    """Raises UserError if there is no record, or the first has more fields than the header: pandas would drop the
+    first of them."""
+    csv.field_size_limit(sys.maxsize)
     with open_bytes(path) as file:
         lines = csv.reader(
             io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
             delimiter=kwargs.get("sep", ","),
             quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
         )
-        header = kwargs.get("names") or next(lines, [])
-        record = next(lines, [])
+        rows = filter(None, lines)
+        header = kwargs.get("names") or next(rows, [])
+        record = next(rows, None)
+    if record is None:
+        raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
     if len(record) > len(header):
         raise UserError(
             f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
-            f"({', '.join(header)}). Put quotes around texts that contain the separator"
+            f"({', '.join(header)}). Put quotes around texts that contain the separator, or name another separator "
+            "with --delimiter"
         )
 
 

@@ -1,15 +1,20 @@
-"""Convert files for the readers: to UTF-8, and JSON objects to their records alone. The converted file is cached."""
+"""Convert files for the readers: to UTF-8, Excel files to .csv, and JSON objects to their records alone. The converted
+file is cached."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
+
+import pandas as pd
 
 from train.data.encodings import as_utf8, is_utf8, open_bytes
 from train.recipe.cache import cache_root
+from train.recipe.columns import ending_of
 from train.recipe.data_options import SourceOptions
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, first_line
 from train.recipe.files import atomic_file
 
 
@@ -22,12 +27,16 @@ def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_
     Raises:
         UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
     """
-    if recipe.encoding and kind == "parquet":
+    if recipe.encoding and kind in ("parquet", "xlsx"):
         raise UserError(
-            f"encoding = {recipe.encoding!r}: it has no effect on .parquet files, which are UTF-8. Remove it"
+            f"encoding = {recipe.encoding!r} has no effect on .{kind} files, which state theirs. Remove it"
         )
+    if recipe.delimiter and kind not in ("csv", "tsv"):
+        raise UserError(f"delimiter = {recipe.delimiter!r}: it is for .csv files, and {paths[0]} is {kind}. Remove it")
     if recipe.field and kind != "json":
         raise UserError(f"field = {recipe.field!r}: it is for .json files, and {paths[0]} is {kind}. Remove it")
+    if kind == "xlsx":
+        return [_cached(path, recipe, ".csv", lambda path=path: [_first_sheet(path)]) for path in paths]
     if not (recipe.encoding or recipe.field):
         return paths
     encodings = [None if of_another_source and is_utf8(path) else recipe.encoding for path in paths]
@@ -35,16 +44,44 @@ def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_
 
 
 def _plain(path: Path, encoding: str | None, recipe: SourceOptions) -> Path:
+    def portions() -> Iterator[bytes]:
+        with open_bytes(path) as file:
+            portions = as_utf8(file, encoding, path) if encoding else file
+            yield from _records(portions, recipe.field, path) if recipe.field else portions
+
+    return _cached(path, recipe, ".jsonl" if recipe.field else ending_of(path), portions, encoding)
+
+
+def _cached(
+    path: Path,
+    recipe: SourceOptions,
+    ending: str,
+    portions: Callable[[], Iterable[bytes]],
+    encoding: str | None = None,
+) -> Path:
+    """The file in the cache that these portions are written to, once."""
     file_stat = path.stat()
     what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, encoding, recipe.field)
-    ending = ".jsonl" if recipe.field else Path(path.name.removesuffix(".gz")).suffix
     place = cache_root(recipe.cache_dir) / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if not place.exists():
-        with open_bytes(path) as file, atomic_file(place, "wb") as written:
-            portions = as_utf8(file, encoding, path) if encoding else file
-            for portion in _records(portions, recipe.field, path) if recipe.field else portions:
+        with atomic_file(place, "wb") as written:
+            for portion in portions():
                 written.write(portion)
     return place
+
+
+def _first_sheet(path: Path) -> bytes:
+    """The first sheet of an Excel file as .csv."""
+    try:
+        sheet = pd.read_excel(path, dtype=str, keep_default_na=False, engine="openpyxl")
+    except ImportError:
+        raise UserError(
+            f"{path}: pandas reads .xlsx files with openpyxl, which is not installed. Type pip install openpyxl, or "
+            "save it as .csv (UTF-8)"
+        ) from None
+    except (ValueError, KeyError, OSError, BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
+    return sheet.to_csv(index=False).encode()
 
 
 def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:

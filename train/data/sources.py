@@ -9,7 +9,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from train.data.file_formats import BUILDERS, check_fields, format_of, text_features, unreadable
+from train.data.file_formats import BUILDERS, check_fields, format_of, text_features, unreadable, with_delimiter
 from train.data.plain_files import plain_files
 from train.data.stdlib import EMBEDDED, read_stdlib
 from train.recipe.cache import cache_root
@@ -81,8 +81,9 @@ def read_source(
     builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
         kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
-    if header and builder == "csv":
-        kwargs = {**kwargs, "names": list(header)}
+    if builder == "csv":
+        kwargs = {**kwargs, "names": list(header)} if header else kwargs
+        kwargs = with_delimiter(plain[named], kwargs, recipe.separator)
     parts = {part: _load(builder, part, paths, kind, recipe, kwargs, reader) for part, paths in plain.items()}
     return Source(_lowercase_columns(parts, recipe), kind, files)
 
@@ -115,7 +116,7 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
         if table is not None:
             return table
         if kind == "text" and not kwargs["sample_by"]:
-            raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .tsv, .parquet")
+            raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .xlsx, .parquet")
         names = [str(path) for path in paths]
         if builder == "csv":
             for path in paths:

@@ -5,6 +5,7 @@ from hashlib import sha256
 import numpy as np
 from datasets import Dataset, List
 
+from train.recipe.columns import NO_HEADER, is_value
 from train.recipe.errors import UserError
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
@@ -62,11 +63,25 @@ def columns_present(dataset: Dataset) -> str:
     """For messages: the names of the columns, as in the file."""
     written = getattr(dataset, "as_written", {})
     names = [written.get(name, name) for name in dataset.column_names]
-    wrong = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
-    hint = f" (is the file separated by {wrong!r}? A .csv takes commas, a .tsv tabs)" if wrong else ""
+    hint = NO_HEADER if any(map(is_value, names)) else ""
+    if not hint and len(names) == 1 and ("  " in names[0] or ":" in names[0]):
+        hint = f" (what separates the fields of {names[0]!r}? Name it with --delimiter)"
     if not hint and len(dataset) == 1:
         hint = field_hint(dataset)
     return f"the columns are {', '.join(names)}{hint}"
+
+
+def check_name(name: str, option: str) -> None:
+    """Check a column that was chosen because it is the only one: in a .csv file without a header it is a record.
+
+    Raises:
+        UserError: its name is a text.
+    """
+    if is_value(name):
+        raise UserError(
+            f"the first line of the data must name its columns, and is a record: {name[:60]!r}. Put a line of names "
+            f"before it, such as text,label. If this is a name, say --{option}"
+        )
 
 
 def field_hint(dataset: Dataset) -> str:

@@ -4,6 +4,7 @@ import codecs
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
+from train.recipe.columns import WRITTEN
 from train.recipe.fields import option
 
 
@@ -33,11 +34,16 @@ class SourceOptions(Recipe):
     dataset_config_name: str | None = option(None, "Configuration of dataset_name.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, also .gz.", common=True
+        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, also .gz; .xlsx.", common=True
     )
     validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
     encoding: str | None = option(
         None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
+    )
+    delimiter: str | None = option(
+        None,
+        "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
+        "the semicolon, tab or | that the header has.",
     )
     field: str | None = option(
         None,
@@ -62,6 +68,11 @@ class SourceOptions(Recipe):
     cache_dir: str | None = option(None, "Folder for prepared data; by default the cache of the datasets library.")
     overwrite_cache: bool = option(False, "Prepare the data again, whatever the cache has.")
 
+    @property
+    def separator(self) -> str | None:
+        """The delimiter as the character that it means."""
+        return WRITTEN.get(self.delimiter, self.delimiter)
+
     def problems(self) -> list[str]:
         problems = super().problems()
         option = "train_file" if self.trains else "validation_file"
@@ -78,7 +89,9 @@ class SourceOptions(Recipe):
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
         problems += unknown_encoding(self.encoding)
-        for name in ("validation_file", "validation_mismatched_file", "encoding", "field"):
+        if self.delimiter and len(self.separator) != 1:
+            problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")
+        for name in ("validation_file", "validation_mismatched_file", "encoding", "delimiter", "field"):
             if self.dataset_name and getattr(self, name, None):
                 problems.append(
                     f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"

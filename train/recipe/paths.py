@@ -1,14 +1,12 @@
 """Check the files, folders and columns that a recipe names, quickly and before anything heavy is imported."""
 
-import csv
 import glob
-import gzip
-import json
 import os
 import sysconfig
 import tempfile
 from pathlib import Path
 
+from train.recipe.columns import NO_HEADER, columns_of, is_value
 from train.recipe.errors import UserError
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
@@ -16,7 +14,6 @@ FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "datase
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
                   "text_columns", "label_column", "choice_columns")  # fmt: skip
-HEAD_BYTES = 1 << 20  # of a file, read to find its columns
 
 
 def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
@@ -62,10 +59,14 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
 def missing_columns(recipe) -> list[str]:
     """Problems with columns that options name and the first file lacks. Only the file's beginning is read here."""
     part = next((option for option in FILE_OPTIONS if getattr(recipe, option, None)), None)
-    if part is None or any(getattr(recipe, option, None) for option in ("encoding", "field", "task_name")):
+    if part is None or any(getattr(recipe, option, None) for option in ("field", "task_name")):
         return []
-    present = columns_of(find_files(part, getattr(recipe, part))[0])
+    encodings = list(dict.fromkeys([recipe.encoding, None]))
+    if part == "predict_file":  # `encoding` may be that of the training data only
+        encodings.reverse()
+    present = columns_of(find_files(part, getattr(recipe, part))[0], recipe.separator, encodings)
     known = {name.strip().lower() for name in present}
+    shown = f"{', '.join(present)}{NO_HEADER if any(map(is_value, present)) else ''}"
     problems = []
     for option in COLUMN_OPTIONS:
         value = getattr(recipe, option, None) or []
@@ -75,31 +76,8 @@ def missing_columns(recipe) -> list[str]:
                 and name.strip().lower() not in known
                 and not (option == "label_column" and part == "predict_file")
             ):
-                problems.append(f"{option} = {name!r}: there is no such column; the columns are {', '.join(present)}")
+                problems.append(f"{option} = {name!r}: there is no such column; the columns are {shown}")
     return problems
-
-
-def columns_of(path: Path) -> list[str]:
-    """The columns of a .csv, .tsv or .jsonl file, by its header or first records; empty if they are unknown."""
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    if suffix not in (".csv", ".tsv", ".jsonl"):
-        return []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        head = file.read(HEAD_BYTES)
-    lines = head.decode("utf-8-sig", "replace").split("\n")
-    if suffix == ".tsv":
-        return lines[0].rstrip("\r").split("\t")
-    if suffix == ".csv":
-        return next(csv.reader(lines), [])
-    names: dict[str, None] = {}
-    try:
-        for line in filter(str.strip, lines[:-1] if len(head) == HEAD_BYTES else lines):
-            record = json.loads(line)
-            held = record.get("translation")
-            names |= dict.fromkeys([*record, *(held if isinstance(held, dict) else ())])
-    except (ValueError, AttributeError):
-        return []
-    return list(names)
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:

@@ -15,7 +15,7 @@ from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
 from train.data.lengths import choose_length, report_data_loss
 from train.data.records import bad_record
 from train.data.sources import HELD_OUT, PREDICT, Source, read_source
-from train.data.tables import columns_present, first_records, hold_out, text_columns
+from train.data.tables import check_name, columns_present, first_records, hold_out, text_columns
 from train.model.tokenizer import get_tokenizer
 from train.recipe.cache import one_process_at_a_time
 from train.recipe.errors import UserError
@@ -136,12 +136,13 @@ def _columns(
         texts = next((names for names in known if names and set(names) <= present - {recipe.label_column}), ())
         words = [name for name in text_columns(table) if name not in (*LABELS, recipe.label_column)]
         if not texts and not task and len(words) == 1:
+            check_name(words[0], "text_columns")
             texts = (words[0],)
         if not texts:
-            expected = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are" if task else (
-                "the text is in no column of a known name, and it is"
-            )  # fmt: skip
-            problems.append(f"{expected} not found. Name the columns with --text_columns")
+            missing = "no column of text is found"
+            if task:
+                missing = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are not found"
+            problems.append(f"{missing}. Name it (or two, of a pair) with --text_columns")
     label = recipe.label_column
     if not labelled:
         label = None

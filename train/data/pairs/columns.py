@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from train.data.records import BadRecord
-from train.data.tables import columns_present, text_columns
+from train.data.tables import check_name, columns_present, text_columns
 from train.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -163,6 +163,8 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
             if source in texts and target in texts:
                 return Columns(None, source, target, verdict=verdict)
     if len(texts) == 2:
+        for name in () if recipe.source_column or recipe.target_column else texts:
+            check_name(name, "source_column and --target_column")
         source = recipe.source_column or next(name for name in texts if name != recipe.target_column)
         return Columns(None, source, recipe.target_column or next(name for name in texts if name != source))
     raise UserError(

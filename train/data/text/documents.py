@@ -8,7 +8,15 @@ from datasets import Dataset
 
 from train.data.encodings import open_bytes
 from train.data.sources import Source, read_source
-from train.data.tables import columns_present, empty_split, first_records, hold_out, set_fingerprint, text_columns
+from train.data.tables import (
+    check_name,
+    columns_present,
+    empty_split,
+    first_records,
+    hold_out,
+    set_fingerprint,
+    text_columns,
+)
 from train.data.token_row import NO_TEXT
 from train.model.families.gpt2 import END_OF_TEXT
 from train.recipe.causal_options import TextOptions
@@ -97,6 +105,7 @@ def text_column(dataset: Dataset, name: str | None) -> str:
         return "text"
     if len(texts) != 1:
         raise UserError(f"no column is called text; {present}. Name the one with --text_column")
+    check_name(texts[0], "text_column")
     return texts[0]
 
 

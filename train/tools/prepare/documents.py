@@ -14,6 +14,7 @@ from pathlib import Path
 
 from train.data.encodings import as_utf8, open_bytes
 from train.data.megatron.corpus import INDICES
+from train.recipe.columns import find_delimiter, head_of
 from train.recipe.errors import UserError, first_line
 from train.tools.prepare.cutting import Missing, no_key
 from train.tools.prepare.encode import InputPart
@@ -186,7 +187,9 @@ def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Itera
 def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
     """The texts of each record of a .csv or .tsv; in .tsv, quotes are text, as in training."""
     csv.field_size_limit(sys.maxsize)
-    rules = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.kind == "tsv" else {}
+    rules = {"quoting": csv.QUOTE_NONE} if file.kind == "tsv" else {}
+    if (head := head_of(file.path, [encoding])) is not None:
+        rules["delimiter"] = find_delimiter(head, f".{file.kind}")
     with open_bytes(file.path) as packed:
         text = io.TextIOWrapper(packed, encoding=encoding or "utf-8-sig", newline="")
         try:
