@@ -3,8 +3,10 @@
 import json
 import os
 import pickle
+import socket
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -12,11 +14,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import refusal, tiny_model
 from train.checkpoint.directory import ASKED, flaw, seal
+from train.data.sources import read_source
 from train.model.adapter_folder import open_adapter
 from train.model.configuration import load_configuration
 from train.model.pretrained_io import read_config, read_model
+from train.recipe import paths
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
+from train.strategy.builds import check_compiled_code
+from train.tools.doctor.doctor import read_options
+from train.tools.plan.options import PlanOptions
+from train.tools.tool_recipe import read_with_recipe
 from train.training.metrics import _metric
 
 
@@ -115,6 +123,23 @@ def test_metrics_are_our_own_modules_and_no_copies_in_a_cache(name):
     assert type(_metric(name)).__module__ == f"train.training.metrics.{name}"
 
 
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_compiled_code_is_not_run_from_a_folder_of_others(tmp_path, monkeypatch, variable):
+    folder = tmp_path / "compiled"
+    monkeypatch.setenv(variable, str(folder))
+    check_compiled_code()
+    folder.mkdir()
+    for mode in (0o700, 0o755, 0o775):  # the group is the user's own
+        folder.chmod(mode)
+        check_compiled_code()
+    folder.chmod(0o777)
+    assert {variable, str(folder)} <= set(refusal(check_compiled_code).split())
+    folder.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    monkeypatch.setattr(paths, "ADMINISTRATOR", -1)
+    assert variable in refusal(check_compiled_code)
+
+
 # --------------------------------------------------------------------------------------------------- a configuration
 
 
@@ -128,6 +153,18 @@ def test_a_configuration_cannot_name_a_kernel_of_the_hub(tmp_path, key):
         assert "somebody/kernel" in refusal(read)
     (tmp_path / "config.json").write_text(json.dumps({**content, key: "sdpa"}))
     assert read_config("model", str(tmp_path))._attn_implementation == "sdpa"
+
+
+def test_what_only_predicts_asks_on_the_command_line_before_it_runs_code_of_others(tmp_path):
+    (tmp_path / "clm").mkdir()
+    recipe = tmp_path / "clm" / "x.yaml"
+    recipe.write_text("config_name: docs/own-model\ntokenizer_name: any\ntrain_file: x\ntrust_remote_code: true\n")
+    plan = ["--config", str(recipe), "--gpu", "h100-80gb"]
+    assert "--trust_remote_code" in refusal(read_with_recipe, PlanOptions, plan, "zerofit plan")
+    assert read_with_recipe(PlanOptions, [*plan, "--trust_remote_code"], "zerofit plan")[0].trust_remote_code
+    assert "--trust_remote_code" in " ".join(read_options(plan[:2])[2])
+    assert not read_options([*plan[:2], "--trust_remote_code"])[2]
+    assert parse_recipe(ClmRecipe, plan[:2]).trust_remote_code  # a run asks for what its recipe says
 
 
 # ---------------------------------------------------------------------------------------------------------- a manifest
@@ -169,3 +206,20 @@ def test_weights_in_a_pickle_are_refused_in_our_own_words(tmp_path):
     assert "weights_only" not in message
     assert str(tmp_path) in message
     assert not (tmp_path / "executed").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- the network
+
+
+def test_reading_a_file_looks_up_no_host(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("a session"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: asked.append(host))
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n' * 9)
+    recipe = parse_recipe(ClmRecipe, [
+        "--config_name", "gpt2", "--tokenizer_name", "any", "--train_file", str(tmp_path / "x.jsonl"), "--cache_dir",
+        str(tmp_path / "cache"),
+    ])  # fmt: skip
+    assert len(read_source(recipe).parts["train"]) == 9
+    assert not asked

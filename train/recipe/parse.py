@@ -94,6 +94,11 @@ def read_recipe(
     values = {name: value for name, value in values.items() if name not in broken}
     recipe = cls(**values)
     recipe.remember_sources({name: sources[name] for name in values} | ({"config": config} if config else {}))
+    if tool and getattr(recipe, "trust_remote_code", False) and not sources["trust_remote_code"].startswith("--"):
+        problems.append(
+            f"trust_remote_code = true ({sources['trust_remote_code']}) would run Python code of others here. Read "
+            "it, and add --trust_remote_code to the command line"
+        )
     if not problems:
         recipe.reset_unused_options()
         problems.extend(recipe.problems())

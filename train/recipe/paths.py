@@ -2,6 +2,7 @@
 
 import glob
 import os
+import stat
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "datase
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
                   "text_columns", "label_column", "choice_columns")  # fmt: skip
+ADMINISTRATOR = 0  # the user whose folders all trust
 
 
 def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
@@ -149,6 +151,18 @@ def cannot_be_written(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"cannot be written: {error.strerror} ({place})"
+
+
+def not_ones_own(folder: Path) -> str | None:
+    """Why others decide what is in an existing folder, as part of a sentence; None if they do not, or it is absent."""
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    if about.st_uid not in (os.getuid(), ADMINISTRATOR):
+        return "belongs to somebody else"
+    writers = stat.S_IWOTH | (stat.S_IWGRP if about.st_gid != os.getgid() else 0)
+    return f"can be written by others (mode {stat.S_IMODE(about.st_mode):o})" if about.st_mode & writers else None
 
 
 def output_folder(task: str, recipe) -> Path:

@@ -4,10 +4,39 @@ A build takes a minute or more and prints nothing.
 """
 
 import functools
+import getpass
 import os
 import subprocess
+import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from train.recipe.errors import UserError
+from train.recipe.paths import not_ones_own
+from train.strategy.build_locks import extensions_folder
+
+
+def check_compiled_code() -> None:
+    """Before a run: torch, DeepSpeed and Triton run what they find compiled in these folders.
+
+    Raises:
+        UserError: others decide what is in one of them.
+    """
+    triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # torch/_inductor/runtime
+    folders = {
+        "TORCH_EXTENSIONS_DIR": extensions_folder(),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor,
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or triton,
+    }
+    whose = {name: not_ones_own(Path(folder)) for name, folder in folders.items()}
+    problems = [
+        f"{name}: {folders[name]} {why} and holds compiled code, which would be run. Set {name} to a folder of your "
+        "own, which only you can write to"
+        for name, why in whose.items() if why
+    ]  # fmt: skip
+    if problems:
+        raise UserError(problems)
 
 
 def announce_builds() -> None:

@@ -82,6 +82,8 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
     notes += [*without_effect(recipe), *plan.notes]
+    if recipe.trust_remote_code:
+        notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs here")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
 
 

@@ -7,6 +7,7 @@ from train.recipe.errors import before_leaving
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, output_folder
 from train.record.timeline import Timeline
+from train.strategy.builds import check_compiled_code
 
 
 def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_class: type | None = None):
@@ -20,6 +21,7 @@ def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_
             before torch is imported.
     """
     check_paths(recipe, output_folder(task, recipe))
+    check_compiled_code()
     watchdog = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
     watchdog.start()
     before_leaving(watchdog.leave)

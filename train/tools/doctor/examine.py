@@ -11,6 +11,7 @@ from train.recipe.errors import NothingToDo, UserError
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, is_missing_folder, output_folder
 from train.strategy.build_locks import extensions_folder
+from train.strategy.builds import check_compiled_code
 from train.strategy.disk import keeps_optimizer_on_disk
 from train.strategy.gpus import check_devices, num_devices
 from train.strategy.launch import default_config
@@ -100,6 +101,7 @@ class Examination:
         if self.task:
             try:
                 check_paths(self.recipe, output_folder(self.task, self.recipe))
+                check_compiled_code()
             except UserError as error:
                 report.add(ERROR, error.problems)
         try:

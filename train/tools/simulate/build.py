@@ -15,6 +15,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from train.strategy.builds import check_compiled_code
+
 HERE = Path(__file__).resolve().parent
 SOURCES, DEVICE = HERE / "csrc", HERE / "device"
 NAME = "simgpu_c"
@@ -34,6 +36,7 @@ def build() -> Path:
     Raises:
         RuntimeError: it does not compile; the message is the compiler's.
     """
+    check_compiled_code()
     library = target()
     library.parent.mkdir(parents=True, exist_ok=True)
     with (library.parent / "lock").open("w") as lock:
