@@ -83,7 +83,7 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     recipe.freeze()
     notes += [*without_effect(recipe), *plan.notes]
     if recipe.trust_remote_code:
-        notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs here")
+        notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
 
 
