@@ -2,14 +2,19 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
 from train.cli import main as zerofit
+from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.tools.convert.megatron_args.calls import call_of
 from train.tools.convert.megatron_args.convert import parameters_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from train.tools.convert.megatron_args.searched import plan_lines
+from train.tools.plan.options import PlanOptions
+from train.tools.tool_recipe import read_with_recipe
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 100 "
@@ -98,3 +103,56 @@ def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
     assert said in message
     assert f"a run would refuse this: {tmp_path / 'ds.json'}" in message
     assert not (tmp_path / "out").exists()
+
+
+JOB = """
+torchrun --nnodes $WORLD_SIZE --node_rank $RANK --nproc_per_node 8 --master_addr $MASTER_ADDR \\
+  -m llmacc.pretrain --task-type llmacc.megatron.GPT --num-layers 48 --num-attention-heads 64 --hidden-size 6144 \\
+  --seq-length 2048 --max-position-embeddings 2048 --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 \\
+  --vocab-file v.json --merge-file m.txt --data-path data/wiki --max-global-batch-size 32
+"""
+
+
+def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("DEVICE_MEMORY_GB", raising=False)
+    (tmp_path / "job.sh").write_text(JOB)
+    convert = ["convert", "megatron-args", str(tmp_path / "job.sh"), "WORLD_SIZE=2"]
+    out = tmp_path / "out"
+    assert zerofit([*convert, "DEVICE_MEMORY_GB=40", "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    plan, launch = printed.splitlines()[-2:]
+    assert "22,068,768,768 parameters in transformers" in printed
+    assert plan == (
+        f"zerofit plan --task clm --config {out}/recipe.yaml --num_gpus 16 --gpus_per_node 8 --gpu_memory 40GB "
+        f"--max_global_batch_size 32 --top 1 --write {out}/pairs"
+    )
+    assert launch == f"MACHINE_RANK=$RANK MAIN_PROCESS_IP=$MASTER_ADDR sh {out}/pairs/*.sh"
+    options, _ = read_with_recipe(PlanOptions, shlex.split(plan)[2:], "zerofit plan")
+    assert (options.max_global_batch_size, options.global_batch_size, options.min_lr_ratio) == (32, None, 1.0)
+    assert [file.name for file in out.iterdir()] == ["recipe.yaml"], "plan writes the pair"
+
+    assert zerofit([*convert, "--output", str(tmp_path / "other")]) == 0
+    printed = capsys.readouterr().out
+    assert "--gpu a100-80gb" in printed
+    assert "the script names no GPU" in printed
+
+
+def test_a_search_of_a_job_that_is_not_started():
+    flags = f"{FLAGS}--task-type llmacc.megatron.GPT --world-size 64 --local-world-size 8 --global-batch-size 16"
+    done = typed(f"python -m llmacc.pretrain {flags} --tensor-model-parallel-size 2 --micro-batch-size 1")
+    assert not done.flags.problems
+    assert (done.layout.world, done.layout.machines) == (64, 8)
+    assert "per_device_train_batch_size" not in done.recipe
+    assert " ".join(plan_lines(done, Path("o"), {"DEVICE_MEMORY_GB": "80"})).startswith(
+        "zerofit plan --task clm --config o/recipe.yaml --num_gpus 64 --gpus_per_node 8 --gpu_memory 80GB --top 1"
+    )
+    assert "only llmacc.megatron.GPT" in " ".join(
+        typed(f"-m llmacc.pretrain {flags} --task-type llmacc.megatron.BERT").flags.problems
+    )
+
+
+@pytest.mark.parametrize("flag", ["--world-size", "--local-world-size", "--max-global-batch-size"])
+def test_flags_of_the_search_name_plan(flag):
+    with pytest.raises(UserError, match=f"{flag[2:5]}.*zerofit plan --") as caught:
+        parse_recipe(ClmRecipe, [flag, "8", "--config_name", "gpt2", "--tokenizer_name", "gpt2", "--data_path", "A"])
+    assert "Did you mean" not in str(caught.value)

@@ -73,9 +73,15 @@ STRATEGY = (
     "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml, which names the "
     "DeepSpeed JSON; under torchrun say --strategy NAME, or --deepspeed_config FILE"
 )
+PROCESSES = (
+    "`accelerate launch --num_processes N` starts processes, and `zerofit plan --num_gpus N --gpus_per_node M` says "
+    "beforehand what fits on them"
+)
 # {hint: names in other programs}, where naming one option is not enough.
 HINTS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
+    PROCESSES: "world_size local_world_size data_parallel_size",
+    "`zerofit plan --max_global_batch_size N` finds the fastest one": "max_global_batch_size",
     STRATEGY: "deepspeed zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
@@ -114,6 +120,6 @@ def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[
         if options := [f"--{option}" for option in options if option in names]:
             hints |= {name: f"say {' or '.join(options)}" for name in foreign_names.split()}
     for hint, foreign_names in HINTS.items():
-        if not (tool and hint in (LAUNCHER, STRATEGY)):
+        if not (tool and hint in (LAUNCHER, STRATEGY, PROCESSES)):
             hints |= dict.fromkeys(foreign_names.split(), hint)
     return {**({} if tool else MEGATRON_HINTS), **hints}

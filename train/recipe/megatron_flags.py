@@ -146,6 +146,7 @@ ONE_SCALE = "the scaler begins and grows as accelerate's or, under ZeRO, as the 
 NONE = {  # what is not supported, and why
     "distributed_backend": "NCCL on GPUs, gloo without",
     "local_rank": "the launcher's",
+    "task_type": "the models of Megatron's flags are GPT and Llama",
     "sequence_parallel": IN_FULL,
     "loss_scale": ONE_SCALE,
     "initial_loss_scale": ONE_SCALE,

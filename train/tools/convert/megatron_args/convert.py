@@ -19,12 +19,13 @@ from train.model.pretrained_io import silence_libraries
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
-from train.tools.convert.megatron_args.calls import PREPARATION, Call, call_of, calls_in
+from train.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of, calls_in
 from train.tools.convert.megatron_args.corpora import convert_preparation
 from train.tools.convert.megatron_args.ledger import summary, table
 from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.schedule import Converted
+from train.tools.convert.megatron_args.searched import plan_lines
 from train.tools.convert.options import MegatronArgsOptions
 from train.tools.rank_environment import strategy_of_a_launch
 from train.training.configuration import check_layout, check_task
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         positional.append(argv.pop(0))
     options = parse_recipe(MegatronArgsOptions, argv, prog="zerofit convert megatron-args [SCRIPT [NAME=value ...]]",
                            tool=True)  # fmt: skip
-    name, calls = _calls(positional, words)
+    name, calls, given = _calls(positional, words)
     folder = Path(options.output or f"outputs/{name}-converted")
     for call in calls:
         if call.program not in PREPARATION:
@@ -49,18 +50,19 @@ def main(argv: list[str]) -> int:
         print(f"\n{line}\n", flush=True)
     training = [call for call in calls if call.program not in PREPARATION]
     if training:
-        _convert(training[0], folder, name, options)
+        _convert(training[0], folder, name, options, given)
     if len(training) > 1:
         print(f"note: the script starts {len(training)} trainings; this is the first. Others: give their arguments "
               "after --", flush=True)  # fmt: skip
     return 0
 
 
-def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Call]]:
+def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Call], dict[str, str]]:
+    """(name, the calls, {variable: value} of the command line)."""
     if (words is None) == (not positional):
         raise UserError("name a script, or give Megatron's arguments after --: zerofit convert megatron-args SCRIPT")
     if words is not None:
-        return "megatron", [call_of(words)]
+        return "megatron", [call_of(words)], {}
     script, *variables = positional
     assignments = [VARIABLE.fullmatch(text) for text in variables]
     wrong = [text for text, match in zip(variables, assignments) if not match]
@@ -70,7 +72,8 @@ def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Ca
         text = Path(script).expanduser().read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{script!r} cannot be read: {error.strerror}. Name Megatron's launch script") from None
-    return Path(script).stem, calls_in(text, {match[1]: match[2] for match in assignments})
+    given = {match[1]: match[2] for match in assignments}
+    return Path(script).stem, calls_in(text, given), given
 
 
 def _show(call: Call, flags) -> None:
@@ -80,16 +83,22 @@ def _show(call: Call, flags) -> None:
         raise UserError(list(dict.fromkeys(flags.problems)))
 
 
-def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions) -> None:
+def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, given: dict[str, str]) -> None:
     chosen = Options(options.tokenizer_name, options.model_name_or_path, options.num_processes)
     done = convert_pretraining(call, chosen)
     done.recipe.setdefault("output_dir", f"outputs/{name}")
     _show(call, done.flags)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
-    check(done, name)
-    launch = write(done, name, folder)
-    print("\n".join(["", *closing(done, folder / "recipe.yaml"), "", launch]), flush=True)
+    if call.program == SEARCH:
+        lines = plan_lines(done, folder, given)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "recipe.yaml").write_text(written(done, name, lines), encoding="utf-8")
+        parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")])  # the strategy is checked by plan
+    else:
+        check(done, name)
+        lines = [write(done, name, folder)]
+    print("\n".join(["", *closing(done, folder / "recipe.yaml", call.program == SEARCH), "", *lines]), flush=True)
 
 
 def write(done: Converted, name: str, folder: Path) -> str:
@@ -99,7 +108,7 @@ def write(done: Converted, name: str, folder: Path) -> str:
         "accelerate launch --config_file", shlex.quote(str(folder / "accelerate.yaml")), *done.layout.launch_options,
         "train/clm.py --config", shlex.quote(str(folder / "recipe.yaml")),
     ])  # fmt: skip
-    for file, text in {"recipe.yaml": written(done, name, launch), **pair_of(done.layout, folder)}.items():
+    for file, text in {"recipe.yaml": written(done, name, [launch]), **pair_of(done.layout, folder)}.items():
         (folder / file).write_text(text, encoding="utf-8")
     return launch
 
@@ -136,17 +145,22 @@ def _renamed(text: str, names: dict[str, str]) -> str:
     return text
 
 
-def written(done: Converted, name: str, launch: str) -> str:
+def written(done: Converted, name: str, commands: list[str]) -> str:
     """The recipe as text."""
-    lines = [f"# {name}, converted from Megatron's flags by `zerofit convert megatron-args`.", f"#   {launch}", ""]
+    lines = [f"# {name}, converted from Megatron's flags by `zerofit convert megatron-args`."]
+    lines += [*(f"#   {command}" for command in commands), ""]
     for option, value in done.recipe.items():
         lines.append(f"{option}: {json.dumps(value) if not isinstance(value, float) else repr(value)}")
     return "\n".join([*lines, ""])
 
 
-def closing(done: Converted, recipe: Path) -> list[str]:
-    """What was written, in numbers."""
-    values = done.recipe
+def closing(done: Converted, recipe: Path, searched: bool) -> list[str]:
+    """What was written, in numbers.
+
+    Args:
+        searched: the strategy is not chosen yet.
+    """
+    values, layout = done.recipe, done.layout
     lines = [f"note: {note}" for note in done.notes]
     if done.shape and done.vocabulary and "config_name" in values:
         multiple = values["make_vocab_size_divisible_by"]
@@ -154,14 +168,15 @@ def closing(done: Converted, recipe: Path) -> list[str]:
         lines.append(f"model        {parameters_of(values, vocabulary):,} parameters in transformers, "
                      f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
                      f"{vocabulary:,} rows")  # fmt: skip
-    lines.append(f"run          {values['max_train_steps']:,} updates of {values['global_batch_size']:,} samples, "
-                 f"{done.layout.strategy} on {done.layout.world} process{'es' * (done.layout.world > 1)}")  # fmt: skip
-    if done.layout.machines > 1:
-        others = done.layout.machines - 1
-        lines.append(
-            f"machines     the line below on each of the {others + 1}, with its own --machine_rank (0 to {others})"
-        )
-    return [*lines, f"written      {recipe} and the pair beside it"]
+    strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
+    at_most = "at most " * ("global_batch_size" not in values)
+    lines.append(f"run          {values['max_train_steps']:,} updates of {at_most}{done.batch:,} samples, "
+                 f"{strategy} on {layout.world} process{'es' * (layout.world > 1)}")  # fmt: skip
+    if layout.machines > 1:
+        own = "MACHINE_RANK" if searched else "--machine_rank"
+        lines.append(f"machines     the last line below on each of the {layout.machines}, with its own {own} "
+                     f"(0 to {layout.machines - 1})")  # fmt: skip
+    return [*lines, f"written      {recipe}{'' if searched else ' and the pair beside it'}"]
 
 
 def parameters_of(values: dict, vocabulary: int) -> int:

@@ -82,8 +82,8 @@ class Layout:
         return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
 
 
-def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
-    """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
+def read_machines(flags: Ledger, call: Call, processes: int | None) -> Layout:
+    """Processes and machines; one kind of parallelism, that of data."""
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
     if not processes and call.processes is None:
@@ -99,6 +99,12 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     layout.rank = _written(call.of_launcher(("node_rank", "node-rank"))) or layout.rank
     layout.address = _written(call.of_launcher(("master_addr", "master-addr"))) or layout.address
     layout.port = _written(call.of_launcher(("master_port", "master-port"))) or layout.port
+    return layout
+
+
+def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
+    """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
+    layout = read_machines(flags, call, processes)
     degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
     for name, degree in degrees.items():
         if degree == 1:

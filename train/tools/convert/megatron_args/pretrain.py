@@ -12,6 +12,7 @@ from train.tools.convert.megatron_args.calls import SEARCH, Call
 from train.tools.convert.megatron_args.ledger import Ledger
 from train.tools.convert.megatron_args.pair import read_layout
 from train.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from train.tools.convert.megatron_args.searched import read_batches, read_job
 from train.tools.convert.megatron_args.shape import of_weights, read_shape
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
@@ -34,7 +35,8 @@ class Options:
 def convert_pretraining(call: Call, options: Options) -> Converted:
     """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
     flags = Ledger.of(call)
-    layout = read_layout(flags, call, options.num_processes)
+    searched = call.program == SEARCH
+    layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
     if call.program not in KNOWN:
         flags.wrong("", f"{call.program} is not read, and neither is what it sets by itself (extra args provider, "
                     "args_defaults). Give its launch line after -- with pretrain_gpt.py and these flags in its place "
@@ -44,7 +46,7 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
     _model(done, options)
     _tokenizer(done, options)
     _data(done, call.program)
-    _batches(done)
+    (read_batches if searched else _batches)(done)
     _length(done)
     _evaluation(done)
     read_optimizer(done)
@@ -194,6 +196,7 @@ def _batches(done: Converted) -> None:
         note += f" (there {total // replicas // micro}, on {replicas} data-parallel process{'es' * (replicas > 1)})"
     carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
     carry(done, "global_batch_size", "global_batch_size", total)
+    done.batch = total
     done.recipe["per_device_eval_batch_size"] = ours
 
 
@@ -211,7 +214,7 @@ def _length(done: Converted) -> None:
 
 
 def _evaluation(done: Converted) -> None:
-    flags, batch = done.flags, done.recipe.get("global_batch_size", 1)
+    flags, batch = done.flags, done.batch
     every, batches = flags.number("eval_interval", default=1000), flags.number("eval_iters", default=100)
     if not batches:
         done.recipe |= {"eval_steps": done.recipe.get("max_train_steps", every), "eval_on_start": False}

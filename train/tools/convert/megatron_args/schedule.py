@@ -21,6 +21,7 @@ class Converted:
 
     Attributes:
         recipe: {option: value} in the order in which it is written.
+        batch: samples of an update.
         vocabulary: tokens before padding, where that is known without the tokenizer's files.
     """
 
@@ -28,6 +29,7 @@ class Converted:
     flags: Ledger
     layout: Layout | None = None
     shape: Shape | None = None
+    batch: int = 1
     vocabulary: int | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -40,7 +42,7 @@ def carry(done: Converted, flag: str, option: str, value: Any, note: str = "") -
 
 def in_updates(done: Converted, what: str, option: str) -> int | None:
     """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
-    flags, batch = done.flags, done.recipe.get("global_batch_size", 1)
+    flags, batch = done.flags, done.batch
     units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
     lengths = {}
     for unit, size in units.items():
