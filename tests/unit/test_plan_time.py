@@ -1,6 +1,11 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
+import copy
 import json
+import os
+import pickle
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from train.cli import main
 from train.record.meters import PEAK_HALF
-from train.tools.plan import calibration, measure, trace, trace_cache
+from train.tools.plan import calibration, measure, parallel, trace, trace_cache
 from train.tools.plan.calibration import Calibration, cpu_name, key_name, read_calibration
 from train.tools.plan.device_speeds import device_speeds
 from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
@@ -31,6 +36,7 @@ from train.tools.plan.rows import Rows
 from train.tools.plan.speeds import Curve, Speeds
 from train.tools.plan.trace import ATTENTION as TRACED
 from train.tools.plan.trace import Tracer, TraceSettings
+from train.tools.plan.trace_cache import TraceCache, content_of, traces_of
 from train.tools.plan.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
 from train.tools.plan.weights import Weight, Weights
 
@@ -389,9 +395,47 @@ def test_traces_are_kept_and_a_changed_model_is_traced_anew(capsys, monkeypatch,
     assert len(traced) == 2
     assert planned(capsys, *flags, "--gradient_checkpointing") != first
     assert len(traced) == 4
-    for file in tmp_path.rglob("*.pickle"):
-        file.write_bytes(b"damaged")
-    assert planned(capsys, *flags) == first
+    files = list(tmp_path.rglob("*.json"))
+    damages = (
+        b"damaged",
+        b"[" * 10**5,
+        b"[]",
+        b'{"stacks": {}}',
+        pickle.dumps(RunsACommand(tmp_path / "ran")),
+        files[0].read_bytes()[:-100],
+        re.sub(rb'"peak":(\d+)', rb'"peak":"\1"', files[0].read_bytes()),
+    )
+    for content in damages:
+        for file in files:
+            file.write_bytes(content)
+        before = len(traced)
+        assert planned(capsys, *flags) == first
+        assert len(traced) == before + 2  # traced again, and kept again
+        assert planned(capsys, *flags) == first
+        assert len(traced) == before + 2
+    assert len(files) == 4
+    assert not (tmp_path / "ran").exists()
+
+
+class RunsACommand:
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def test_kept_traces_are_the_traced_ones(capsys, monkeypatch, tmp_path):
+    """Of ZeRO-3, whose segments have visits of modules, and of stages and shared layers."""
+    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
+    monkeypatch.setattr(parallel, "_can_fork", lambda: False)
+    written = []
+    monkeypatch.setattr(TraceCache, "write", lambda self, traces: written.append(copy.deepcopy(traces)))
+    planned(capsys, *ON_GPUS, "--strategies", "zero3,tp", "--batch_sizes", "2")
+    assert len(written) >= 4
+    assert any(one.visit for traces in written for several in traces.segments.values() for one in several)
+    for traces in written:
+        assert traces_of(json.loads(json.dumps(content_of(traces)))) == traces
 
 
 # ----------------------------------------------------------------------------------------------------- the calibration

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ import transformers
 from train.recipe.cache import cache_root
 from train.recipe.files import atomic_file
 from train.recipe.model_options import LoraOptions, ModelOptions
+from train.tools.plan.ledger import Segment
+from train.tools.plan.operations import EXCHANGES, KINDS, Operation
+from train.tools.plan.visits import Visit
 
 TRAIN = Path(__file__).resolve().parents[2]
 TRACED_CODE = (  # whose change may change a trace
@@ -35,12 +37,12 @@ class Traces:
 
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
     largest: int = 0
-    segments: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    segments: dict[int, list[Segment]] = dataclasses.field(default_factory=dict)
 
 
 class TraceCache:
-    """The traces of one tracer, in a file of the cache of prepared data. A file that cannot be read is made anew, and
-    one that cannot be written is done without.
+    """The traces of one tracer, as JSON in the cache of prepared data. A file that is not one of ours is ignored and
+    written again, and one that cannot be written is done without.
 
     Args:
         key: all that a trace depends on but the batch size, the code and the libraries.
@@ -48,19 +50,65 @@ class TraceCache:
 
     def __init__(self, key: Any):
         name = hashlib.sha256(repr((key, _code(), torch.__version__, transformers.__version__)).encode()).hexdigest()
-        self.path = cache_root(None) / "traces" / f"{name[:32]}.pickle"
+        self.path = cache_root(None) / "traces" / f"{name[:32]}.json"
 
     def read(self) -> Traces:
         try:
-            return pickle.loads(self.path.read_bytes())
-        except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError):
+            return traces_of(json.loads(self.path.read_bytes()))
+        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return Traces()
 
     def write(self, traces: Traces) -> None:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self.path, "wb") as file:
-                file.write(pickle.dumps(traces))
+            with atomic_file(self.path) as file:
+                json.dump(content_of(traces), file, separators=(",", ":"))
+
+
+def content_of(traces: Traces) -> dict[str, Any]:
+    """Traces as JSON has them: each different operation once, and its number in the segments."""
+    numbers: dict[Operation, int] = {}
+    segments = {
+        size: [
+            {**vars(segment), "operations": [numbers.setdefault(one, len(numbers)) for one in segment.operations]}
+            for segment in several
+        ]
+        for size, several in traces.segments.items()
+    }
+    return {"stacks": traces.stacks, "largest": traces.largest, "operations": list(numbers), "segments": segments}
+
+
+def traces_of(content: dict[str, Any]) -> Traces:
+    """The reverse of content_of.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError, AttributeError: it is not what content_of makes.
+    """
+    operations = [Operation(*one) for one in content["operations"]]
+    for kind, *sizes in operations:
+        if kind not in (*KINDS, *EXCHANGES):
+            raise ValueError(kind)
+        _check_numbers(sizes)
+    found = {
+        int(size): [_segment(one, operations) for one in several] for size, several in content["segments"].items()
+    }
+    _check_numbers([content["largest"], *content["stacks"].values()])
+    return Traces(content["stacks"], content["largest"], found)
+
+
+def _segment(fields: dict[str, Any], operations: list[Operation]) -> Segment:
+    segment = Segment(**fields)
+    _check_numbers([segment.start, segment.peak, segment.end, segment.gradient, segment.offloaded])
+    segment.name = tuple(segment.name) if isinstance(segment.name, list) else segment.name
+    segment.operations = [operations[number] for number in segment.operations]
+    if segment.visit is not None:
+        segment.visit = Visit(*(tuple(part) if isinstance(part, list) else part for part in segment.visit))
+    return segment
+
+
+def _check_numbers(values: list[Any]) -> None:
+    if not all(isinstance(value, int) for value in values):
+        raise ValueError(values)
 
 
 def model_key(recipe: Any, config: Any) -> tuple:
