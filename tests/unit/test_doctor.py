@@ -297,6 +297,28 @@ def test_everything_that_a_json_has_wrong(folder, capsys):
         assert words in said
 
 
+def test_checks_of_a_run_before_its_data(folder, capsys):
+    """The model's positions, its layout, its template and its adapter, all in one go; nothing is read or loaded."""
+    (folder / "model").mkdir()
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+              "intermediate_size": 64, "max_position_embeddings": 512, "vocab_size": 300}  # fmt: skip
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    command = ("--task", "clm", "--model_name_or_path", "model", "--train_file", "text.txt")
+    found = texts(examined(capsys, *command, "--block_size", "4096"), "error")
+    assert any("block_size = 4096 (--block_size): the model has 512 positions" in text for text in found)
+    assert any("'model'" in text and "tokenizer" in text.lower() for text in found), "it has none"
+    report = examined(
+        capsys, *command, "--train_tokenizer_vocab_size", "300", "--block_size", "4096", "--chat_template", "no",
+        "--lora", "--lora_target_modules", "foo", "--optim", "adamw8", "--global_batch_size", "7",
+        "--validation_file", "none.txt",
+    )  # fmt: skip
+    found = "\n".join(texts(report, "error"))
+    for name in ("block_size = 4096", "chat_template = 'no'", "lora_target_modules = foo", "optim = 'adamw8'",
+                 "global_batch_size = 7", "validation_file = 'none.txt'"):  # fmt: skip
+        assert name in found, found
+    assert report["exit_code"] == 2
+
+
 def test_the_layout(folder, capsys):
     report = examined(capsys, *MINE, "--strategy", "tp_zero2")
     assert report["exit_code"] == 0, texts(report)

@@ -9,6 +9,11 @@ from train.recipe.errors import UserError
 from train.recipe.growth import Growth, read_growth
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
+LENGTHS = {  # {task: {option of a length: its default}}
+    "clm": {"block_size": DEFAULT_BLOCK_SIZE},
+    "cls": {"max_length": None},
+    "seq2seq": {"max_source_length": None, "max_target_length": None},
+}
 WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
 KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
 

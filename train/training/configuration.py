@@ -59,6 +59,8 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     with problems.collected():
         trackers = tuple(wanted_trackers(recipe))
     with problems.collected():
+        check_installed(recipe)
+    with problems.collected():
         strategy = read_strategy(recipe, config_file, keep_global_batch)
     problems.raise_found()
     with problems.collected():
@@ -72,8 +74,6 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
 
             check_quantisation(recipe, strategy)
     with problems.collected():
-        check_installed(recipe)
-    with problems.collected():
         plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
     problems.raise_found()
     if recipe.dataloader_num_workers is None:
@@ -85,6 +85,36 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
+
+
+def check_model(task: str, recipe: TrainingRecipe, strategy: Strategy | None, auto_class):
+    """Check what can be checked of a model before its weights or any data are read. Returns its configuration.
+
+    Args:
+        strategy: None: it is not known.
+        auto_class: of transformers, that the task needs.
+
+    Raises:
+        UserError: there is no such model, the strategy cannot split it, it has too few positions.
+    """
+    from train.data.lengths import LENGTHS, choose_length, growing_blocks
+    from train.model.chat import named_template
+    from train.model.configuration import load_configuration
+
+    config, problems = load_configuration(recipe, auto_class), Problems()
+    with problems.collected():
+        if strategy is not None:
+            check_layout(config, strategy)
+    for option, default in LENGTHS[task].items():
+        with problems.collected():
+            length = choose_length(recipe, option, config, default)
+            if option == "block_size":
+                growing_blocks(recipe, length, is_chat=False)
+    with problems.collected():
+        if getattr(recipe, "chat_template", None):
+            named_template(recipe.chat_template)
+    problems.raise_found()
+    return config
 
 
 def check_task(task: str, strategy: Strategy) -> None:

@@ -35,7 +35,7 @@ from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.machines import check_same
 from train.strategy.processes import start_processes
 from train.training.best_metric import make_best_tracker
-from train.training.configuration import check_layout, resolve
+from train.training.configuration import check_model, resolve
 from train.training.length import run_length
 from train.training.loop import Run, train
 from train.training.machine_checks import check_machines, check_output_folder
@@ -78,13 +78,9 @@ class Trainer:
         """The configuration of the model, which the task needs an `auto_class` of transformers for.
 
         Raises:
-            UserError: there is no such model, or the strategy cannot split it.
+            UserError: there is no such model, the strategy cannot split it, or it has too few positions.
         """
-        from train.model.configuration import load_configuration
-
-        config = load_configuration(self.recipe, auto_class)
-        check_layout(config, self.strategy)
-        return config
+        return check_model(self.task_name, self.recipe, self.strategy, auto_class)
 
     def use_precision(self, precision: str, warning: str | None) -> str | None:
         """Train in a precision that suits the model better than the one that was asked for. Returns the warning."""

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from train.model.configuration import known_architectures, load_configuration
 from train.recipe.base import Recipe
 from train.recipe.errors import NothingToDo, UserError
 from train.recipe.options import TrainingRecipe
@@ -28,6 +29,7 @@ from train.tools.rank_environment import environment_of_a_rank
 from train.tools.tool_recipe import TASKS
 
 ADAMS = ("adam", "adamw")
+MODELS = ("model_name_or_path", "config_name", "model_type")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -47,6 +49,7 @@ class Examination:
         self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
         self.launch: Launch | None = None
         self.strategy: Strategy | None = None
+        self.looked_at_model, self.subject = False, None  # the model without weights
         self.needs = Needs(processes=max(1, num_devices()), examined=False)
 
     def of_launch(self, program: list[str]) -> None:
@@ -95,38 +98,72 @@ class Examination:
 
     def _resolve(self, launch: Launch) -> None:
         """The strategy, and with a sound recipe the whole run."""
-        from train.strategy.read import read_strategy
 
         report = self.report
         if self.task:
-            try:
+            with self._collected():
                 check_paths(self.recipe, output_folder(self.task, self.recipe))
+            with self._collected():
                 check_compiled_code()
-            except UserError as error:
-                report.add(ERROR, error.problems)
+        with self._collected():
+            self._resolve_strategy(launch)
+        downloads = _to_download(self.recipe, launch.environment) if self.task else []
+        if self.task and self.recipe.trains and not downloads and any(getattr(self.recipe, name) for name in MODELS):
+            with self._collected():
+                self._look_at_model()
+        if self.task and self.is_sound:
+            report.findings += [*idle_options(self.recipe), *downloads]
+            flags = getattr(self.options, "without_effect", [])
+            report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
+
+    @contextlib.contextmanager
+    def _collected(self) -> Iterator[None]:
+        """Report the problems of an error that ends this block, and continue behind it."""
+        try:
+            yield
+        except UserError as error:
+            self.report.add(ERROR, error.problems)
+        except ImportError as error:
+            self.report.findings.append(Finding(ERROR, f"a package cannot be imported: {error}", "make setup"))
+
+    def _resolve_strategy(self, launch: Launch) -> None:
+        """Raises UserError: recipe, pair and earlier run contradict each other."""
+        from train.strategy.read import read_strategy
+
         try:
             if self.task and self.is_sound and self.recipe.trains:
                 from train.training.configuration import resolve
 
                 config = resolve(self.task, self.recipe, launch.config_file)
                 self.recipe, self.strategy = config.recipe, config.strategy
-                report.add(NOTE, config.notes)
+                self.report.add(NOTE, config.notes)
             else:
                 recipe = self.recipe.draft()
                 self.strategy, self.recipe = read_strategy(recipe, launch.config_file), recipe
                 self.strategy.check_precision()
         except NothingToDo as message:
-            report.add(NOTE, [str(message)])
+            self.report.add(NOTE, [str(message)])
             self.recipe = self.recipe.draft()
             self.strategy = read_strategy(self.recipe, launch.config_file)
-        except UserError as error:
-            report.add(ERROR, error.problems)
-        except ImportError as error:
-            report.findings.append(Finding(ERROR, f"a package cannot be imported: {error}", "make setup"))
-        if self.task and self.is_sound:
-            report.findings += [*idle_options(self.recipe), *_to_download(self.recipe, launch.environment)]
-            flags = getattr(self.options, "without_effect", [])
-            report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
+
+    def _look_at_model(self) -> None:
+        """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
+        import transformers
+
+        from train.model.tokenizer import check_vocabulary, load_tokenizer
+        from train.tools.doctor.size_up import model_of
+        from train.tools.plan.subject import TASKS as AUTO_CLASSES
+        from train.training.configuration import check_model
+
+        recipe = self.recipe.draft()
+        self.looked_at_model, auto_class = True, getattr(transformers, AUTO_CLASSES[self.task])
+        config = load_configuration(recipe, auto_class)
+        with self._collected():
+            check_model(self.task, recipe, self.strategy, auto_class)
+        with self._collected():
+            self.subject = model_of(recipe, self.task, num_devices() > 0)
+        if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
+            check_vocabulary(config, load_tokenizer(recipe, config), recipe)
 
     def _needs(self, launch: Launch) -> Needs:
         """What the launch asks of this machine."""
@@ -145,10 +182,12 @@ class Examination:
             return needs
         if strategy.layout.tensor > 1:  # no process holds a whole layer, which plan's states do not know
             return needs
-        from train.tools.doctor.size_up import size_up
+        if self.looked_at_model and self.subject is None:
+            return needs
+        from train.tools.doctor.size_up import model_of, size_up
 
         try:
-            sizes = size_up(self.recipe, self.task, strategy, on_gpu)
+            sizes = size_up(self.subject or model_of(self.recipe, self.task, on_gpu), strategy)
         except UserError as error:
             self.report.findings.append(Finding(
                 NOTE, f"the model's size is not known here, so memory and disk are not checked: "
@@ -204,9 +243,12 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
     from huggingface_hub.errors import HFValidationError
 
     findings = []
-    for option, file in (("model_name_or_path", "config.json"), ("tokenizer_name", "tokenizer_config.json")):
+    files = {"model_name_or_path": "config.json", "config_name": "config.json"}
+    for option, file in {**files, "tokenizer_name": "tokenizer_config.json"}.items():
         name = getattr(recipe, option)
         if not name or Path(name).expanduser().exists() or is_missing_folder(name):
+            continue
+        if option == "config_name" and name.lower() in known_architectures():
             continue
         with contextlib.suppress(HFValidationError):
             if isinstance(try_to_load_from_cache(name, file), str):

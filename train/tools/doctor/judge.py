@@ -152,7 +152,7 @@ def _memory(machine: Machine, needs: Needs) -> list[Finding]:
     total = program + (needs.host_bytes or 0)
     if not needs.examined or total <= machine.memory_free:
         return findings
-    parts = f"about {size(total)} of host memory: {size(program)} for {needs.processes} processes" + (
+    parts = f"about {size(total)} of host memory: {size(program)} for {needs.processes} process{'es' * several}" + (
         f", {size(needs.host_bytes)} for the state that they keep there" if needs.host_bytes else "")  # fmt: skip
     if total > machine.memory_total:
         findings.append(Finding(

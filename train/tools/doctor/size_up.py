@@ -6,7 +6,7 @@ from typing import Any
 from train.strategy.strategy import Strategy
 from train.tools.plan.constants import MASTER_BYTES
 from train.tools.plan.resolve import resolved
-from train.tools.plan.subject import read_subject
+from train.tools.plan.subject import Subject, read_subject
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,20 @@ class Sizes:
     checkpoint: int
 
 
-def size_up(recipe: Any, task: str, strategy: Strategy, on_gpu: bool) -> Sizes:
-    """The model of a recipe under a strategy, on one process.
+def model_of(recipe: Any, task: str, on_gpu: bool) -> Subject:
+    """The model of a recipe, without weights.
 
     Raises:
-        UserError: the model's configuration is not at hand.
+        UserError: its configuration is not at hand, or it cannot get the adapter that the recipe names.
     """
     recipe = recipe.draft()
     recipe.architecture = None  # an option of plan
-    subject = read_subject(recipe, task, on_gpu)
+    return read_subject(recipe, task, on_gpu)
+
+
+def size_up(subject: Subject, strategy: Strategy) -> Sizes:
+    """The model under a strategy, on one process."""
+    recipe, on_gpu = subject.recipe, subject.on_gpu
     states = resolved(strategy.name, strategy, subject).states(subject, strategy.batches.accumulation > 1)
     state = states.weights + states.optimizer + max(states.gradients, states.step.get("gradients", 0))
     weights = subject.weights
