@@ -98,7 +98,6 @@ class Examination:
 
     def _resolve(self, launch: Launch) -> None:
         """The strategy, and with a sound recipe the whole run."""
-
         report = self.report
         if self.task:
             with self._collected():
