@@ -1,5 +1,6 @@
 """Small models, tokenizers and adapters as they lie in folders, for the tests of the `zerofit` command."""
 
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,3 +86,13 @@ def save_adapter(folder: Path, model, base: Path | None, **settings):
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     adapted.save_pretrained(folder)
     return adapted
+
+
+def write_ported_model(folder: Path) -> None:
+    """modeling_rms_gpt2.py, family.py and config.json as docs/porting-a-model.md prints them."""
+    page = (ROOT / "docs" / "porting-a-model.md").read_text(encoding="utf-8")
+    section = page[page.index("## A new layer, as code") :]
+    modeling, family = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    (folder / "modeling_rms_gpt2.py").write_text(modeling)
+    (folder / "family.py").write_text(family)
+    (folder / "config.json").write_text(re.search(r"```json\n(.*?)```", section, re.DOTALL)[1])

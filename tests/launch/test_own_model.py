@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from folders import small_tokenizer, tools_in_this_process
+from folders import small_tokenizer, tools_in_this_process, write_ported_model
 from helpers import ROOT, launch, launched, updates
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,3 +70,14 @@ def test_its_code_does_not_run_unasked(tokenizer, tmp_path):
     assert done.returncode != 0
     assert f"error: config_name = {str(FOLDER)!r} comes with its own Python code" in done.stderr
     assert "add --trust_remote_code" in done.stderr
+
+
+def test_a_new_layer_of_the_documents_trains(tokenizer, tmp_path):
+    """The code of docs/porting-a-model.md."""
+    (tmp_path / "my-model").mkdir()
+    write_ported_model(tmp_path / "my-model")
+    model = ["--config_name", tmp_path / "my-model", "--tokenizer_name", tokenizer]
+    lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "8", strategy="zero3", processes=2)
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] - 0.3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=True)
+    assert type(model.transformer.ln_f).__name__ == "RMSNorm"

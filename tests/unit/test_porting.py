@@ -1,0 +1,109 @@
+"""The code of docs/porting-a-model.md: a new layer in a folder of one's own, and its family."""
+
+import importlib.util
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from folders import write_ported_model
+from helpers import forked, loss_and_gradients
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from train.model.families import BY_MODEL_TYPE
+from train.model.loss import install_loss
+from train.model.stages import keep_stage
+from train.model.tensor_parallel.cut import TensorGroup, join_shares
+from train.model.tensor_parallel.split import split_model
+
+RANKS = 2
+
+
+def model_of(folder: Path) -> torch.nn.Module:
+    """The model with weights that are not zero or one; its family is known from then on."""
+    spec = importlib.util.spec_from_file_location("family_of_the_page", folder / "family.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    BY_MODEL_TYPE.update({name: family for family in module.FAMILIES for name in family.model_types})
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.use_cache, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = False, 0.0, 0.0, 0.0
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model.train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_ported_model(tmp_path)
+    yield tmp_path
+    BY_MODEL_TYPE.pop("rms_gpt2", None)
+
+
+def test_all_norms_are_the_new_layer(folder):
+    model = model_of(folder)
+    norms = [module for module in model.modules() if type(module).__name__ == "RMSNorm"]
+    assert len(norms) == 2 * 3 + 1
+    assert not any(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
+    hidden = torch.randn(2, 5, 64)
+    exact = torch.nn.functional.rms_norm(hidden, (64,), norms[0].weight, norms[0].epsilon)
+    torch.testing.assert_close(norms[0](hidden), exact)
+
+
+def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
+    whole, stages = model_of(folder), [model_of(folder) for _ in range(2)]
+    for stage, model in enumerate(stages):
+        keep_stage(model, stage, 2, torch.float32)
+    for model in (whole, *stages):
+        install_loss(model, "full")
+    inputs = batch()
+    hidden = stages[0].base_model(input_ids=inputs["input_ids"]).last_hidden_state
+    loss = stages[1](inputs_embeds=hidden, labels=inputs["labels"])
+    torch.testing.assert_close(loss, whole(**inputs), rtol=1e-6, atol=0)
+
+
+def share(rank: int, folder: str) -> None:
+    """What each of two tensor-parallel ranks does."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    limit = timedelta(minutes=5)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    tensor, model = TensorGroup(torch.distributed.group.WORLD, rank, RANKS), model_of(Path(folder))
+    split_model(model, tensor)
+    loss, gradients = loss_and_gradients(model, "full", batch())
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "cut", None) is not None:
+            gradients[name] = join_shares(gradients[name], parameter.cut, tensor)
+    torch.save((loss, gradients), f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def test_tensor_parallel_ranks_find_what_the_model_finds(folder):
+    forked(__file__, folder, processes=RANKS)
+    right, whole = loss_and_gradients(model_of(folder), "full", batch())
+    for rank in range(RANKS):
+        loss, gradients = torch.load(folder / f"{rank}.pt")
+        torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
+        assert gradients.keys() == whole.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_file_of_sizes_names_the_classes(folder):
+    named = json.loads((folder / "config.json").read_text())["auto_map"].values()
+    code = (folder / "modeling_rms_gpt2.py").read_text()
+    assert all(f"class {name.split('.')[1]}(" in code for name in named)
+
+
+if __name__ == "__main__":
+    share(int(os.environ["RANK"]), sys.argv[1])
