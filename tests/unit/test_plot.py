@@ -2,7 +2,9 @@
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
+from train.record.fonts import font_for
 from train.record.plot import plot_run
 
 
@@ -62,3 +64,14 @@ def test_the_last_panel_has_its_names_at_its_axes(drawn):
     assert right.get_legend() is None
     colours = [axes.get_lines()[0].get_color() for axes in (lower, right)]
     assert colours == [axes.yaxis.label.get_color() for axes in (lower, right)]
+
+
+def test_a_name_in_any_language_has_its_letters_or_no_title(tmp_path, recwarn):
+    """Else there are boxes in the picture, and a warning for each letter in the terminal."""
+    lines = [{"update": 1, "loss": 1.0, "learning_rate": 1e-5, "grad_norm": 1.0}]
+    for name in ("日本語の実験", "10$ or 20$ a day", "\U000e0fff"):
+        plot_run(lines, tmp_path / "loss.png", name, "token", "loss")
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+    assert font_for(["a run"]) == FontProperties().get_name()
+    assert font_for(["a run \u24b6"]) not in (None, FontProperties().get_name()), "another font has it"
+    assert font_for(["\U000e0fff"]) is None, "no font has a letter that is in no alphabet"

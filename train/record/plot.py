@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from train.record.fonts import font_for
+
 FEW = 12  # updates that are shown as points, and not smoothed
 
 
@@ -44,7 +46,9 @@ def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, f
         upper.axvline(
             update, color="#cb181d", linestyle=":", linewidth=1, label=None if number else "skipped (anomaly)"
         )
-    upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}", title=title)
+    upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}")
+    if font := font_for([title]):
+        upper.set_title(title, family=font, parse_math=False)
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)
     right = lower.twinx()
