@@ -10,9 +10,9 @@ Read `main` from top to bottom: what is loaded, how text becomes batches, what t
 """
 
 from train.recipe import ClmRecipe, parse_recipe
-from train.recipe.errors import leave, reports_user_errors
+from train.recipe.errors import reports_user_errors
 from train.record.timeline import Timeline
-from train.training.entry import open_trainer
+from train.training.entry import open_trainer, run_program
 
 
 @reports_user_errors
@@ -151,4 +151,4 @@ def sample(engine, recipe: ClmRecipe, tokenizer, is_chat: bool) -> str:
 
 
 if __name__ == "__main__":
-    leave(main())
+    run_program("clm", main)

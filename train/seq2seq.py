@@ -10,9 +10,9 @@ Read `main` from top to bottom: what is loaded, how conversations become batches
 """
 
 from train.recipe import Seq2SeqRecipe, parse_recipe
-from train.recipe.errors import leave, reports_user_errors
+from train.recipe.errors import reports_user_errors
 from train.record.timeline import Timeline
-from train.training.entry import open_trainer
+from train.training.entry import open_trainer, run_program
 
 
 @reports_user_errors
@@ -124,4 +124,4 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
 
 
 if __name__ == "__main__":
-    leave(main())
+    run_program("seq2seq", main)

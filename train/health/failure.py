@@ -5,10 +5,8 @@ import traceback
 
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
 from train.health.watchdog import died_elsewhere
-from train.recipe.errors import first_line
+from train.recipe.errors import EXIT_FAILED, first_line
 from train.recipe.last_message import repeat_after_launcher
-
-EXIT_OTHER_DIED = 1  # whoever died first has the cause
 
 
 def explain_failure(error: Exception, at: tuple[str, int | None], *, strategy, **facts) -> int | None:
@@ -30,7 +28,7 @@ def explain_failure(error: Exception, at: tuple[str, int | None], *, strategy, *
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
         cause = f"another process is gone ({first_line(error).split('. ')[0]})"
         print(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}", file=sys.stderr, flush=True)
-        return EXIT_OTHER_DIED
+        return EXIT_FAILED  # whoever died first has the cause
     return None
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from train.recipe.last_message import repeat_after_launcher
 
 EXIT_USER_ERROR = 2
+EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
 EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
+EXIT_TERMINATED = 143  # the code of a shell for SIGTERM
 EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe
 
 
@@ -68,7 +70,9 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-_HOOKS: dict[str, Callable] = {"explain": lambda error: None, "leave": lambda: None}
+_HOOKS: dict[str, Callable] = {
+    "explain": lambda error: None, "leave": lambda: None, "record": lambda code, reason: None,
+}  # fmt: skip
 
 
 def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
@@ -80,6 +84,16 @@ def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
 def before_leaving(callback: Callable[[], None]) -> None:
     """Register a function that `leave` calls before it ends the process."""
     _HOOKS["leave"] = callback
+
+
+def record_codes_with(callback: Callable[[int, str | None], None]) -> None:
+    """Register a function that is given an exit code and its reason, before the process ends with them."""
+    _HOOKS["record"] = callback
+
+
+def record_code(code: int, reason: str | None = None) -> None:
+    """Put an exit code on record, where this process keeps one."""
+    _HOOKS["record"](code, reason)
 
 
 def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
@@ -98,6 +112,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             return main(argv, *others)
         except UserError as error:
             rank, message = int(os.environ.get("RANK", "0")), error.report()
+            record_code(EXIT_USER_ERROR, message)
             if rank:
                 _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 message = f"[rank {rank}] {message}"
@@ -105,6 +120,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             repeat_after_launcher(message)
             return EXIT_USER_ERROR
         except NothingToDo as message:
+            record_code(0)
             if int(os.environ.get("RANK", "0")) == 0:
                 print(message, flush=True)
             return 0
@@ -113,8 +129,9 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             return EXIT_BROKEN_PIPE
         except Exception as error:
             code = _HOOKS["explain"](error)
+            named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            record_code(EXIT_FAILED if code is None else code, named)
             if code is None:
-                named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
                 repeat_after_launcher(f"{named} (its traceback is above)")
                 raise
             return code
@@ -123,6 +140,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
                 message = "interrupted while the run was starting: its folder is unchanged"
                 print(f"\n{message}", file=sys.stderr, flush=True)
                 repeat_after_launcher(message, after_signal=True)
+            record_code(EXIT_INTERRUPTED)
             return EXIT_INTERRUPTED
 
     return wrapped
@@ -142,6 +160,7 @@ def leave(code: int) -> None:
     """
     _HOOKS["leave"]()
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)

@@ -169,3 +169,12 @@ def output_folder(task: str, recipe) -> Path:
     """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
     source = recipe.source("config")
     return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+
+
+def answers_folder(task: str, recipe) -> str:
+    """The folder of a launch without training: named after the model, the recipe's file or the task, and after what is
+    done."""
+    source, asked = recipe.source("config"), Path(recipe.model_name_or_path or "")
+    of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
+    name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
+    return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

@@ -95,20 +95,15 @@ class RunFolder:
     @property
     def is_finished(self) -> bool:
         """Whether the run that is in the folder has come to its end."""
-        return self.model.is_dir() and self._environment().get("exit_code") == 0
+        return self.model.is_dir() and self.environment().get("finished") is True
 
-    def forget_the_end(self) -> None:
-        """Another launch of the run begins: how the one before ended says nothing any more."""
-        environment = self._environment()
-        if environment.pop("exit_code", None):
-            with contextlib.suppress(OSError):
-                self.write_environment(environment)
-
-    def _environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Any]:
+        """environment.json; empty where there is none."""
         try:
-            return json.loads((self.path / "environment.json").read_text())
+            found = json.loads((self.path / "environment.json").read_text())
         except (OSError, ValueError):
             return {}
+        return found if isinstance(found, dict) else {}
 
     def lock(self) -> None:
         """Keep other launches out of the folder, as long as this process lives.
@@ -184,7 +179,9 @@ class RunFolder:
     def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
-        self.write_environment(environment)
+        earlier = self.environment()  # another rank may have failed meanwhile (train/record/exit_code.py)
+        failure = {name: earlier[name] for name in ("exit_code", "exit_reason") if name in earlier}
+        self.write_environment({**environment, **failure})
 
     def _clear(self, resumed_from: Path | None) -> None:
         shutil.rmtree(self.model, ignore_errors=True)

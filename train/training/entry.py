@@ -1,13 +1,29 @@
-"""How a task begins: a look at the disk before anything heavy is imported, the watchdog, and the trainer."""
+"""How a task begins and ends: its exit code on record, a look at the disk before anything heavy is imported, the
+watchdog, and the trainer."""
 
 import os
+import sys
+from collections.abc import Callable
 
+from train.health.shutdown import StartingRank, listen
 from train.health.watchdog import Watchdog
-from train.recipe.errors import before_leaving
+from train.recipe.errors import before_leaving, leave, record_codes_with
+from train.recipe.help import wants_help
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, output_folder
+from train.record.exit_code import ExitCode, find_folder
 from train.record.timeline import Timeline
 from train.strategy.builds import check_compiled_code
+
+
+def run_program(task: str, main: Callable[[], int]) -> None:
+    """Run a task as a program, and end this process. How it ends is in environment.json, whatever happens."""
+    if not wants_help(sys.argv):
+        exit_code = ExitCode(find_folder(task, sys.argv[1:]))
+        exit_code.forget()
+        record_codes_with(exit_code.write)
+        listen(StartingRank(exit_code.write).leave)
+    leave(main())
 
 
 def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_class: type | None = None):

@@ -1,7 +1,6 @@
 """A launch without training: the task's own run up to the loop, and there an evaluation, or answers to a file."""
 
 import time
-from pathlib import Path
 
 import yaml
 
@@ -11,6 +10,7 @@ from train.model.folders import is_adapter, model_folder
 from train.recipe.errors import UserError
 from train.recipe.inference_options import DATA_OPTIONS
 from train.recipe.options import TrainingRecipe
+from train.recipe.paths import answers_folder
 from train.record.run_folder import RunFolder, describe_environment, differences
 from train.record.terminal import duration
 from train.record.timeline import Timeline
@@ -35,7 +35,7 @@ class EvaluationTrainer(Trainer):
         self.asked_for = recipe.model_name_or_path
         recipe = recipe.draft()
         if not (recipe.source("output_dir") or "").startswith("--"):
-            recipe.adopt("output_dir", _output_folder(task, recipe), "")
+            recipe.adopt("output_dir", answers_folder(task, recipe), "")
         folder = RunFolder(recipe.output_dir)
         self._refuse_a_training_run(folder)
         if not recipe.overwrite_output_dir:
@@ -170,11 +170,3 @@ class EvaluationTrainer(Trainer):
             self.say(*done, f"run folder  {self.folder.path}  ({', '.join(files)})")
         engine.close()
         return 0
-
-
-def _output_folder(task: str, recipe: TrainingRecipe) -> str:
-    """Called after the model, the recipe's file or the task, and after what is done."""
-    source, asked = recipe.source("config"), Path(recipe.model_name_or_path)
-    of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
-    name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
-    return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

@@ -65,7 +65,6 @@ class Trainer:
         self.is_main = self.strategy.layout.is_main
         if self.is_main:
             self.folder.lock()
-            self.folder.forget_the_end()
         self.shutdown = ShutdownHandler(recipe.max_hours, timeline.started, watchdog.told)
         explain_failures_with(self._explain)
         self.watchdog.phase("data", patience=math.inf)
@@ -332,10 +331,10 @@ class Trainer:
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
-        code = self.ending.reason.exit_code
+        code = self.ending.reason.exit_code(self.checkpoints.saved_latest)
         if self.is_main:
-            self.environment["checkpoints"] = self.checkpoints.writer.records
-            self.environment["exit_code"] = code  # accelerate launch makes 1 of any other than 0
+            self.environment |= {"checkpoints": self.checkpoints.writer.records, "finished": not self.stopped}
+            self.environment |= {"exit_code": code}  # accelerate launch makes 1 of any other than 0
             self.folder.write_environment(self.environment)
         if not self.stopped:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")

@@ -1,0 +1,184 @@
+"""How a run has ended is in its folder, and never how another one has."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, environment
+
+from train.health.shutdown import StopReason
+from train.record.exit_code import ExitCode, find_folder
+from train.record.run_folder import RunFolder
+
+TYPO = ["--learnin_rate", "1"]
+
+
+def recorded(folder) -> dict:
+    return json.loads((folder / "environment.json").read_text())
+
+
+def stale(folder, code: int = 85):
+    """A folder with the code of the launch before."""
+    folder.mkdir(exist_ok=True)
+    (folder / "environment.json").write_text(json.dumps({"zerofit_commit": "a", "exit_code": code}))
+    return folder
+
+
+def program(*words, cwd=ROOT, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "train" / "clm.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(**variables))
+
+
+def test_the_folder_is_found_however_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "notes.yaml"
+    file.write_text("block_size: 8\noutput_dir: 'a b'  # here\n")
+    (tmp_path / "broken.yaml").write_text("output_dir: c\nblock_size: [8\n")
+    (tmp_path / "none.yaml").write_text("block_size: 8\n")
+    for words, folder in {
+        "--output_dir x": "x", "--output-dir=x --config notes.yaml": "x", "--config notes.yaml": "a b",
+        "--config broken.yaml": "c", "--config=none.yaml": "outputs/none", "--config absent.yaml": "outputs/absent",
+        "": "outputs/clm", "--evaluate_only --model_name_or_path y/model": "outputs/y-evaluate",
+        "--config notes.yaml --predict_file f --model_name_or_path z": "a b-predict",
+        "--output_dir x --predict_file f": "x", "--evaluate_only false --output_dir": "true",
+    }.items():  # fmt: skip
+        assert str(find_folder("clm", words.split())) == folder, words
+
+
+@pytest.mark.parametrize("mistake", ["option", "yaml", "file", "folder"])
+def test_a_mistake_is_on_record_in_place_of_the_code_before(tmp_path, mistake):
+    folder, words = stale(tmp_path / "run"), ["--output_dir", tmp_path / "run"]
+    (tmp_path / "broken.yaml").write_text(f"output_dir: {folder}\nblock_size: [8\n")
+    words = ["--config", tmp_path / "broken.yaml"] if mistake == "yaml" else words
+    words += {"option": TYPO, "file": ["--train_file", tmp_path / "absent.txt"]}.get(mistake, [])
+    if mistake == "folder":
+        (folder / "model").mkdir()
+        words += ["--evaluate_only", "--model_name_or_path", "gpt2"]
+    done = program(*words)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert recorded(folder)["exit_code"] == 2
+    assert recorded(folder)["exit_reason"].startswith("error: ")
+
+
+def test_the_first_launch_of_a_run_leaves_its_code_too(tmp_path):
+    assert program("--output_dir", tmp_path / "run", *TYPO).returncode == 2
+    assert recorded(tmp_path / "run")["exit_code"] == 2
+    ExitCode(tmp_path / "run").forget()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(tmp_path):
+    (tmp_path / "net.py").touch()
+    assert program("--output_dir", tmp_path, *TYPO).returncode == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["net.py"]
+
+
+def test_the_code_of_a_run_that_is_at_work_stays(tmp_path):
+    stale(tmp_path, 85)
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    assert program("--output_dir", tmp_path, *TYPO).returncode == 2
+    assert recorded(tmp_path)["exit_code"] == 85
+    del folder
+
+
+def test_help_ends_no_run(tmp_path):
+    assert program("--output_dir", stale(tmp_path), "--help").returncode == 0
+    assert recorded(tmp_path)["exit_code"] == 85
+
+
+def test_the_first_failure_is_the_cause(tmp_path):
+    ranks = [ExitCode(stale(tmp_path), {"RANK": str(rank)}) for rank in range(3)]
+    ranks[1].forget()
+    assert recorded(tmp_path)["exit_code"] == 85
+    ranks[0].forget()
+    assert "exit_code" not in recorded(tmp_path)
+    ranks[2].write(87, "out of memory")
+    ranks[0].write(1, "another process is gone")
+    assert recorded(tmp_path) == {"zerofit_commit": "a", "exit_code": 87, "exit_reason": "out of memory"}
+
+
+def test_an_old_code_does_not_stay_on_a_full_disk(tmp_path, monkeypatch):
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stale(tmp_path)
+    monkeypatch.setattr(RunFolder, "write_environment", is_full)
+    ExitCode(tmp_path).forget()
+    assert not (tmp_path / "environment.json").exists()
+
+
+def test_what_could_not_be_saved_is_not_requeued():
+    assert [reason.exit_code(saved=True) for reason in StopReason] == [0, 85, 85, 85, 85, 86, 86]
+    assert [reason.exit_code(saved=False) for reason in StopReason] == [0, *[86] * 6]
+
+
+RANK = """
+import sys, time
+from train.training.entry import run_program
+from train.recipe.errors import reports_user_errors
+
+@reports_user_errors
+def main(argv=None):
+    {body}
+
+run_program("clm", main)
+"""
+SLEEP = "print('ready', flush=True); time.sleep(20)"
+IN_NATIVE_CODE = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'a', b'b', 10**8)"
+
+
+@pytest.mark.parametrize(
+    ("body", "number", "code"),
+    [
+        (IN_NATIVE_CODE, signal.SIGTERM, 85), (IN_NATIVE_CODE, signal.SIGINT, 130),
+        ("import os; os.fork() and time.sleep(20); " + SLEEP, signal.SIGUSR1, 85),
+        ("print('ready', flush=True); raise ValueError('no')", None, 1),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code):
+    folder = stale(tmp_path / "run", 86)
+    (tmp_path / "run.py").write_text(RANK.format(body=body))
+    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(PYTHONPATH=str(ROOT)),
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == b"ready\n"
+        if number:
+            assert "exit_code" not in recorded(folder), "a crash from here on leaves none"
+            os.killpg(process.pid, number)  # a forked child ends with it
+        said = process.stderr.read().decode()
+    assert process.returncode == code, said
+    assert recorded(folder)["exit_code"] == code
+
+
+@pytest.mark.parametrize(("dead", "code"), [(False, 85), (True, None)])
+def test_sigterm_of_a_launcher_whose_other_rank_has_died_is_no_stop(tmp_path, dead, code):
+    """torchrun ends the remaining ranks with SIGTERM: the cause is elsewhere, and the run is not requeued for it."""
+    folder = stale(tmp_path / "run")
+    (tmp_path / "run.py").write_text(RANK.format(body=SLEEP))
+    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(folder)]
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(PYTHONPATH=str(ROOT), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2"),
+        ) for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.stdout.readline() == b"ready\n"
+    if dead:
+        ranks[1].kill()
+        ranks[1].wait()
+    for rank in ranks:
+        rank.terminate()
+    codes = [rank.wait(timeout=20) for rank in ranks]
+    for rank in ranks:
+        rank.communicate()
+    assert recorded(folder).get("exit_code") == code
+    assert codes[0] == (143 if dead else 85)
