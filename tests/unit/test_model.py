@@ -10,13 +10,14 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-from train.model.configuration import ARCHITECTURES, load_configuration
+from train.model.configuration import known_architectures, load_configuration
 from train.model.load import build_model
 from train.model.nan_check import check_finite, count_not_finite
 from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
@@ -41,21 +42,76 @@ PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "blenderbot-400M-distill": 365e6,
     "t5-large": 737_668_096,
     "t5-3b": 2_851_598_336,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mixtral-8x7b": 46_702_792_704,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "modernbert-base": 149_014_272,
+    "modernbert-large": 394_781_696,
+    "deberta-v3-xsmall": 70_682_112,
+    "deberta-v3-small": 141_304_320,
+    "deberta-v3-base": 183_831_552,
+    "deberta-v3-large": 434_012_160,
+    "mdeberta-v3-base": 278_218_752,
+    "bert-base-uncased": 109_482_240,
+    "bert-large-uncased": 335_141_888,
+    "bert-base-multilingual-cased": 177_853_440,
 }
 CLASSES = {"deberta-v2-xlarge": AutoModelForSequenceClassification} | dict.fromkeys(
     ("blenderbot-400M-distill", "t5-large", "t5-3b"), AutoModelForSeq2SeqLM
 )
+WITHOUT_HEAD = ("modernbert", "deberta-v3", "mdeberta", "bert-")
 
 
 def test_all_architectures_in_the_tree_are_tested():
-    assert {path.stem for path in ARCHITECTURES.glob("*.json")} == PUBLISHED.keys()
+    assert {name.lower() for name in PUBLISHED} <= known_architectures().keys()
+    assert len({id(fields) for fields in known_architectures().values()}) == len(PUBLISHED)
+
+
+def test_a_model_of_the_hub_has_the_shape_of_its_size():
+    known = known_architectures()
+    for name, size in (
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("microsoft/deberta-v3-base", "deberta-v3-base"),
+    ):
+        assert known[name.lower()] is known[size]
+    assert not any(key.startswith("_") for fields in known.values() for key in fields)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_architectures_need_no_network(name):
     config = load_configuration(ClmRecipe(config_name=name))
     with torch.device("meta"):
-        counted, _ = count_parameters(CLASSES.get(name, AutoModelForCausalLM).from_config(config))
+        default = AutoModel if name.startswith(WITHOUT_HEAD) else AutoModelForCausalLM
+        counted, _ = count_parameters(CLASSES.get(name, default).from_config(config))
     expected = PUBLISHED[name]
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
 

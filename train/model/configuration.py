@@ -1,5 +1,6 @@
 """The model's configuration: from pretrained weights, the architectures in this tree, a folder or the hub."""
 
+import copy
 import json
 import os
 import pickle
@@ -22,14 +23,18 @@ ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flas
 
 
 @cache
-def known_architectures() -> dict[str, Path]:
-    """{name or alias, lower case: JSON file} of the architectures in this tree."""
-    files = {}
+def known_architectures() -> dict[str, dict[str, Any]]:
+    """{name or alias, lower case: fields of its configuration} of the architectures in this tree. A file has one
+    architecture, or under `_sizes` several by name, with what differs from its other fields."""
+    known = {}
     for path in sorted(ARCHITECTURES.glob("*.json")):
-        files[path.stem.lower()] = path
-        for alias in json.loads(path.read_text())["_aliases"]:
-            files[alias.lower()] = path
-    return files
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for name, own in content.get("_sizes", {path.stem: {}}).items():
+            fields = {**content, **own}
+            aliases = fields.get("_aliases", [])
+            fields = {key: value for key, value in fields.items() if key[0] != "_"}
+            known |= {each.lower(): fields for each in (name, *aliases)}
+    return known
 
 
 def load_configuration(recipe: ModelOptions, auto_class=None):
@@ -57,8 +62,7 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
         name = getattr(recipe, option)
         published = known_architectures().get(name.lower()) if option == "config_name" else None
         if published and not (Path(name) / "config.json").is_file():
-            fields = {key: value for key, value in json.loads(published.read_text()).items() if key[0] != "_"}
-            config = AutoConfig.for_model(**fields)
+            config = AutoConfig.for_model(**copy.deepcopy(published))
         else:
             config = from_hub_or_folder(
                 option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
@@ -115,12 +119,14 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
             ) from None
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
-        remedy = "name a local folder instead, or run once where the hub can be reached"
-        hint = "" if option != "config_name" else f" (without a network these are known: {', '.join(_names())})"
-        if option == "model_name_or_path" and name.lower() in known_architectures():
-            hint = f" (to train from scratch and not from its weights: --config_name {name}, known without a network)"
+        reason = "no connection" if "connect to" in first else first.rstrip(".")
+        remedy = "name a local folder, or run once where the hub can be reached"
+        if option == "config_name":
+            remedy += f", or name an architecture that needs no network, such as {similar_architecture(name)}"
+        elif option == "model_name_or_path" and name.lower() in known_architectures():
+            remedy += f" (to train from scratch and not from its weights: --config_name {name})"
         raise UserError(
-            f"{option} = {name!r} is no local folder, and cannot be loaded from the hub: {first}; {remedy}{hint}"
+            f"{option} = {name!r} is no local folder, and cannot be loaded from the hub ({reason}); {remedy}"
         ) from None
 
 
@@ -156,8 +162,10 @@ def work_offline_without_network() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
 
 
-def _names() -> list[str]:
-    return sorted({path.stem for path in known_architectures().values()})
+def similar_architecture(name: str) -> str:
+    """The architecture in this tree whose name is nearest, or a usual one (docs/fine-tune.md lists all)."""
+    names = [known for known in known_architectures() if "/" not in known]
+    return nearest(name.rpartition("/")[2].lower(), names) or "llama-3.1-8b"
 
 
 def _default_configuration(model_type: str):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from train.model.configuration import known_architectures, load_configuration
+from train.model.configuration import known_architectures, load_configuration, similar_architecture
 from train.model.families import family_of
 from train.model.families.family import ALL_LINEAR
 from train.model.lora import split_targets
@@ -29,10 +29,6 @@ from train.tools.plan.weights import Weight, Weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_LIMIT = 2**20  # positions
-WITHOUT_WEIGHTS = (
-    "To plan without the weights, name the model's shape: --architecture NAME, where NAME is a folder with a "
-    "config.json or an architecture that is known offline, such as llama-2-7b"
-)
 
 
 @dataclass
@@ -209,8 +205,9 @@ class Subject:
     def _rows(self, rows: Rows, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
         dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+        named = self.recipe.attn_implementation
         on_gpu = self.on_gpu and not self.cpu_kernels
-        flash = on_gpu and precision != "fp32" and not dropped and not self.recipe.attn_implementation
+        flash = on_gpu and precision != "fp32" and (named not in ("sdpa", "eager") if named else not dropped)
         return replace(rows, masked=rows.masked and not flash)
 
     def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows):
@@ -239,11 +236,13 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     auto_class = getattr(transformers, TASKS[task])
     has_weights = bool(recipe.model_name_or_path)
     try:
-        config = load_configuration(_at_hand(recipe), auto_class)
+        config = load_configuration(_shape_only(recipe), auto_class)
     except UserError as error:
         if not has_weights or recipe.architecture:
             raise
-        raise UserError(f"{problem}. {WITHOUT_WEIGHTS}" for problem in error.problems) from None
+        similar = similar_architecture(recipe.model_name_or_path)
+        shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
+        raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
     if task == "cls":
         config.num_labels = max(1, getattr(config, "num_labels", 2))
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
@@ -259,19 +258,20 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     return Subject(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
 
 
-def _at_hand(recipe):
-    """The recipe with a name for the model's shape that is known here, where it names weights that are elsewhere.
+def _shape_only(recipe):
+    """The recipe for reading the model's shape: attention kernels need not be installed here, and weights that are
+    elsewhere give way to a known architecture.
 
     Raises:
         UserError: there are neither the weights nor a shape of that name.
     """
-    name = recipe.model_name_or_path
+    recipe, name = recipe.draft(), recipe.model_name_or_path
+    recipe.reset_option("attn_implementation")
     shape = recipe.architecture or (name if name and not Path(name).is_dir() else None)
     if not shape or not (recipe.architecture or shape.lower() in known_architectures()):
         if name and is_missing_folder(name):
             raise UserError(f"model_name_or_path = {name!r}: there is no such folder")
         return recipe
-    recipe = recipe.draft()
     for other in ("model_name_or_path", "model_type"):
         recipe.reset_option(other)
     recipe.adopt("config_name", shape, "--architecture" if recipe.architecture else "model_name_or_path")
