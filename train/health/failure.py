@@ -5,7 +5,7 @@ import traceback
 
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
 from train.health.watchdog import died_elsewhere
-from train.recipe.errors import EXIT_FAILED, first_line
+from train.recipe.errors import EXIT_FAILED, first_line, printable
 from train.recipe.last_message import repeat_after_launcher
 
 
@@ -21,13 +21,13 @@ def explain_failure(error: Exception, at: tuple[str, int | None], *, strategy, *
         if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
             phase = "loss"
         text = explain(error, phase=phase, update=update, strategy=strategy, **facts)
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print(printable(f"\n{text}"), file=sys.stderr, flush=True)
         repeat_after_launcher(text)
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
         cause = f"another process is gone ({first_line(error).split('. ')[0]})"
-        print(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}", file=sys.stderr, flush=True)
+        print(printable(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,13 @@ EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
 EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
 EXIT_TERMINATED = 143  # the code of a shell for SIGTERM
 EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe
+# What a terminal obeys: control characters but tab and new line, and marks that turn the direction of what follows.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """A text for the terminal or a report: control characters are written as Python writes them."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
@@ -28,9 +36,9 @@ class UserError(Exception):
     def report(self, outcome: str = "nothing was trained") -> str:
         """The message for the terminal: one line for each problem, or one numbered list headed by the outcome."""
         if len(self.problems) == 1:
-            return f"error: {self.problems[0]}"
+            return printable(f"error: {self.problems[0]}")
         lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
-        return "\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines])
+        return printable("\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines]))
 
 
 class Problems:
@@ -122,7 +130,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
         except NothingToDo as message:
             record_code(0)
             if int(os.environ.get("RANK", "0")) == 0:
-                print(message, flush=True)
+                print(printable(str(message)), flush=True)
             return 0
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends

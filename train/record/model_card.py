@@ -1,8 +1,10 @@
 """README.md of a model that a run leaves: what it is, how it is loaded, how it was trained, what was measured."""
 
 import json
+import re
 from typing import Any
 
+from train.recipe.errors import printable
 from train.recipe.files import without_folders
 from train.recipe.options import TrainingRecipe
 
@@ -25,7 +27,8 @@ def model_card(
     """
     public = recipe.to_publish()
     base, library = public["model_name_or_path"], "peft" if is_adapter else "transformers"
-    front = ["---", f"library_name: {library}", *([f"base_model: {base}"] if base else []), "tags: [zerofit]", "---"]
+    quoted = _quoted(base)
+    front = ["---", f"library_name: {library}", *([f"base_model: {quoted}"] if base else []), "tags: [zerofit]", "---"]
     corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
     data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
     figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in held_out.items()]
@@ -36,12 +39,22 @@ def model_card(
     options = {name: value for name, value in public.items() if recipe.source(name)}
     head = "MultipleChoice" if "MultipleChoice" in model_class else HEADS[task]
     return "\n".join([
-        *front, "", f"# {recipe.run_name or 'A model trained with zerofit'}", "",
-        f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}.", *measured,
+        *front, "", f"# {_line(recipe.run_name or 'A model trained with zerofit')}", "",
+        _line(f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}."), *measured,
         *_loading(f"AutoModelFor{head}", base, is_adapter), "",
         f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
         "", "```json", json.dumps(options, indent=2), "```", "",
     ])  # fmt: skip
+
+
+def _quoted(text: str | None) -> str:
+    """A string of YAML, which is one of Python as well."""
+    return printable(json.dumps(text, ensure_ascii=False))
+
+
+def _line(text: str) -> str:
+    """A text as one line of markdown, in which names are no markup."""
+    return re.sub(r"([\\`*<>\[\]#|])", r"\\\1", printable(" ".join(text.splitlines())))
 
 
 def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:
@@ -51,7 +64,7 @@ def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:
     from_transformers = f"from transformers import {'AutoConfig, ' * is_adapter}{auto_class}, AutoTokenizer"
     model = [f"model = {auto_class}.from_pretrained(path)"]
     if is_adapter:
-        model = [f'base = {auto_class}.from_pretrained("{base}", config=AutoConfig.from_pretrained(path))',
+        model = [f'base = {auto_class}.from_pretrained({_quoted(base)}, config=AutoConfig.from_pretrained(path))',
                  "model = PeftModel.from_pretrained(base, path)"]  # fmt: skip
     return [
         "", "```python", *(["from peft import PeftModel"] if is_adapter else []), from_transformers, "",

@@ -5,6 +5,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from train.recipe.errors import printable
+
 AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
 READABLE = 28  # characters of a path that tell which one it is
 
@@ -12,7 +14,7 @@ READABLE = 28  # characters of a path that tell which one it is
 def say(*lines: str, main: bool = True) -> None:
     """Print to stdout at once, on the main process; nothing where there are no lines."""
     if main and lines:
-        print(*lines, sep="\n", flush=True)
+        print(*map(printable, lines), sep="\n", flush=True)
 
 
 def screen_width(stream: TextIO | None = None) -> int | None:
@@ -50,6 +52,7 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
         width: of the screen. A table that is wider gets a narrower first column; where that would be too narrow to
             read, it continues below itself.
     """
+    rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
     first, *others = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if width is not None:
         left = width - 2 - sum(others) - 2 * len(others)
@@ -100,7 +103,7 @@ class StatusLine:
     def show(self, pieces: list[str]) -> None:
         """Print as many of the pieces, the worthiest first, as fit."""
         self.shown, width = time.perf_counter(), screen_width(sys.stderr)
-        line = fitted(pieces, width and width - 1)
+        line = printable(fitted(pieces, width and width - 1))
         if not self.renewed:
             print(line, file=sys.stderr, flush=True)
             return
@@ -156,7 +159,7 @@ class Bar:
     def note(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
         if self.bar is not None:
-            self.bar.write(text)
+            self.bar.write(printable(text))
         else:
             say(text, main=self.main)
 

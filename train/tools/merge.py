@@ -25,6 +25,7 @@ from train.recipe.fields import option
 from train.recipe.files import without_folders
 from train.recipe.options import Recipe
 from train.recipe.parse import parse_recipe
+from train.record.terminal import say
 from train.tools.tool_recipe import PRECISIONS
 
 # Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     silence_libraries()
     merged = merge(folder, output, base=options.base, precision=options.precision, dequantize=options.dequantize,
                    trust_remote_code=options.trust_remote_code)  # fmt: skip
-    print("\n".join([*merged.notes, f"merged model  {output}"]), flush=True)
+    say(*merged.notes, f"merged model  {output}")
     return 0
 
 

@@ -1,7 +1,8 @@
 """report.html: one file that contains its pictures and its style, and loads nothing from elsewhere."""
 
-from html import escape
+import html
 
+from train.recipe.errors import printable
 from train.tools.compare.plots import colour
 
 STYLE = """
@@ -53,6 +54,11 @@ def html_report(
         f'<h1>{escape(title)}</h1><p class="conclusion">{escape(conclusion)}</p>{first}'
         f'<div class="plots">{figures}</div>{"".join(others)}<footer>{provenance_lines}</footer></body></html>\n'
     )
+
+
+def escape(text: str) -> str:
+    """A text in HTML."""
+    return html.escape(printable(text))
 
 
 def _block(heading: str, text: str, rows: list[tuple[str, ...]], colours: dict[str, str], folded: bool) -> str:

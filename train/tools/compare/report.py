@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from train.recipe.errors import printable
 from train.record.terminal import duration, rounded, screen_width, size, table
 from train.tools.compare.axis import LENGTHS
 from train.tools.compare.finished import Finished, agreement, finished_table, write_csv
@@ -62,7 +63,7 @@ class Report:
         blocks = self._blocks()
         html = html_report(self.title, self.conclusion, blocks, pictures, self._provenance())
         (output / "report.html").write_text(html, encoding="utf-8")
-        (output / "report.md").write_text(self._markdown(blocks), encoding="utf-8")
+        (output / "report.md").write_text(printable(self._markdown(blocks)), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(("strategy", self.axis.column, *COLUMNS))

@@ -28,6 +28,7 @@ from train.model.pretrained_io import (
 from train.recipe.errors import EXIT_USER_ERROR, UserError
 from train.recipe.files import without_folders
 from train.recipe.parse import parse_recipe
+from train.record.terminal import say
 from train.tools.convert.hf_folder import HfFolder, ShardWriter
 from train.tools.convert.meta.config import (
     check_config,
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     output = Path(options.output).expanduser()
     check_output(output)
     silence_libraries()
-    print("\n".join([*convert(options, output), f"converted model  {output}"]), flush=True)
+    say(*convert(options, output), f"converted model  {output}")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 import sys
 
+from train.recipe.errors import printable
+
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 
 from train.data.rendering import Prompt, Renderer
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, printable
 from train.tools.generate.messages import say
 from train.tools.generate.options import GenerateOptions
 
@@ -113,6 +113,9 @@ class Writer(Positions):
         inputs = torch.tensor([ids], device=self.model.device)
         streams = self.settings["num_beams"] == 1
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+        if streams and sys.stdout.isatty():
+            show = streamer.on_finalized_text
+            streamer.on_finalized_text = lambda text, stream_end=False: show(printable(text), stream_end)
         with torch.no_grad():
             written = self.model.generate(
                 inputs,
@@ -127,7 +130,7 @@ class Writer(Positions):
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
-            print(EMPTY if empty else text, flush=True)
+            print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
         return text
 
     def write_batch(self, rows: list[list[int]], number: int) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ import numpy as np
 from train.data.megatron.corpus import Card, Corpus, open_corpus, tokenizer_fingerprint
 from train.model.pretrained_io import silence_libraries
 from train.recipe.errors import EXIT_USER_ERROR, UserError
-from train.record.terminal import size
+from train.record.terminal import say, size
 from train.tools.prepare.named_tokenizer import named_tokenizer
 from train.tools.prepare.options import InfoOptions, JoinOptions
 from train.tools.prepare.writer import CorpusWriter, check_free
@@ -138,9 +138,9 @@ def info(options: InfoOptions) -> int:
     for name in corpora_of(options.input):
         corpus = open_corpus("input", name)
         wrong = check(corpus)
-        print("\n".join(_describe(corpus, options)), flush=True)
+        say(*_describe(corpus, options))
         if wrong:
-            print("\n".join(f"error: {line}" for line in wrong), flush=True)
+            say(*(f"error: {line}" for line in wrong))
             code = EXIT_USER_ERROR
         else:
             print("complete: the index fits the file, and every id was checked", flush=True)

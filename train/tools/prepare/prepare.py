@@ -23,6 +23,7 @@ from train.data.encodings import proposal
 from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from train.recipe.megatron_flags import PREPARE_HINTS
 from train.recipe.parse import parse_recipe
+from train.record.terminal import say
 from train.tools.prepare.encode import InputPart, Setup, encoder_of
 from train.tools.prepare.memo_rules import allows_memo, nasty_texts
 from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         return EXIT_USER_ERROR
     with _ended_in_order():
-        print("\n".join(prepare(options)), flush=True)
+        say(*prepare(options))
     return 0
 
 
