@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,11 +16,11 @@ from train.data.collate import CausalCollator
 from train.tools.compare import guess
 from train.tools.compare.axis import LENGTHS
 from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates
-from train.tools.compare.longest_rows import longest_rows
+from train.tools.compare.longest_rows import lengths_table, longest_rows
 from train.tools.compare.machine import Limits
 from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
-from train.tools.compare.results import Row
+from train.tools.compare.results import Row, with_rates_of
 from train.tools.lengths import parse_length, possible_lengths, read_lengths
 from train.tools.tool_recipe import read_with_recipe
 
@@ -171,7 +172,7 @@ def rows():
 
 def test_the_report_has_lengths_and_tokens(tmp_path):
     comparison = SimpleNamespace(
-        axis=LENGTHS, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, []),
+        axis=LENGTHS, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, []),
         options=SimpleNamespace(source=lambda name: "", task="clm", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --lengths 1k,2k,4k", [])
@@ -189,7 +190,9 @@ def test_the_report_has_lengths_and_tokens(tmp_path):
     with (tmp_path / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [line["length"] for line in lines] == ["1024", "2048", "4096"] * 2
-    assert longest_rows(rows(), with_speed=False).endswith("2 times the 2,048 of zero3.")
+    untimed = [replace(row, trials=[with_rates_of(line, []) for line in row.trials]) for row in rows()]
+    assert longest_rows(untimed).endswith("2 times the 2,048 of zero3.")
+    assert [len(line) for line in lengths_table(untimed)] == [5, 5, 5]
     none = [Row("ddp", [1024], [trial(1024)], ABOUT), Row("zero2", [1024], [], {}, "failed at length 1024")]
     assert longest_rows(none) == (
         "None of these lengths fits within this limit under ddp. zero2: failed, without a result."

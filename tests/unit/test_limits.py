@@ -516,7 +516,7 @@ def test_the_conclusion_follows_from_the_numbers():
 
 def test_the_report_has_all_of_it(tmp_path):
     comparison = SimpleNamespace(
-        axis=BATCHES, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
+        axis=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --config <x>", ["left out"])
@@ -548,7 +548,7 @@ def test_the_report_has_all_of_it(tmp_path):
     assert lines[1]["peak_with_evaluation_bytes"] == str(600 * MIB)
     assert "zero2" in report.for_terminal()
     assert "(16 samples together)" in text
-    shown = [dict(zip(report.main_table()[0], row)) for row in report.main_table()[1:]]
+    shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
     assert not (tmp_path / "finished.csv").exists()
@@ -556,7 +556,7 @@ def test_the_report_has_all_of_it(tmp_path):
 
 def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
     comparison = SimpleNamespace(
-        axis=BATCHES, rows=rows, machine=machine(), limits=Limits(None, None, []),
+        axis=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(None, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --finish", [])

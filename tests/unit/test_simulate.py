@@ -1,5 +1,6 @@
 """`zerofit compare --simulate` up to the launch: the devices, the recipe of the trials, refusals, the report."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from train.tools.compare.journal import key_of
 from train.tools.compare.machine import Limits, launch_environment
 from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
+from train.tools.compare.results import with_rates_of
 from train.tools.plan.gpus import GPUS
 from train.tools.tool_recipe import read_with_recipe
 
@@ -51,7 +53,7 @@ def test_what_cannot_be_simulated_is_refused(built, monkeypatch):
 
 def test_options_without_use_are_refused():
     config = str(ROOT / "recipes" / "clm" / "compare-small.yaml")
-    for flags in (["--finish"], ["--host_memory_limit", "64GiB"], ["--steps", "3"]):
+    for flags in (["--finish"], ["--host_memory_limit", "64GiB"], ["--steps", "3", "--lengths", "16"]):
         said = refusal(read_with_recipe, CompareOptions, ["--config", config, "--simulate", "1GiB", *flags], "compare")
         assert f"{flags[0][2:]}: no effect with simulate = 1GiB. Remove it" in said
 
@@ -88,10 +90,11 @@ def test_launches_and_results_are_those_of_the_simulation():
 
 
 def test_the_report_says_that_it_is_simulated(tmp_path):
+    untimed = [replace(row, trials=[with_rates_of(line, []) for line in row.trials]) for row in rows()]
     real = machine([{"name": "simulated device", "total": GIB, "free": GIB}])
     ours = type(real)("npu", real.devices, real.memory, real.available, real.environment, VARIABLES)
     comparison = SimpleNamespace(
-        axis=BATCHES, rows=rows, machine=ours, limits=Limits(1000 * 2**20, None, []),
+        axis=BATCHES, timer=None, rows=lambda: untimed, machine=ours, limits=Limits(1000 * 2**20, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
     report = Report(comparison, "zerofit compare --simulate 1GiB", [simulated.LEFT_OUT])
@@ -106,3 +109,27 @@ def test_the_report_says_that_it_is_simulated(tmp_path):
     for file in (text, page, (tmp_path / "results.csv").read_text().partition("\n")[2], report.for_terminal()):
         assert "samples/s" not in file
         assert "12.0" not in file, "a rate"
+
+
+def test_speeds_that_were_timed_stand_beside_simulated_sizes(tmp_path):
+    """Rates come from this machine and never from the simulation, in fp32 where bf16 is slow."""
+    timed = [{"size": 8, "samples_per_s": 21.0, "tokens_per_s": 2100.0}]
+    compared = [replace(row, trials=[with_rates_of(line, timed) for line in row.trials]) for row in rows()]
+    slow = replace(machine(), bf16_slowdown=12.4)
+    timer = simulated.Timer(slow)
+    assert timer.precision("bf16")[0] == timer.precision("fp16")[0] == timer.precision("fp32")[0] == "fp32"
+    assert simulated.Timer(machine()).precision("bf16") == ("bf16", "")
+    assert "in fp32, for bf16 products take 12 times as long" in timer.note("bf16")
+    ours = replace(machine([{"name": "simulated device", "total": GIB, "free": GIB}]), simulated=VARIABLES)
+    comparison = SimpleNamespace(
+        axis=BATCHES, timer=timer, rows=lambda: compared, machine=ours, limits=Limits(1000 * 2**20, None, []),
+        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=2),
+    )  # fmt: skip
+    report = Report(comparison, "zerofit compare --simulate 1GiB --steps 2", [simulated.LEFT_OUT])
+    speeds = {row[0]: row for row in report.speed_table()[1:]}
+    assert [speeds[name][1:5] for name in ("ddp", "zero2")] == [("21", "8", "21", "2,100")] * 2
+    report.write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "Timed on " in text
+    assert "2 timed updates of each size" in text
+    assert (tmp_path / "report.html").read_text().count("<svg") == 2

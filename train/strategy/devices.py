@@ -2,10 +2,13 @@
 
 import functools
 import os
+import time
 
 import torch
 
 from train.strategy.host_memory import usable_cores
+
+SLOW_BF16 = 2.0  # times fp32
 
 
 @functools.cache
@@ -67,6 +70,33 @@ def faster_precisions(device: torch.device) -> list[str]:
     nvidia = device.type == "cuda" and torch.version.hip is None
     has_tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
     return ["bf16"] * bool(has_bf16(device)) + ["tf32"] * has_tf32
+
+
+@functools.cache
+def bf16_slowdown() -> float | None:
+    """How many times as long as in fp32 a matrix product with its backward pass takes in bf16 on this CPU, where that
+    matters; measured, in some 50 ms.
+
+    Without AVX-512 or AMX oneDNN has no bf16 kernels, and torch's own take 20 times as long as fp32, mostly for the
+    weight's gradient.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        factors = [torch.ones(128, 384, dtype=dtype, requires_grad=True), torch.ones(384, 384, dtype=dtype)]
+        factors[1].requires_grad_()
+
+        def once() -> float:
+            began = time.thread_time()  # the time that other programs take does not count
+            torch.nn.functional.linear(*factors).sum().backward()
+            return time.thread_time() - began
+
+        return min(once() for _ in range(3))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other where the machine is busy
+    fp32, bf16 = seconds(torch.float32), seconds(torch.bfloat16)
+    torch.set_num_threads(threads)
+    return bf16 / fp32 if bf16 > SLOW_BF16 * fp32 else None
 
 
 def use_threads_of_share() -> None:

@@ -12,7 +12,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwar
 from train.recipe.errors import UserError
 from train.strategy.build_locks import drop_abandoned_locks
 from train.strategy.builds import announce_builds
-from train.strategy.devices import faster_precisions, use_threads_of_share
+from train.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
 from train.strategy.gpus import idle_devices
 from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
@@ -75,6 +75,8 @@ def start_processes(
     faster = [FASTER[name] for name in faster_precisions(accelerator.device)] if strategy.precision == "fp32" else []
     if faster:
         notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
+    if on_cpu and strategy.precision == "bf16" and (times := bf16_slowdown()):
+        notes.append(f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32")
     return accelerator, notes
 
 

@@ -4,7 +4,7 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
         --memory_limit 24GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --memory_limit 1GiB --finish
-    zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --simulate 1GiB
+    zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --simulate 512MiB --steps 2
     zerofit compare --config recipes/clm/llama-long-context.yaml --strategies zero3,sp --lengths 8k,16k,32k
 
 Every trial is a real launch of the task with the recipe; its rows have the greatest length that the recipe allows. The
@@ -32,7 +32,7 @@ from train.tools.compare.finish import Finish, values_to_finish
 from train.tools.compare.machine import Limits, Machine, choose_limits, inspect_machine
 from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
-from train.tools.compare.simulated import LEFT_OUT, simulated_machine, without_weights
+from train.tools.compare.simulated import LEFT_OUT, Timer, simulated_machine, without_weights
 from train.tools.launches import ending_in_order
 from train.tools.tool_recipe import parse_bytes, read_with_recipe
 
@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         check_overrides(candidates, to_finish, cls)
     candidates = with_one_batch_evaluations(candidates, trial_recipe, options)
     machine = simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_machine()
+    timer = Timer(inspect_machine()) if options.times_simulated else None
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"recipe    {source or 'from flags'}", f"compared  {', '.join(candidate.name for candidate in candidates)}",
         f"machine   {machine.describe()}", f"folder    {output}",
         *(f"note      {note}" for note in (*trial_recipe.notes, *limits.notes)))  # fmt: skip
-    comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output)
+    comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output, timer)
     report = Report(comparison, f"zerofit compare {shlex.join(argv)}", trial_recipe.notes)
     with ending_in_order():
         try:

@@ -6,7 +6,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from train.recipe.errors import UserError
@@ -15,8 +14,9 @@ from train.tools.compare.candidates import Candidate
 from train.tools.compare.guess import Guess, guess
 from train.tools.compare.journal import Journal, code_hash, key_of, peak_of
 from train.tools.compare.machine import Limits, Machine
-from train.tools.compare.results import Row, common_size, fact_of, outcome_text
+from train.tools.compare.results import Row, common_size, fact_of, outcome_text, with_rates_of
 from train.tools.compare.search import SearchState, Step, next_step, predict
+from train.tools.compare.simulated import Timer
 from train.tools.compare.trial_launch import Ending, TrialLaunch
 from train.tools.compare.trial_request import TrialRequest
 from train.tools.launches import Trial
@@ -31,16 +31,19 @@ class Comparison:
         options: of compare.
         recipe: the file of the trials' recipe.
         output: the folder of journal, trials and report.
+        timer: times updates where the machine is simulated; None: nothing is timed there.
     """
 
     def __init__(
-        self, options, candidates: list[Candidate], machine: Machine, limits: Limits, recipe: Path, output: Path
-    ):
+        self, options, candidates: list[Candidate], machine: Machine, limits: Limits, recipe: Path, output: Path,
+        timer: Timer | None = None,
+    ):  # fmt: skip
         self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
         self.recipe, self.output = recipe, output
         self.journal = Journal(output / "journal.jsonl")
         self.axis = options.axis
         self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
+        self.timer = timer
         self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
         self.named = [] if options.lengths else options.sizes or []  # each of them is tried, if it is not too large
         code = code_hash()
@@ -64,6 +67,9 @@ class Comparison:
             for candidate in self.candidates:
                 if candidate.name not in self.problems:
                     self._search(candidate, again=True)
+        if self.timer is not None:
+            for candidate, row in zip(self.candidates, self.rows()):
+                self._time(candidate, row)
 
     def _guess(self) -> None:
         """Predict what is searched and was not predicted before."""
@@ -112,6 +118,9 @@ class Comparison:
             key = self.keys[candidate.name]
             ready, ends = self.journal.of(key, "ready"), self.journal.of(key, "end")
             trials = self._trials(candidate)
+            if self.machine.simulated:
+                timed = self.journal.of(self._timed_key(candidate), "size") if self.timer else []
+                trials = [with_rates_of(line, timed) for line in trials]
             rows.append(Row(
                 candidate.name, self.sizes, trials, ready[-1]["about"] if ready else {},
                 self.problems.get(candidate.name, ""), len(self.journal.of(key, "launch")),
@@ -136,6 +145,22 @@ class Comparison:
         if launched or not again:
             self._say_limit(candidate)
 
+    def _time(self, candidate: Candidate, row: Row) -> None:
+        """Time updates on this machine, at the largest batch that all hold and at the candidate's own."""
+        sizes = sorted({row.largest, common_size(self.rows())} - {0, None} - {line["size"] for line in row.timed})
+        if not sizes:
+            return
+        precision, _ = self.timer.precision(row.about["precision"])
+        say(f"{candidate.name}: timed at {' and '.join(map(str, sizes))}, in {precision}")
+        request = TrialRequest(sizes=sizes, first=sizes[0], only_first=False, steps=self.options.steps, must_try=sizes)
+        ending = self._run(candidate, request, self._timed_key(candidate), self.timer.machine,
+                           ("--precision", precision))  # fmt: skip
+        if ending.how != "done":
+            say(f"{candidate.name}: not timed. {ending.text}")
+
+    def _timed_key(self, candidate: Candidate) -> str:
+        return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=self.timer.machine.identity)
+
     def _next_step(self, candidate: Candidate) -> Step | None:
         predicted = self._guess_of(candidate)
         more = (predicted.size, predicted.per_sample) if predicted else ()
@@ -157,21 +182,27 @@ class Comparison:
 
     def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> Ending:
         state, options, predicted = self._state(candidate), self.options, self._guess_of(candidate)
-        folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{step.first}"
-        shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
-        this_process = psutil.Process()
         request = TrialRequest(
-            sizes=self.sizes, first=step.first, only_first=step.only_first, steps=self.steps, pid=this_process.pid,
-            started=this_process.create_time(), fits=state.fits, fails=state.fails, must_try=self._sizes_to_try(),
+            sizes=self.sizes, first=step.first, only_first=step.only_first, steps=self.steps,
+            fits=state.fits, fails=state.fails, must_try=self._sizes_to_try(),
             points=state.points, per_sample=predicted and predicted.per_sample, memory_limit=self.limits.device,
             host_memory_limit=self.limits.host, by_length=bool(options.lengths),
         )  # fmt: skip
-        flags = (*candidate.flags, *candidate.trial_flags, f"--{self.axis.option}", str(step.first))
+        return self._run(candidate, request, self.keys[candidate.name], self.machine, again=again)
+
+    def _run(
+        self, candidate: Candidate, request: TrialRequest, key: str, machine: Machine, flags: tuple[str, ...] = (),
+        again: bool = False,
+    ) -> Ending:  # fmt: skip
+        options = self.options
+        folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{request.first}"
+        shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
+        flags = (*candidate.flags, *candidate.trial_flags, *flags, f"--{self.axis.option}", str(request.first))
         program = ("-m", "train.tools.compare.trial", options.task, str(request.write(folder)))
         trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         launch = TrialLaunch(
-            trial, options.num_processes, request, candidate, self.keys[candidate.name], self.journal,
-            self.machine, self._report_trial, 60 * options.trial_minutes, again,
+            trial, options.num_processes, request, candidate, key, self.journal, machine, self._report_trial,
+            60 * options.trial_minutes, again,
         )  # fmt: skip
         ending = launch.run()
         if ending.how in ("out_of_memory", "timed_out", "killed"):

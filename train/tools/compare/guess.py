@@ -30,11 +30,13 @@ class Guess:
         size: the largest batch that fits; 0: none does.
         peak: there (at the smallest batch, where none fits), in bytes as the limit counts it.
         per_sample: bytes by which the peak grows with each sample.
+        curve: (size, peak) of the sizes that were predicted, ascending.
     """
 
     size: int
     peak: int
     per_sample: float
+    curve: list[tuple[int, int]]
 
     def peak_at(self, size: int) -> int:
         return round(self.peak + (size - max(self.size, 1)) * self.per_sample)
@@ -75,7 +77,7 @@ def largest(peak_at: Callable[[int], int], sizes: list[int], limit: int) -> Gues
     size = max(fitting, default=0)
     near = sorted(known, key=lambda other: abs(other - size))[:2]
     slope = (known[near[1]] - known[near[0]]) / (near[1] - near[0]) if len(near) > 1 else 0.0
-    return Guess(size, known[size or sizes[0]], slope)
+    return Guess(size, known[size or sizes[0]], slope, sorted(known.items()))
 
 
 def _predictions(request: dict[str, Any]) -> dict[str, Guess]:

@@ -22,8 +22,8 @@ details summary { cursor: pointer } code { word-break: break-word }
 footer { margin-top: 2rem; font-size: 13px; color: #555 }
 """
 CAPTIONS = {
-    "Memory": "Peak memory of the process that needs most. A cross: this does not fit. Hollow: the process had "
-    "tried other sizes before, which may have fragmented its memory.",
+    "Memory": "Peak memory of the process that needs most: points are measured, lines predicted. A cross: this "
+    "does not fit. Hollow: the process had tried other sizes before, which may have fragmented its memory.",
     "Throughput": "All processes together. A ring: the strategy's fastest.",
 }
 

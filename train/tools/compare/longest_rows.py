@@ -9,23 +9,23 @@ def lengths_table(rows: list[Row]) -> list[tuple[str, ...]]:
     """A row for each candidate; factors are against the first one."""
     common, first = common_size(rows), rows[0]
     at = f" at {common:,}" if common else " at the same length"
-    head = ("strategy", "longest rows", "factor", "its peak", f"peak{at}", "tokens/s", f"tokens/s{at}")
-    return [head, *(_row(row, first, common) for row in rows)]
+    timed = any(row.timed for row in rows)
+    head = ("strategy", "longest rows", "factor", "its peak", f"peak{at}")
+    head += ("tokens/s", f"tokens/s{at}") if timed else ()
+    return [head, *(_row(row, first, common, timed) for row in rows)]
 
 
-def _row(row: Row, first: Row, common: int | None) -> tuple[str, ...]:
+def _row(row: Row, first: Row, common: int | None, timed: bool) -> tuple[str, ...]:
     longest, same = row.at(row.largest), row.at(common)
     if not longest:
-        return (row.name, row.limit_text, *["-"] * 5)
+        return (row.name, row.limit_text, *["-"] * (5 if timed else 3))
     times = factor(row, first)
-    return (
-        row.name, row.limit_text, f"{times:.2f}" if times else "-", size(peak_of(longest)),
-        size(peak_of(same)) if same else "-", rounded(longest["tokens_per_s"]),
-        rounded(same["tokens_per_s"]) if same else "-",
-    )  # fmt: skip
+    peaks = (size(peak_of(longest)), size(peak_of(same)) if same else "-")
+    rates = (rounded(longest["tokens_per_s"]), rounded(same["tokens_per_s"]) if same else "-") if timed else ()
+    return (row.name, row.limit_text, f"{times:.2f}" if times else "-", *peaks, *rates)
 
 
-def longest_rows(rows: list[Row], with_speed: bool = True) -> str:
+def longest_rows(rows: list[Row]) -> str:
     """The results in one or two sentences."""
     failed = [row.name for row in rows if row.problem]
     about_failed = f" {', '.join(failed)}: failed, without a result." if failed else ""
@@ -40,7 +40,7 @@ def longest_rows(rows: list[Row], with_speed: bool = True) -> str:
     against = f", {rounded(times)} times the {rows[0].largest:,} of {rows[0].name}" if times and times != 1 else ""
     names = " and ".join(row.name for row in longest)
     text = f"{names} hold{'s' if len(longest) == 1 else ''} the longest rows, {most:,} tokens{against}."
-    if with_speed:
+    if all(row.timed for row in longest):
         fastest = max(longest, key=lambda row: row.at(most)["tokens_per_s"])
         text += f" {fastest.name} trains {rounded(fastest.at(most)['tokens_per_s'])} tokens/s there."
     return text + about_failed

@@ -33,6 +33,7 @@ class Machine:
         memory, available: of the host.
         environment: versions, commit and hardware, for the report's provenance.
         simulated: variables that put a launch on simulated devices; empty: its devices are real.
+        bf16_slowdown: train.strategy.devices.bf16_slowdown of its CPU; None where it has devices.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Machine:
     available: int
     environment: dict[str, Any]
     simulated: dict[str, str] = field(default_factory=dict)
+    bf16_slowdown: float | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -104,6 +106,7 @@ def _print_description() -> None:
     import torch
 
     from train.record.run_folder import describe_environment
+    from train.strategy.devices import bf16_slowdown
     from train.strategy.host_memory import host_memory
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -116,6 +119,7 @@ def _print_description() -> None:
     print(json.dumps({
         "kind": device.type, "devices": devices, "memory": memory, "available": available,
         "environment": describe_environment([], device),
+        "bf16_slowdown": bf16_slowdown() if device.type == "cpu" else None,
     }))  # fmt: skip
 
 

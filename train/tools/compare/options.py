@@ -20,7 +20,7 @@ class CompareOptions(LaunchedStrategiesOptions):
     simulate: str | None = option(
         None,
         "Without a GPU: on simulated devices of this size (24GiB) or of a known GPU's (a100-80gb). The launches are "
-        "real, tensors hold no data, and times are not measured.",
+        "real, and tensors hold no data. With --steps, updates are timed on this machine after that.",
         common=True,
     )
     host_memory_limit: str | None = option(None, "Host memory of all processes together; by default what there is.")
@@ -45,6 +45,11 @@ class CompareOptions(LaunchedStrategiesOptions):
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
 
     @property
+    def times_simulated(self) -> bool:
+        """Whether updates are timed on this machine beside sizes that are found on simulated devices."""
+        return bool(self.simulate and self.source("steps"))
+
+    @property
     def axis(self) -> Axis:
         return LENGTHS if self.lengths else BATCHES
 
@@ -64,7 +69,8 @@ class CompareOptions(LaunchedStrategiesOptions):
             except ValueError:
                 problems.append(f"{name} = {getattr(self, name)!r}: expected a size such as 24GiB, 800MiB or 24GB")
         if self.simulate:
-            without_use = [name for name in ("finish", "host_memory_limit", "steps") if self.source(name)]
+            without_use = ("finish", "host_memory_limit", *(["steps"] if self.lengths else []))
+            without_use = [name for name in without_use if self.source(name)]
             problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
         if self.lengths:
             without_use = ("batch_sizes", "granularity", "max_batch_size", "finish")

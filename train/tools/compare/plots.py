@@ -17,19 +17,23 @@ def colour(index: int) -> str:
 
 
 def memory_plot(rows: list[Row], limit: int | None, axis: Axis = BATCHES) -> str:
-    """Peak memory of the rank that needs most against the size; a cross where memory ran out."""
+    """Peak memory of the rank that needs most against the size: predicted, a line, and measured, points; a cross where
+    memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure(axis.label, f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index, row.name)
-        lines = row.in_fresh_processes
+        lines, fails = row.in_fresh_processes, row.fails
         if lines:
-            axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **style)
+            points = {**style, "linestyle": "" if row.guess else "-"}
+            axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **points)
         others = [line for line in row.fitting if line not in lines]
         axes.plot([line["size"] for line in others], [peak_of(line) / unit for line in others], linestyle="",
                   fillstyle="none", **{**style, "label": None, "linewidth": 0})  # fmt: skip
-        fails = row.fails
+        if row.guess and row.guess.curve:
+            sizes, peaks = zip(*row.guess.curve)
+            axes.plot(sizes, [peak / unit for peak in peaks], "-", color=style["color"], linewidth=1.2, alpha=0.8)
         if fails:
             top = (limit or max(shown, default=unit)) / unit
             axes.plot([fails["size"]], [top], "x", color=style["color"], markersize=9, markeredgewidth=2,
@@ -44,7 +48,7 @@ def throughput_plot(rows: list[Row], axis: Axis = BATCHES) -> str:
     """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
     figure, axes = _figure(axis.label, axis.rate.replace("_per_", "/"))
     for index, row in enumerate(rows):
-        lines = row.fitting
+        lines = row.timed
         if lines:
             axes.plot([line["size"] for line in lines], [line[axis.rate] for line in lines],
                       **_style(index, row.name))  # fmt: skip

@@ -16,7 +16,6 @@ from train.tools.compare.results import Row, common_size, conclusion, factor, ou
 from train.tools.lengths import micro_batch_of
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
-MEMORY_COLUMNS = 5  # of the main table, the first ones
 EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
 COLUMNS = (  # after the strategy and the size
     "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
@@ -39,7 +38,7 @@ class Report:
         self.options, self.machine, self.limits = comparison.options, comparison.machine, comparison.limits
         self.command, self.notes = command, notes
         self.finished: list[Finished] = []  # the runs of --finish
-        self.simulated = bool(self.machine.simulated)  # memory only: times mean nothing
+        self.simulated = bool(self.machine.simulated)  # its times mean nothing
         self.axis = comparison.axis
         title = Path(self.options.source("config") or self.options.task).stem
         self.title = f"{self.axis.title}{', simulated' * self.simulated}: {title}"
@@ -50,13 +49,17 @@ class Report:
         return self.comparison.rows()
 
     @property
+    def timed(self) -> bool:
+        return any(row.timed for row in self.rows)
+
+    @property
     def common(self) -> int | None:
         return common_size(self.rows)
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
         pictures = {"Memory": memory_plot(self.rows, self.limits.device, self.axis)}
-        if not self.simulated:
+        if self.timed:
             pictures["Throughput"] = throughput_plot(self.rows, self.axis)
         for name, picture in pictures.items():
             (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
@@ -74,12 +77,14 @@ class Report:
     @property
     def conclusion(self) -> str:
         of_axis = longest_rows if self.axis is LENGTHS else conclusion
-        return of_axis(self.rows, with_speed=not self.simulated)
+        return of_axis(self.rows)
 
     def for_terminal(self) -> str:
         """The tables and the conclusion."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        lines = [table(self.main_table(), screen_width()), "", *problems, self.conclusion]
+        tables = [self.main_table(), *([self.speed_table()] if self.has_speed_table else [])]
+        lines = [line for rows in tables for line in (table(rows, screen_width()), "")]
+        lines += [*problems, self.conclusion]
         if self.finished:
             lines += ["", "trained to the end, each at its best batch:", table(finished_table(self.finished),
                       screen_width()), "", self._finished_text()]  # fmt: skip
@@ -95,27 +100,42 @@ class Report:
     def main_table(self) -> list[tuple[str, ...]]:
         """A row for each candidate; the others are compared with the first."""
         if self.axis is LENGTHS:
-            rows = lengths_table(self.rows)
-            return [row[:MEMORY_COLUMNS] for row in rows] if self.simulated else rows
-        first = self.rows[0]
+            return lengths_table(self.rows)
         common = f"peak at {self.common}" if self.common else "peak"
-        head = ("strategy", "largest batch", "factor", "its peak", common, "samples/s", "tokens/s", "best batch",
-                "samples/s there", "an epoch", "speed-up", "evaluation samples/s", "its seconds")  # fmt: skip
-        rows = [head, *(self._row(row, first) for row in self.rows)]
-        return [row[:MEMORY_COLUMNS] for row in rows] if self.simulated else rows
+        head = ("strategy", "largest batch", "factor", "its peak", common)
+        return [head, *(self._memory(row, self.rows[0]) for row in self.rows)]
 
-    def _row(self, row: Row, first: Row) -> tuple[str, ...]:
-        at, common, best = row.at(row.largest), row.at(self.common), row.best
-        if not (at and best):
-            return (row.name, row.limit_text, *["-"] * 11)
-        times, faster = factor(row, first), speed_up(row, first)
+    def _memory(self, row: Row, first: Row) -> tuple[str, ...]:
+        at, common, times = row.at(row.largest), row.at(self.common), factor(row, first)
+        if not at:
+            return (row.name, row.limit_text, "-", "-", "-")
+        peaks = (size(peak_of(at)), size(peak_of(common)) if common else "-")
+        return (row.name, row.limit_text, f"{times:.2f}" if times else "-", *peaks)
+
+    @property
+    def has_speed_table(self) -> bool:
+        return self.timed and self.axis is not LENGTHS
+
+    def speed_table(self) -> list[tuple[str, ...]]:
+        """Rates of all processes together: at the largest batch that all hold, and at each one's best."""
+        head = ("strategy", f"samples/s at {self.common}", "best batch", "samples/s there", "tokens/s there",
+                "speed-up", "an epoch", "evaluation samples/s", "its seconds")  # fmt: skip
+        return [head, *(self._speed(row, self.rows[0]) for row in self.rows)]
+
+    def _speed(self, row: Row, first: Row) -> tuple[str, ...]:
+        common, best, faster = row.at(self.common), row.best, speed_up(row, first)
+        if not best:
+            return (row.name, *["-"] * 8)
         return (
-            row.name, row.limit_text, f"{times:.2f}" if times else "-", size(peak_of(at)),
-            size(peak_of(common)) if common else "-", rounded(at["samples_per_s"]), rounded(at["tokens_per_s"]),
-            str(best["size"]), rounded(best["samples_per_s"]), duration(row.epoch_s) if row.epoch_s else "-",
+            row.name,
+            rounded(common["samples_per_s"]) if common in row.timed else "-",
+            str(best["size"]),
+            rounded(best["samples_per_s"]),
+            rounded(best["tokens_per_s"]),
             f"{faster:.2f}" if faster else "-",
+            duration(row.epoch_s) if row.epoch_s else "-",
             *([rounded(row.evaluation[name]) for name in EVALUATION] if row.evaluation else ["-", "-"]),
-        )  # fmt: skip
+        )
 
     def held_table(self) -> list[tuple[str, ...]]:
         """Memory that a process keeps from update to update, and memory of each sample."""
@@ -155,8 +175,10 @@ class Report:
                     rows.append((row.name, str(line["size"]), outcome_text(line), fresh, *["-"] * (len(head) - 4)))
                     continue
                 peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
-                rest = [rounded(line["samples_per_s"]), rounded(line["tokens_per_s"]), f"{line['loss']:.4f}"]
-                rest = [size(peak_of(line, "host"))] if self.simulated else rest
+                if self.simulated:
+                    rest = [size(peak_of(line, "host"))]
+                else:
+                    rest = [rounded(line["samples_per_s"]), rounded(line["tokens_per_s"]), f"{line['loss']:.4f}"]
                 rows.append((row.name, str(line["size"]), "fits", fresh, *peaks, *rest))
         return [head, *rows]
 
@@ -165,6 +187,7 @@ class Report:
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return [
             (self.axis.heading, " ".join([self._batches_text(), *problems]), self.main_table()),
+            *([("Speed", self._speed_text(), self.speed_table())] if self.has_speed_table else []),
             *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
               if self.finished else []),
             ("What a process holds", _ABOUT_HELD, self.held_table()),
@@ -183,14 +206,9 @@ class Report:
         if about["mean_sample"] < sum(about["longest"].values()):
             shorter = f" (the data's rows have {about['mean_sample']:,} on average: real epochs may be shorter)"
         of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
-        explained = (
-            "factor is against the first strategy. The devices are simulated."
-            if self.simulated
-            else "rates are of all processes together; factor and speed-up are against the first strategy, speed-up "
-            f"and epoch at each one's best.{self._evaluation_text()}"
-        )
         shape = (
-            f"{self.options.num_processes} processes, limit {limit}; {about['parameters']:,} parameters, "
+            f"{self.options.num_processes} process{'es' * (self.options.num_processes > 1)}, limit {limit}; "
+            f"{about['parameters']:,} parameters, "
             f"{about['precision']}"
         )
         if self.axis is LENGTHS:
@@ -201,7 +219,16 @@ class Report:
             )
         return (
             f"{shape}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
-            f"{about['accumulation']}{of_first}. Batch sizes are those of one process, {explained}"
+            f"{about['accumulation']}{of_first}. Batch sizes are those of one process; factor is against the first "
+            f"strategy.{' The devices are simulated.' * self.simulated}"
+        )
+
+    def _speed_text(self) -> str:
+        timer, about = self.comparison.timer, next(row.about for row in self.rows if row.about)
+        where = f" {timer.note(about['precision'])}." if timer else ""
+        return (
+            f"Rates are of all processes together; speed-up and epoch are at each strategy's best, speed-up against "
+            f"the first strategy.{where}{self._evaluation_text()}"
         )
 
     def _evaluation_text(self) -> str:
@@ -234,7 +261,7 @@ class Report:
         launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
         host = f", {size(self.limits.host)} of the host for each" if self.limits.host else ""
         limit = f"{size(self.limits.device)} for each process" if self.limits.device else "none"
-        timed = "" if self.simulated else f"; {self.options.steps} timed updates of each size"
+        timed = f"; {self.options.steps} timed updates of each size" if self.timed else ""
         settings = " ".join(f"{name}={value}" for name, value in self.machine.settings.items())
         return [
             f"Command: `{self.command}`",
@@ -256,7 +283,7 @@ class Report:
         for heading, text, rows in blocks:
             parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
         parts += [f"![memory against {self.axis.size}](memory.svg)"]
-        parts += [] if self.simulated else [f"![throughput against {self.axis.size}](throughput.svg)"]
+        parts += [f"![throughput against {self.axis.size}](throughput.svg)"] if self.timed else []
         parts += ["\n".join(f"* {line}" for line in self._provenance())]
         return "\n\n".join(parts) + "\n"
 

@@ -15,6 +15,16 @@ def fact_of(line: dict[str, Any]) -> Fact:
     return Fact(line["size"], fits, line["fresh"], peak_of(line) if fits else None)
 
 
+RATES = ("samples_per_s", "tokens_per_s", "evaluation_samples_per_s", "evaluation_seconds", "evaluation_samples")
+
+
+def with_rates_of(line: dict[str, Any], timed: list[dict[str, Any]]) -> dict[str, Any]:
+    """A simulated trial with the rates that were measured at its size, or without any."""
+    rates = next((other for other in reversed(timed) if other["size"] == line["size"]), {})
+    kept = {name: value for name, value in line.items() if name not in (*RATES, "loss")}
+    return kept | {name: rates[name] for name in RATES if name in rates}
+
+
 @dataclass
 class Row:
     """One candidate. Memory is in bytes; batch sizes are those of one process.
@@ -70,9 +80,14 @@ class Row:
         return [line for line in map(self.at, sizes) if line]
 
     @property
+    def timed(self) -> list[dict[str, Any]]:
+        """A trial of each size that fits and was timed, ascending."""
+        return [line for line in self.fitting if "samples_per_s" in line]
+
+    @property
     def best(self) -> dict[str, Any] | None:
         """The trial with the most samples a second."""
-        return max(self.fitting, key=lambda line: line["samples_per_s"], default=None)
+        return max(self.timed, key=lambda line: line["samples_per_s"], default=None)
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
@@ -141,21 +156,20 @@ def speed_up(row: Row, first: Row) -> float | None:
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
-def conclusion(rows: list[Row], with_speed: bool = True) -> str:
+def conclusion(rows: list[Row]) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
     about_failed = f" {', '.join(failed)}: failed, without a result." if failed else ""
-    return (_conclusion(rows, with_speed) + about_failed).strip()
+    return (_conclusion(rows) + about_failed).strip()
 
 
-def _conclusion(rows: list[Row], with_speed: bool) -> str:
+def _conclusion(rows: list[Row]) -> str:
     fitting = [row for row in rows if row.largest]
     if not fitting:
         names = ", ".join(row.name for row in rows)
         return f"No batch fits within this limit under {names}." if rows else ""
     first, largest_batch = rows[0], max(row.largest for row in fitting)
     largest = [row for row in fitting if row.largest == largest_batch]
-    fastest = max(fitting, key=lambda row: row.best["samples_per_s"])
     names = " and ".join(row.name for row in largest)
     hold = f"{names} hold{'s' if len(largest) == 1 else ''}"
     if len(fitting) == 1 and len(rows) > 1:
@@ -173,8 +187,10 @@ def _conclusion(rows: list[Row], with_speed: bool) -> str:
         if not first.largest:
             against = f"; {first.name} holds none"
         limits = f"{hold} the largest batch, {largest_batch} a process{against}"
-    if not with_speed:
+    timed = [row for row in fitting if row.best]
+    if not timed:
         return f"{limits}."
+    fastest = max(timed, key=lambda row: row.best["samples_per_s"])
     best = fastest.best
     faster = speed_up(fastest, first)
     against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""

@@ -5,6 +5,7 @@ meta kernels); integers and masks are real; collectives of floating-point tensor
 and refuses as a GPU's does (train/tools/simulate/csrc/without_data.h).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from train.model.configuration import known_architectures
@@ -18,9 +19,29 @@ from train.tools.tool_recipe import parse_bytes
 LEFT_OUT = (
     "Simulated: the launches and the allocator's figures are real, the devices are not. Not in the peaks: workspaces "
     "of kernels and of NCCL, fragmentation, and what the driver takes for each process (on CUDA about half a GiB). "
-    "Host memory is not limited, and times mean nothing"
+    "Host memory is not limited"
 )
 NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
+
+
+@dataclass(frozen=True)
+class Timer:
+    """The real machine, which times what simulated devices hold."""
+
+    machine: Machine
+
+    def precision(self, wanted: str) -> tuple[str, str]:
+        """(the precision of timed updates, why it is not the wanted one: empty if it is)."""
+        if wanted == "bf16" and self.machine.bf16_slowdown:
+            return "fp32", f"bf16 products take {self.machine.bf16_slowdown:.0f} times as long on this CPU"
+        if wanted == "fp16" and not self.machine.devices:
+            return "fp32", "fp16 needs a GPU"
+        return wanted, ""
+
+    def note(self, wanted: str) -> str:
+        """Where updates are timed, and in which precision: a sentence."""
+        precision, why = self.precision(wanted)
+        return f"Timed on {self.machine.describe()} without a memory limit, in {precision}{', for ' * bool(why)}{why}"
 
 
 def simulated_machine(device: str, num_processes: int) -> Machine:

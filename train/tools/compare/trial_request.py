@@ -5,9 +5,12 @@ whose memory has run out in `failures.jsonl`.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REQUEST, ANSWERS, FAILURES = "request.json", "answers.jsonl", "failures.jsonl"
 
@@ -35,8 +38,6 @@ class TrialRequest:
     first: int
     only_first: bool
     steps: int
-    pid: int
-    started: float
     fits: int = 0
     fails: int | None = None
     must_try: list[int] = field(default_factory=list)
@@ -45,6 +46,8 @@ class TrialRequest:
     memory_limit: int | None = None
     host_memory_limit: int | None = None
     by_length: bool = False
+    pid: int = field(default_factory=os.getpid)
+    started: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def write(self, folder: Path) -> Path:
         """Write it into the trial's folder, which is made. Returns the file."""
