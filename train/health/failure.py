@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from collections.abc import Callable
 
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
 from train.health.watchdog import died_elsewhere
@@ -9,11 +10,14 @@ from train.recipe.errors import EXIT_FAILED, first_line, printable
 from train.recipe.last_message import repeat_after_launcher
 
 
-def explain_failure(error: Exception, at: tuple[str, int | None], *, strategy, **facts) -> int | None:
+def explain_failure(
+    error: Exception, at: tuple[str, int | None], named: Callable[[str], str], *, strategy, **facts
+) -> int | None:
     """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
 
     Args:
         at: the phase and the update in which the error came.
+        named: names the machines of the addresses in a text.
         facts: what the out-of-memory report is made of, see `explain`.
     """
     phase, update = at
@@ -26,7 +30,7 @@ def explain_failure(error: Exception, at: tuple[str, int | None], *, strategy, *
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
-        cause = f"another process is gone ({first_line(error).split('. ')[0]})"
+        cause = f"another process is gone ({named(first_line(error).split('. ')[0])})"
         print(printable(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None

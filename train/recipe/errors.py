@@ -80,6 +80,7 @@ def first_line(error: Exception) -> str:
 
 _HOOKS: dict[str, Callable] = {
     "explain": lambda error: None, "leave": lambda: None, "record": lambda code, reason: None,
+    "tell": lambda message, code: None,
 }  # fmt: skip
 
 
@@ -104,6 +105,11 @@ def record_code(code: int, reason: str | None = None) -> None:
     _HOOKS["record"](code, reason)
 
 
+def tell_others_with(tell: Callable[[str, int], None]) -> None:
+    """Register a function that tells other machines of the message and the exit code with which this rank ends."""
+    _HOOKS["tell"] = tell
+
+
 def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Wrap an entry point: a `UserError` becomes one message on stderr and exit code 2.
 
@@ -122,15 +128,19 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             rank, message = int(os.environ.get("RANK", "0")), error.report()
             record_code(EXIT_USER_ERROR, message)
             if rank:
+                _HOOKS["tell"](message, EXIT_USER_ERROR)
                 _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 message = f"[rank {rank}] {message}"
             print(message, file=sys.stderr, flush=True)
             repeat_after_launcher(message)
+            _HOOKS["tell"](message, EXIT_USER_ERROR)
             return EXIT_USER_ERROR
         except NothingToDo as message:
             record_code(0)
-            if int(os.environ.get("RANK", "0")) == 0:
+            rank = int(os.environ.get("RANK", "0"))
+            if rank == 0:
                 print(printable(str(message)), flush=True)
+            _HOOKS["tell"](str(message), EXIT_USER_ERROR if rank else 0)
             return 0
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
@@ -139,6 +149,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             code = _HOOKS["explain"](error)
             named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
             record_code(EXIT_FAILED if code is None else code, named)
+            _HOOKS["tell"](named, EXIT_FAILED if code is None else code)
             if code is None:
                 repeat_after_launcher(f"{named} (its traceback is above)")
                 raise
@@ -166,6 +177,7 @@ def leave(code: int) -> None:
     Without it, when the interpreter ends the native threads of torch and DeepSpeed, a finished run ended with
     "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
     """
+    _HOOKS["tell"](f"exit code {code}", code)
     _HOOKS["leave"]()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -62,8 +62,11 @@ def _prints_a_traceback(pid: int) -> bool:
 
 
 def is_accelerate_launch(words: list[str]) -> bool:
-    """Whether a command is `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
-    alone = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
+    """Whether a command is `accelerate launch`, under one of its names or as `zerofit launch` starts it."""
+    alone = (
+        "accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py",
+        "train/tools/launch/agent.py",
+    )  # fmt: skip
     first = words[:3]  # Python, -m and the program at most
     return any(word.endswith(alone) for word in first) or (
         "launch" in words and any("accelerate" in word for word in words)

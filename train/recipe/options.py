@@ -268,6 +268,9 @@ class FaultOptions(Recipe):
     watchdog_minutes: float = option(
         30.0, "End the run when a process has made no progress for this long. 0: never.", minimum=0
     )
+    rendezvous_minutes: float = option(
+        10.0, "Before training, machines wait this long for one that gives no sign of life.", positive=True
+    )
 
     def problems(self) -> list[str]:
         problems = super().problems()

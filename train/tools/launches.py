@@ -16,8 +16,8 @@ import psutil
 
 from train.strategy.build_locks import abandoned_locks
 
-LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")  # `accelerate` imports transformers, may be off PATH
 TRAIN = Path(__file__).resolve().parents[1]
+LAUNCHER = (sys.executable, "-P", str(TRAIN / "tools" / "launch" / "agent.py"))  # `accelerate launch`
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
 UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from train.health.shutdown import StartingRank, listen
 from train.health.watchdog import Watchdog
-from train.recipe.errors import before_leaving, leave, record_codes_with
+from train.recipe.errors import before_leaving, leave, record_codes_with, tell_others_with
 from train.recipe.help import wants_help
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, output_folder
 from train.record.exit_code import ExitCode, find_folder
 from train.record.timeline import Timeline
 from train.strategy.builds import check_compiled_code
+from train.training.rank_meeting import MEETING
 
 
 def run_program(task: str, main: Callable[[], int]) -> None:
@@ -22,6 +23,7 @@ def run_program(task: str, main: Callable[[], int]) -> None:
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
         exit_code.forget()
         record_codes_with(exit_code.write)
+        tell_others_with(MEETING.stop)
         listen(StartingRank(exit_code.write).leave)
     leave(main())
 
@@ -45,4 +47,5 @@ def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_
         from train.training.trainer import Trainer as trainer_class
     elif trainer_class is None:
         from train.training.evaluation_only import EvaluationTrainer as trainer_class
+    MEETING.start(60 * recipe.rendezvous_minutes)
     return trainer_class(task, recipe, timeline, watchdog)

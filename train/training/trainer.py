@@ -39,6 +39,7 @@ from train.training.configuration import check_model, resolve
 from train.training.length import run_length
 from train.training.loop import Run, train
 from train.training.machine_checks import check_machines, check_output_folder
+from train.training.rank_meeting import MEETING
 from train.training.step import Signals, TrainStep
 from train.training.summary import about_the_model, compiled, summary, why_stopped
 from train.training.task import Task
@@ -116,7 +117,9 @@ class Trainer:
         logging.getLogger("transformers.modeling_utils").addFilter(
             lambda line: "attention_mask" not in line.getMessage()
         )
-        self.watchdog.phase("load", patience=LONG)
+        self.watchdog.phase("rendezvous", patience=math.inf)
+        self.notes += MEETING.wait()
+        self.watchdog.phase("process group", patience=2.0)
         silence = timedelta(minutes=self.recipe.watchdog_minutes)
         self.accelerator, notes = start_processes(
             self.strategy,
@@ -126,6 +129,7 @@ class Trainer:
         )
         self.notes += notes
         self.program_bytes = resident_bytes()
+        self.watchdog.phase("load", patience=LONG)
         check_machines(self.config)
         self.timeline.mark("process group")
         return self.accelerator
@@ -286,7 +290,7 @@ class Trainer:
     def _explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone; of any other error nothing is known here."""
         return explain_failure(
-            error, self.watchdog.at, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
+            error, self.watchdog.at, MEETING.named, recipe=self.recipe, strategy=self.strategy, engine=self.engine,
             row_tokens=self.row_tokens, program_bytes=self.program_bytes, parameters=self.parameters,
             copied=self.checkpoints.writer.bytes_of_copies if self.checkpoints else 0,
         )  # fmt: skip

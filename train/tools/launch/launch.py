@@ -1,4 +1,5 @@
-"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch`, whose line it prints.
+"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch` (agent.py), whose line it
+prints.
 
     zerofit launch recipes/clm/stdlib-gpt2.yaml
     zerofit launch --strategy zero2 train/clm.py --config recipes/clm/stdlib-gpt2.yaml --learning_rate 1e-4
@@ -40,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     if strategy == "single" and processes > 1:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
     layout = layout_of(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
+    if machines.count > 1:
+        layout += ["--rdzv_conf", f"timeout={60 * options.rendezvous_minutes:.0f}"]
     devices_text = f"{devices} on this machine" if devices else "no accelerator (more processes: --num_processes N)"
     others = f", {machines.count} machines" if machines.count > 1 else ""
     print(f"devices   {devices_text}{others}: {processes} process{'es' if processes > 1 else ''}")
@@ -63,7 +66,10 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
         name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and name in names:
             takes_value = not equals and words and not words[0].startswith("--") and name != "dry_run"
-            launch_words += [word, *([words.pop(0)] if takes_value else [])]
+            taken = [word, *([words.pop(0)] if takes_value else [])]
+            launch_words += taken
+            if name == "rendezvous_minutes":  # of the machines here, of the ranks there
+                rest += taken
         else:
             rest.append(word)
     if wants_help(argv):
@@ -71,11 +77,14 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     options = parse_recipe(
         LaunchOptions, launch_words, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
     )
-    return options, program_of(rest)
+    return options, program_of(rest, options.task)
 
 
-def program_of(words: list[str]) -> list[str]:
+def program_of(words: list[str], task: str | None = None) -> list[str]:
     """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`.
+
+    Args:
+        task: None: the name of the recipe's folder.
 
     Raises:
         UserError: there is no such file, or the task is unknown.
@@ -83,12 +92,16 @@ def program_of(words: list[str]) -> list[str]:
     if not words:
         raise UserError(f"nothing to train: {WHAT}")
     first, *options = words
+    if task is not None and (first.endswith(".py") or first in TASKS):
+        raise UserError(f"--task {task} and {first}: name one of them")
     if first.endswith(".py"):
         if not Path(first).is_file():
             raise UserError(f"{first!r}: there is no such file. {WHAT}")
         return words
     if first in TASKS:
         return [_shown(TRAIN / f"{first}.py"), *options]
+    if first.startswith("--") and task is not None:
+        return [_shown(TRAIN / f"{task}.py"), *words]
     if first.startswith("--"):
         if "--config" not in words[:-1]:
             raise UserError(f"{first} is where a recipe or a program was expected: {WHAT}")
@@ -97,11 +110,10 @@ def program_of(words: list[str]) -> list[str]:
         recipe, options = first, ["--config", first, *options]
     if not Path(recipe).is_file():
         raise UserError(f"{recipe!r}: there is no such recipe. {WHAT}")
-    task = Path(recipe).resolve().parent.name
+    task = task or Path(recipe).resolve().parent.name
     if task not in TASKS:
         raise UserError(
-            f"{recipe!r} does not say the task: its folder is {task!r}, and not one of "
-            f"{', '.join(TASKS)}. Name the program: zerofit launch train/clm.py --config {recipe}"
+            f"{recipe!r} does not say the task: its folder is {task!r}, and not one of {', '.join(TASKS)}. Use --task"
         )
     return [_shown(TRAIN / f"{task}.py"), *options]
 
@@ -128,7 +140,7 @@ def choose_machines(options: LaunchOptions) -> Machines:
 
 
 def layout_of(config: Path, processes: int, machines: Machines, port: int | None) -> list[str]:
-    """The options of `accelerate launch`."""
+    """The options of `accelerate launch`; without a port any free one, on one machine."""
     words = ["--config_file", str(config), "--num_processes", str(processes)]
     several = machines.count > 1
     if several:
@@ -136,8 +148,8 @@ def layout_of(config: Path, processes: int, machines: Machines, port: int | None
                   "--main_process_ip", machines.address]  # fmt: skip
     else:
         words += ["--num_machines", "1", "--machine_rank", "0"]  # also where the YAML has several
-    port = port if port is not None else ((machines.port or PORT) if several else None)
-    return words if port is None else [*words, "--main_process_port", str(port)]
+    port = port if port is not None else ((machines.port or PORT) if several else 0)
+    return [*words, "--main_process_port", str(port)]
 
 
 def environment_of_launcher() -> dict[str, str]:

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 from train.recipe.fields import option
-from train.recipe.options import Recipe
+from train.recipe.options import FaultOptions, Recipe
+from train.tools.tool_recipe import TASKS
 
 
 @dataclass
 class LaunchOptions(Recipe):
     """How a run is started; options after the recipe or the program are the recipe's (python train/TASK.py --help)"""
 
+    task: str | None = option(None, "The task; by default the name of the recipe's folder.", choices=tuple(TASKS))
     strategy: str | None = option(
         None, "A name in accelerate_configs/, or a .yaml file; by default ddp, or single for one process."
     )
@@ -23,7 +25,12 @@ class LaunchOptions(Recipe):
     main_process_ip: str | None = option(None, "Address of machine 0; by default from the scheduler.")
     main_process_port: int | None = option(
         None,
-        "Port of machine 0; by default from the scheduler, else 29500. 0: any free one, on one machine.",
+        "Port of machine 0; by default from the scheduler, else 29500; on one machine any free one (0).",
         minimum=0,
+    )
+    rendezvous_minutes: float = option(
+        FaultOptions.rendezvous_minutes,
+        "Machines, and then their ranks, wait this long for one that gives no sign of life.",
+        positive=True,
     )
     dry_run: bool = option(False, "Print the command line, and do not run it.")

@@ -1,0 +1,180 @@
+"""Machines and ranks that meet before they have a process group: processes with a store, and short limits."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, environment
+from torch.distributed import HashStore, PrefixStore
+
+from train.recipe.errors import UserError
+from train.strategy import meeting as meetings
+from train.strategy.meeting import Ended, Meeting, digest_of_code, open_store, reach, serve_store
+
+
+@pytest.fixture
+def members(monkeypatch):
+    """Runs members of a meeting, as threads, each on its own machine: what each has seen at the end."""
+    monkeypatch.setattr(meetings, "KNOWN_S", 5.0)
+
+    def run(*acts, count: int | None = None, numbers=None, limit_s: float = 30.0) -> list:
+        store, said = HashStore(), [None] * len(acts)
+        store.set_timeout(timedelta(seconds=5))
+
+        def work(place: int) -> None:
+            number = place if numbers is None else numbers[place]
+            meeting = Meeting(PrefixStore("test", store), "rank", number, count or len(acts), 1, number, limit_s)
+            try:
+                said[place] = acts[place](meeting)
+            except Ended as end:
+                said[place] = end
+
+        threads = [threading.Thread(target=work, args=(place,)) for place in range(len(acts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    return run
+
+
+def comes(meeting: Meeting) -> Meeting:
+    meeting.come()
+    meeting.ready()
+    while not meeting.poll():
+        time.sleep(0.01)
+    return meeting
+
+
+def stops(meeting: Meeting) -> None:
+    meeting.come()
+    meeting.stop("error: train_file = 'a.txt': there is no such file")
+
+
+def test_all_meet_and_know_each_others_machines(members, monkeypatch):
+    codes = iter(["aaaa", "bbbb", "bbbb"])
+    monkeypatch.setattr(meetings, "digest_of_code", lambda: next(codes))
+    met = members(comes, comes, comes)
+    for meeting in met:
+        assert sorted(meeting.machines) == ["0", "1", "2"]
+        assert 1 <= len(meeting.notes) <= 2, "another code is said"
+        assert "aaaa" in meeting.notes[0]
+        assert "commit" in meeting.notes[0]
+        assert meeting.machine_at("127.0.0.1") is None, "each machine has that address"
+        meeting.machines["1"]["addresses"].append("192.0.2.9")
+        meeting.machines["1"]["host"] = "gpu01"
+        assert meeting.machine_at("192.0.2.9") == "machine 1 (gpu01)"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_that_stops_tells_all_others_why(members, place):
+    acts = [comes, comes, comes]
+    acts[place] = stops
+    said = members(*acts)
+    assert said.pop(place) is None
+    for end in said:
+        assert f"rank {place} of machine {place}" in end.report()
+        assert "no such file" in end.report()
+        assert (end.code, end.machine) == (2, place)
+
+
+def test_one_that_never_comes_or_falls_silent_is_named(members):
+    def falls_silent(meeting: Meeting) -> None:
+        meeting.come()
+        meeting.poll()
+
+    said = members(comes, falls_silent, count=3, limit_s=0.5)
+    assert "rank 1 on host" in said[0].report()
+    assert "rank 2, which has never come" in said[0].report()
+    assert "--rendezvous_minutes" in said[0].report()
+    said = members(falls_silent, comes, limit_s=0.5)
+    assert "rank 0 on host" in said[1].report()
+
+
+def test_a_number_that_is_given_twice_ends_all(members):
+    said = members(comes, comes, comes, count=3, numbers=(0, 1, 1))
+    for end in said:
+        assert "rank 1 is there twice" in end.report()
+        assert "--machine_rank" in end.report()
+
+
+def test_the_code_of_a_machine(tmp_path):
+    (tmp_path / "a.py").write_text("1")
+    before = digest_of_code(tmp_path)
+    (tmp_path / "note.txt").write_text("")
+    assert digest_of_code(tmp_path) == before
+    (tmp_path / "a.py").write_text("2")
+    assert digest_of_code(tmp_path) != before
+
+
+# -------------------------------------------------------------------------------------------------------------- stores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
+    store = serve_store(0, everywhere=False)
+    listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
+    assert f"0100007F:{store.port:04X}" in listening
+    again = open_store("127.0.0.1", store.port)
+    again.set("a", "1")
+    assert store.get("a") == b"1"
+    with pytest.raises(UserError, match="--main_process_port"):
+        serve_store(store.port, everywhere=False)
+
+
+def test_an_address_where_no_machine_is():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(UserError, match="--main_process_ip") as raised:
+        reach("127.0.0.1", port, 0.2)
+    assert f"127.0.0.1:{port}" in raised.value.report()
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+
+RANK = """
+import sys, time
+from train.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
+from train.training.rank_meeting import MEETING
+tell_others_with(MEETING.stop)
+
+@reports_user_errors
+def main(argv):
+    if argv[0] == "early":
+        raise UserError("train_file is missing")
+    MEETING.start(float(argv[1]))
+    MEETING.wait()
+    print("met")
+    return 0
+
+leave(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
+    """The first has the store, and fails before it has imported torch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank, act in enumerate(("early", "meets")):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}  # fmt: skip
+        processes.append(subprocess.Popen(
+            [sys.executable, "-c", RANK, act, "30"], env=environment(**variables), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ))  # fmt: skip
+    (_, failing), (out, other) = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert failing == "error: train_file is missing\n"
+    assert out == ""
+    (said,) = [line for line in other.splitlines() if line.startswith("error:")]
+    assert "rank 0 of machine 0" in said
+    assert "train_file is missing" in said

@@ -1,0 +1,109 @@
+"""The ranks of a run on several machines meet before they have a process group (train/strategy/meeting.py).
+
+The launcher of a machine ends its ranks when one of them has failed, and knows nothing of the other machines. While a
+rank prepares its data, a thread of it gives signs of life, and ends the rank when one on another machine has ended.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+from train.recipe.errors import leave
+from train.recipe.last_message import repeat_after_launcher
+from train.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+
+CONNECT_S = 20.0  # to say why this rank ends before it has come
+ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
+LAUNCHER_S = 40.0  # within which a launcher ends the ranks of its machine
+
+
+class RankMeeting:
+    """This rank's part; nothing happens where all ranks are on one machine."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ):
+        def number(name: str, default: int) -> int:
+            return int(environment.get(name, default))
+
+        self.rank, self.count = number("RANK", 0), number("WORLD_SIZE", 1)
+        self.local_rank, self.here = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", self.count)
+        self.machine = number("GROUP_RANK", self.rank // self.here)
+        self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
+        self.served_by_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
+        self.meeting, self.problem, self._met, self._store = None, None, threading.Event(), None
+
+    def start(self, limit_s: float) -> None:
+        """Come to the meeting, and give signs of life from now on.
+
+        Raises:
+            UserError: machine 0 cannot be reached; another rank has the same number.
+        """
+        if not self.is_open:
+            return
+        self._come(limit_s)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def wait(self) -> list[str]:
+        """Wait until all ranks have come so far. Returns notes for the log."""
+        if not self.is_open:
+            return []
+        self.meeting.ready()
+        self._met.wait()
+        return self.meeting.notes
+
+    def stop(self, message: str, code: int) -> None:
+        """Tell the other machines that this rank ends, and why. Never fails."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        with contextlib.suppress(Exception):
+            if self.meeting is None:
+                self._come(CONNECT_S)
+            self.meeting.stop(message, code)
+
+    def named(self, text: str) -> str:
+        """A text with addresses of machines, which are named."""
+        if self.meeting is None:
+            return text
+        return ADDRESS.sub(lambda found: self.meeting.machine_at(found[1]) or found[0], text)
+
+    def _come(self, limit_s: float) -> None:
+        from torch.distributed import PrefixStore
+
+        if not self.served_by_launcher and self.rank == 0:
+            self._store = serve_store(self.port, everywhere=True)
+        reach(self.address, self.port, limit_s)
+        prefix = f"zerofit/ranks{self.attempt}"
+        self.meeting = Meeting(
+            PrefixStore(prefix, open_store(self.address, self.port)), "rank", self.rank, self.count, self.here,
+            self.machine, limit_s,
+        )  # fmt: skip
+        self.meeting.come()
+
+    def _watch(self) -> None:
+        try:
+            while self.is_open and not self.meeting.poll():
+                time.sleep(BEAT_S / 10 if self.meeting.is_ready else BEAT_S)
+        except Ended as end:
+            if self.is_open:
+                self.is_open = False
+                self._end(end)
+        if self.is_open:
+            self.is_open = False
+            self._met.set()
+
+    def _end(self, end: Ended) -> None:
+        if self.local_rank or end.machine == self.machine:
+            time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
+        else:
+            print(end.report(), file=sys.stderr, flush=True)
+            repeat_after_launcher(end.report())
+        leave(end.code)
+
+
+MEETING = RankMeeting()
