@@ -85,6 +85,29 @@ def test_a_clouds_machines(machine, capsys):
     assert told(words).num_processes == 8, "an option goes before the environment"
 
 
+def test_one_machine_takes_any_free_port_and_several_wait_as_long_as_told(machine, capsys):
+    machine(8, **DLC)
+    words, _ = line(capsys, "--num_machines", "1", RECIPE)
+    assert told(words).main_process_port == 0
+    words, _ = line(capsys, RECIPE)
+    assert told(words).rdzv_conf == "timeout=600"
+    words, _ = line(capsys, RECIPE, "--rendezvous_minutes", "2")
+    assert told(words).rdzv_conf == "timeout=120"
+    assert words[-2:] == ["--rendezvous_minutes", "2"], "for the ranks"
+
+
+def test_the_task_can_be_named(machine, capsys, tmp_path):
+    machine(1)
+    (tmp_path / "mine.yaml").write_text("config_name: gpt2\n")
+    for words in (
+        (str(tmp_path / "mine.yaml"), "--task", "cls"),
+        ("--task=cls", "--config", str(tmp_path / "mine.yaml")),
+    ):
+        found, _ = line(capsys, *words)
+        assert found[-3:] == ["train/cls.py", "--config", str(tmp_path / "mine.yaml")]
+    assert "--task cls and train/clm.py" in refusal(start.main, ["train/clm.py", "--task", "cls", "--dry_run"])
+
+
 def test_slurms_machines(machine, capsys):
     machine(4, **SLURM)
     words, shown = line(capsys, RECIPE)

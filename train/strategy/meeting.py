@@ -132,9 +132,9 @@ class Meeting:
             return
         shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
         self._end(
-            f"no sign of life for {self.limit_s / 60:g} minutes (--rendezvous_minutes) from {', '.join(shown)}. "
-            f"All {self.count} {self.kind}s must be started, with the same number of machines, each under its own "
-            "number and with the address of machine 0",
+            f"no sign of life within --rendezvous_minutes {self.limit_s / 60:g} from {', '.join(shown)}. Start all "
+            "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
+            "look at the output of the one that is silent",
             len(missing),
         )
 
@@ -142,7 +142,7 @@ class Meeting:
         if not self.store.check([f"{number}/card"]):
             return f"{self.kind} {number}, which has never come"
         card = json.loads(self.store.get(f"{number}/card"))
-        return f"{self.kind} {number} on host {card['host']}" + f" (machine {card['machine']})" * (self.kind == "rank")
+        return f"{self.kind} {number} on host {card['host']}"
 
     def _end(self, message: str, missing: int = 0) -> None:
         end = {"message": message, "code": EXIT_USER_ERROR, "machine": None}
@@ -200,8 +200,8 @@ def reach(address: str, port: int, limit_s: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise UserError(
-                    f"{platform.node()} has not reached machine 0 at {address}:{port} within {limit_s / 60:g} minutes "
-                    f"(--rendezvous_minutes): {error.strerror or error}. Check that machine 0 has been started, and "
+                    f"{platform.node()} has not reached machine 0 at {address}:{port} within --rendezvous_minutes "
+                    f"{limit_s / 60:g}: {error.strerror or error}. Check that machine 0 has been started, and "
                     "that --main_process_ip is its address (MASTER_ADDR; torchrun: --master_addr)"
                 ) from error
             time.sleep(min(1.0, limit_s / 10))
