@@ -251,6 +251,21 @@ def test_a_pair_is_found_from_another_folder(monkeypatch, tmp_path):
     assert config["zero_optimization"]["stage"] == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{\n"zero_optimization": {\n"stage": 3\n}\n"fp16": {}\n}', r"line 4: .*a comma is missing"),
+        ('{\n"zero_optimization": {"stage": 3},\n}', r"line 2: .*remove the comma"),
+        ('{"zero_optimization": {"stage": 3},\n"wandb": {"project": mine}}', r"line 2: .*needs quotes"),
+        ('{"zero_optimization": {"stage": 3}', "a bracket is missing"),
+    ],
+)
+def test_a_json_as_pages_print_it_names_the_line_to_mend(tmp_path, text, said):
+    (tmp_path / "printed.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_config(launch(tmp_path / "printed.json"))
+
+
 def test_a_broken_json(tmp_path):
     (tmp_path / "broken.json").write_text("{,}")
     with pytest.raises(UserError, match="not valid JSON"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from train.recipe.errors import Problems, UserError, nearest
 from train.strategy.disk import look_at_disk
+from train.strategy.json_mistakes import what_to_mend
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 from train.strategy.monitors import look_at_monitors
 from train.strategy.quoted import read_quoted, still_quoted
@@ -68,8 +69,12 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        line, wrong = what_to_mend(text, error)
+        raise UserError(f"{path}, line {line}: not valid JSON {wrong}") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
