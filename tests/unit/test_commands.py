@@ -108,7 +108,8 @@ def check_tool(words: list[str]) -> None:
     if name is None:  # it takes a script, not options
         assert words[:2] == ["convert", "megatron-args"], words
         return
-    arguments = words[len(name) :]
+    a_recipe = str(ROOT / "recipes" / "clm" / "gpt-22b-pretrain.yaml")
+    arguments = [a_recipe if re.fullmatch("outputs/.*/recipe.yaml", word) else word for word in words[len(name) :]]
     if name == ("plan",) and only_calibrates(arguments):
         parse_recipe(DevicesOptions, arguments, tool=True)
     elif TOOLS[name] in (CompareOptions, PlanOptions, VerifyOptions) and arguments:
