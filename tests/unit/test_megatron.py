@@ -1,4 +1,4 @@
-"""`zerofit convert megatron-args`: scripts are read and not run, numbers are Megatron's, and no flag is lost."""
+"""`zerofit convert megatron-args`: numbers are Megatron's, and no flag is lost."""
 
 import json
 import math
@@ -15,11 +15,9 @@ from train.recipe import ClmRecipe, UserError, parse_recipe
 from train.recipe.schedule import make_schedule
 from train.tools.convert.megatron_args.calls import call_of, calls_in
 from train.tools.convert.megatron_args.convert import parameters_of
-from train.tools.convert.megatron_args.expressions import shown
 from train.tools.convert.megatron_args.pair import pair_of
 from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from train.tools.convert.megatron_args.shape import Shape
-from train.tools.convert.megatron_args.shell import Shell
 
 LLAMA = """#!/bin/bash
 set -ex
@@ -107,62 +105,6 @@ def typed(words: str, **options):
 
 def fates(done) -> dict[str, str]:
     return {row.flag.split()[0]: row.fate for row in done.flags.finish()}
-
-
-# ----------------------------------------------------------------------------------------------------------- the shell
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("A=1\nrun $A ${B:-two} '$A' \"$A b\"", ["run", "1", "two", "$A", "1 b"]),
-        ("A=(x 'y z'); A+=(w)\nrun ${A[@]}", ["run", "x", "y", "z", "w"]),
-        ("A=(x 'y z')\nrun \"${A[@]}\" ${A[0]}", ["run", "x", "y z", "x"]),
-        ("A='a b'\nrun --x=$A", ["run", "--x=a", "b"]),
-        ("N=$((2*3+1)); M=$(( ${N} / 2 ))\nrun $N $M", ["run", "7", "3"]),
-        ("N=2\nif [ $N -gt 1 ] && [[ -n $N ]]; then run yes; else run no; fi", ["run", "yes"]),
-        ("N=2\nif [[ $N == 3 ]]; then\n if [ 1 = 1 ]; then run a; fi\nelif [ $N = 2 ]\nthen run b; fi", ["run", "b"]),
-        ("[ 1 -eq 2 ] && run no\nrun yes", ["run", "yes"]),
-        ("while [[ $# -gt 0 ]]; do A=2; shift; done\nrun ${A:-1}", ["run", "1"]),
-        ("f() {\n run inside\n}\nrun outside # comment", ["run", "outside"]),
-        ("export A=1 B\nrun a\\\n  b \\\n$A", ["run", "a", "b", "1"]),
-        ("A=$(nproc)\nrun $A x$A", ["run", "$A", "x$A"]),
-        ("if [ -f x ]; then A=1; fi\nrun $A", ["run", "$A"]),
-        ("for i in 1 2; do A=$i; done\nrun $A", ["run", "$A"]),
-        ("if [ \"$1\" = x ]; then A=1; fi\nrun $A", ["run", "$1"]),
-        ("D=`pwd`\nrun $D/x 2>&1 >> log", ["run", "./x"]),
-    ],
-)  # fmt: skip
-def test_what_a_shell_would_make_of_it(script, words):
-    shell = Shell({})
-    shell.read(script)
-    (command,) = shell.commands
-    assert [shown(word) for word in command.words] == words
-
-
-def test_values_from_the_command_line_win():
-    shell = Shell({"A": "mine", "1": "first"})
-    shell.read("A=theirs\nrun $A $1 $@")
-    assert shell.commands[0].words == ["run", "mine", "first", "first"]
-
-
-def test_a_here_document_is_kept_as_the_shell_would_write_it():
-    shell = Shell({})
-    shell.read('A=1\ncat <<EOT > out.json\n{"a": $A, "b": [1,\n2]}\nEOT\ncat > raw <<\'E\'\n$A\nE\nrun x')
-    assert json.loads(shell.files["out.json"]) == {"a": 1, "b": [1, 2]}
-    assert shell.files["raw"] == "$A"
-    assert [command.words for command in shell.commands] == [["run", "x"]]
-
-
-def test_a_program_is_found_behind_any_launcher():
-    for script in (
-        "srun bash -c \"python -m torch.distributed.run --nproc-per-node 4 x/pretrain_gpt.py --num-layers 2\"",
-        "R=\"torchrun --nproc_per_node=4 pretrain_gpt.py $@ --num-layers 2\"\neval ${R}",
-    ):  # fmt: skip
-        (call,) = calls_in(script, {})
-        assert (call.program, call.arguments, call.processes) == ("pretrain_gpt.py", ["--num-layers", "2"], 4)
-    with pytest.raises(UserError, match=r"\$1 .*Add 1=value"):
-        calls_in('if [ "$1" = x ]; then C="torchrun pretrain_gpt.py"; fi\neval "$C --num-layers 2"', {})
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes

@@ -1,20 +1,25 @@
 """The Megatron programs that a script starts: which, with which arguments, on how many processes."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from train.recipe.errors import UserError
-from train.tools.convert.megatron_args.expressions import UNKNOWN, unknown_in
-from train.tools.convert.megatron_args.shell import Shell
+from train.tools.convert.megatron_args.listing import check_commands, check_text
+from train.tools.convert.megatron_args.shell import Command, Shell
 
 PREPARATION = ("preprocess_data.py", "merge_datasets.py")
 SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
 PROGRAM = re.compile(
     rf"(pretrain_\w+\.py|finetune_llama\.py|{'|'.join(map(re.escape, (*PREPARATION, SEARCH)))})(?=\s|$)"
 )
-PRINTS = ("echo", "printf", "ls", "cat", "cp", "rm", "sed", "grep", "tee")
+PRINTS = ("ls", "cat", "cp", "mv", "rm", "sed", "grep", "chmod", "git", "wget")
 PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus-per-node", "ntasks-per-node")
 MACHINES = ("nnodes", "num_nodes", "nodes")
+PER_MACHINE = ("gpuspernode", "nprocpernode", "numgpuspernode", "ngpuspernode", "numgpupernode", "gpupernode")
+ON_ALL = ("numgpus", "ngpus", "numgpu")  # names of variables, in small letters and without _
+SBATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)[= ](\S+)", re.MULTILINE)
 
 
 @dataclass
@@ -22,16 +27,27 @@ class Call:
     """A program that is started.
 
     Args:
-        launcher: the words before the program's name.
-        files: what the script writes to files, by name.
-        reasons: {variable: why it has no value}.
+        launcher: the words before the program's name; those of an outer launcher, and of #SBATCH, come last.
+        line: of the script; 0 for a command line that was typed.
+        shell: the script that was run; None for a command line that was typed.
+        variables: {name: value} of the shell when it started the program.
     """
 
     program: str
     arguments: list[str]
     launcher: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    line: int = 0
+    shell: Shell | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """{variable: why it has no value}."""
+        return self.shell.reasons if self.shell else {}
+
+    def file(self, path: str) -> str | None:
+        """The text of a file that the script writes."""
+        return self.shell.file(path) if self.shell else None
 
     def of_launcher(self, names: tuple[str, ...]) -> str | None:
         """The value of the launcher's option with one of these names."""
@@ -44,14 +60,27 @@ class Call:
     @property
     def processes(self) -> int | None:
         """Processes on one machine; None where the script does not say."""
-        processes = self.of_launcher(PROCESSES)
-        words = self.launcher
-        one_process = words and not words[0].endswith("deepspeed") and not unknown_in(" ".join(words))
-        return 1 if processes is None and one_process else _number(processes)
+        said, name = self.of_launcher(PROCESSES), self.stated
+        if said is None and self.launcher and re.match(r"(.*/)?(python|torchrun)", self.launcher[0]):
+            return 1
+        number = _number(said)
+        if number is None and name:
+            return int(self.variables[name]) // (self.machines if _bare(name) in ON_ALL else 1)
+        return number
+
+    @cached_property
+    def stated(self) -> str | None:
+        """The variable that states the number of processes, where the launcher does not."""
+        named = [name for kind in (PER_MACHINE, ON_ALL) for name in self.variables if _bare(name) in kind]
+        return next((name for name in named if _number(self.variables[name])), None)
 
     @property
     def machines(self) -> int:
         return _number(self.of_launcher(MACHINES)) or 1
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
 def _number(text: str | None) -> int | None:
@@ -65,22 +94,17 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
         given: {variable: value} from the command line.
 
     Raises:
-        UserError: it starts none of them, or one with an unknown variable.
+        UserError: it starts none of them, or lines are to be mended.
     """
-    shell = Shell(given)
-    shell.read(text)
-    calls, unknown = [], []
-    for command in shell.commands:
-        started = _calls_of(command.words, shell)
-        calls += started
-        if not started and "--num-layers" in " ".join(command.words):
-            unknown += [name for name in unknown_in(" ".join(command.words)) if name]
+    shell = Shell(text, given)
+    check_text(shell.lines)
+    shell.read()
+    check_commands(shell.commands, shell.lines, _program)
+    calls = [call for command in shell.commands for call in _calls_of(command, shell)]
     if not calls:
-        remedy = ""
-        if unknown:
-            remedy = f" as far as can be seen: {missing(unknown[0], shell.reasons)}"
         names = ", ".join(("pretrain_*.py", "finetune_llama.py", *PREPARATION, SEARCH))
-        raise UserError(f"the script starts none of {names}{remedy}")
+        unset = "".join(f". {missing(name, shell.reasons)}" for name in shell.unset[:1])
+        raise UserError(f"the script starts none of {names}{unset}")
     return calls
 
 
@@ -97,25 +121,20 @@ def _program(word: str) -> str | None:
     return found[1] if found else None
 
 
-def _calls_of(words: list[str], shell: Shell) -> list[Call]:
+def _calls_of(command: Command, shell: Shell) -> list[Call]:
+    words = command.words
     if words[0] in PRINTS:
         return []
-    if words[0] == "eval":
-        return _nested(" ".join(words[1:]), shell)
-    for index, word in enumerate(words):
-        if _program(word):
-            arguments = words[index + 1 :]
-            return [Call(_program(word), arguments, words[:index], shell.files, shell.reasons)]
-        if PROGRAM.search(word):  # bash -c "torchrun ..."
-            return _nested(word, shell)
-    return []
-
-
-def _nested(text: str, shell: Shell) -> list[Call]:
-    inner = Shell(shell.given)
-    inner.variables, inner.files, inner.reasons = shell.variables, shell.files, shell.reasons
-    inner.read(UNKNOWN.sub(lambda found: f"${{{found[1]}}}" if found[1] else "\\?", text))
-    return [call for command in inner.commands for call in _calls_of(command.words, shell)]
+    quoted = next((word for word in words if PROGRAM.search(word) and not _program(word)), None)
+    if quoted:  # ssh machine "torchrun ..."
+        words = shlex.split(quoted)
+    if not any(map(_program, words)):
+        return []
+    call = call_of(words)
+    job = [word for option in SBATCH.findall(shell.text) for word in option]
+    call.launcher += command.outer + job
+    call.line, call.shell, call.variables = command.line, shell, command.variables
+    return [call]
 
 
 def missing(name: str, reasons: dict[str, str]) -> str:

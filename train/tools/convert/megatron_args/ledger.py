@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from train.recipe.megatron_flags import TYPED, fate_of
 from train.recipe.parse import is_flag
 from train.tools.convert.megatron_args.calls import Call, missing
-from train.tools.convert.megatron_args.expressions import shown, unknown_in
+from train.tools.convert.megatron_args.unknown import shown, unknown_in
 
 WIDTH = 46  # of the column of flags
 

@@ -9,9 +9,10 @@ from train.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
 from train.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
 from train.strategy.monitors import HERE, PROJECTS, monitors_in_use
-from train.tools.convert.megatron_args.calls import MACHINES, Call, missing
-from train.tools.convert.megatron_args.expressions import shown, unknown_in
+from train.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
 from train.tools.convert.megatron_args.ledger import Ledger, Row
+from train.tools.convert.megatron_args.listing import read_json
+from train.tools.convert.megatron_args.unknown import shown, unknown_in
 
 ROOT = Path(__file__).resolve().parents[4]  # of the repository, with ds_configs/
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -86,16 +87,9 @@ def read_machines(flags: Ledger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; one kind of parallelism, that of data."""
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
-    if not processes and call.processes is None:
-        words = f"num_processes: {world}, a guess: the script does not say. Set --num_processes N"
-        flags.rows["=processes"] = Row("(processes)", "carried over", words)
+    if not processes:
+        _say_processes(flags, call, world)
     layout = Layout(world, machines if world % machines == 0 else 1)
-    unknown = unknown_in(call.of_launcher(MACHINES) or "")
-    if unknown and not processes:
-        remedy = (
-            missing(unknown[0], call.reasons) if unknown[0] else "only a running shell knows it. Set --num_processes N"
-        )
-        flags.wrong("", f"the number of machines: {remedy}")
     layout.rank = _written(call.of_launcher(("node_rank", "node-rank"))) or layout.rank
     layout.address = _written(call.of_launcher(("master_addr", "master-addr"))) or layout.address
     layout.port = _written(call.of_launcher(("master_port", "master-port"))) or layout.port
@@ -123,6 +117,24 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     if flags.has("sequence_parallel") and layout.tensor == 1:
         flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
     return layout
+
+
+def _say_processes(flags: Ledger, call: Call, world: int) -> None:
+    said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N"
+    for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES) or "")):
+        unknown = unknown_in(value)
+        if unknown and not (what == "processes" and call.stated):
+            why = missing(unknown[0], call.reasons) if unknown[0] else f"only a running shell knows it. {remedy}"
+            flags.wrong("", f"the number of {what}: {why}")
+    words = ""
+    if call.stated and not said.isdigit():
+        words = f"num_processes: {world}, by the script's {call.stated}={call.variables[call.stated]}"
+    elif said in ("gpu", "auto"):
+        flags.wrong("", f"the number of processes: {said} is as many GPUs as a machine has. {remedy}")
+    elif call.processes is None:
+        words = f"num_processes: {world}, a guess: the script does not say. {remedy}"
+    if words:
+        flags.rows["=processes"] = Row("(processes)", "carried over", words)
 
 
 def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
@@ -189,7 +201,7 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
     name = flags.text("deepspeed_config")
     if name is None:
         return
-    text = call.files.get(name)
+    text = call.file(name)
     if text is None and Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8")
     if text is None:
@@ -200,9 +212,9 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
         flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
         return
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        flags.wrong("deepspeed_config", f"the script's text is not valid JSON: {error}")
+        config = read_json(text, name, call.shell.lines if call.shell else [])
+    except ValueError as error:
+        flags.wrong("deepspeed_config", str(error))
         return
     flags.carried("deepspeed_config", "deepspeed.json, as follows")
     for key, value in config.items():

@@ -1,0 +1,239 @@
+"""Bash reads launch scripts: what they would start, what only a machine knows, lines to mend, and what is confined."""
+
+import json
+import re
+import socket
+
+import pytest
+
+from train.cli import main as zerofit
+from train.recipe import UserError
+from train.tools.convert.megatron_args.calls import calls_in
+from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from train.tools.convert.megatron_args.sandbox import Sandbox, Unconfined
+from train.tools.convert.megatron_args.shell import Shell
+from train.tools.convert.megatron_args.unknown import shown
+
+
+@pytest.fixture(autouse=True, scope="module")
+def confined():
+    try:
+        with Sandbox():
+            pass
+    except Unconfined as error:
+        pytest.skip(f"no bash, or no namespaces: {error}")
+
+
+def runs(script: str, given: dict | None = None) -> list[list[str]]:
+    """The commands of a script that are called `run`, without that word."""
+    commands = Shell(script, given or {}).read().commands
+    return [[shown(word) for word in command.words[1:]] for command in commands if command.words[0] == "run"]
+
+
+CASES = [  # (lines of a script, what `run` gets)
+    ("A=1; run $A ${B:-two} '$A' \"$A b\"", ["1", "two", "$A", "1 b"]),
+    ("A=(x 'y z'); A+=(w); run \"${A[@]}\" ${A[0]}", ["x", "y z", "w", "x"]),
+    ("A='a b'; run --x=$A", ["--x=a", "b"]),
+    ("N=$((2*3+1)); M=$(( ${N} / 2 )); run $N $M", ["7", "3"]),
+    ("if [ -f x ]; then run no; elif [[ -n $A ]]; then run no; else run yes; fi", ["yes"]),
+    ("for I in 1 2; do J=$I; done; run $J", ["2"]),
+    ("case two in one) run no ;; t*) run yes ;; esac", ["yes"]),
+    ("f() { run inside $1; }; f x", ["inside", "x"]),
+    ("exec run replaced 2>&1 | tee x/log; exit 1", ["replaced"]),
+    ("cd elsewhere || exit 1; run `pwd`/x $(dirname a/b) $PWD", ["./x", "a", "."]),
+    ("[[ -f vocab ]] || { echo missing; exit 1; }; run after exit", ["after", "exit"]),
+    ("C='run a \"b c\" > log'; echo $C; eval $C", ["a", "b c"]),
+    ("set -eo pipefail; false; run on", ["on"]),
+    ("run x$(nproc)", ["x$"]),
+    ("[ -z \"$P\" ] && P=4; run $P", ["4"]),
+]  # fmt: skip
+
+
+def test_what_bash_makes_of_it():
+    """Each case in a shell of its own, of one script."""
+    script = "#!/bin/bash\n" + "\n".join(f"({lines})" for lines, _ in CASES)
+    assert runs(script) == [words for _, words in CASES]
+
+
+def test_what_nothing_says_is_marked():
+    shell = Shell(
+        'A=$(nproc)\nB=$A/x\nif [ "$1" = x ]; then C=1; fi\nrun $A $B $C $D\nE=<Specify path>/v.json\nrun $E\r\n'
+        "F=$(( $(lspci | wc -l) - 2 ))\nrun $F --g ${G:?the number}", {},
+    ).read()  # fmt: skip
+    found = [[shown(word) for word in command.words[1:]] for command in shell.commands if command.words[0] == "run"]
+    assert found == [["$A", "$A/x", "$C", "$D"], ["$E"], ["$F", "--g", "$G"]]
+    assert shell.reasons["A"] == "line 1: A=$(nproc)"
+    assert shell.reasons["C"].startswith("line 3: if")
+    assert (shell.reasons["D"], shell.reasons["1"]) == ("nothing sets it", "an argument of the script")
+    assert "is to be filled in" in shell.reasons["E"]
+    assert list(shell.doubts) == ["1"]
+    assert "line 3 of the script tests $1" in shell.doubts["1"]
+
+
+def test_values_from_the_command_line_win():
+    script = "A=theirs\nfor B in 1 2; do :; done\nN=$(( $(nvidia-smi | wc -l) / 2 ))\nrun $A $B $N $1 $@"
+    given = {"A": "it's mine", "B": "3", "N": "8", "1": "first"}
+    assert runs(script, given) == [["it's", "mine", "3", "8", "first", "first"]]
+
+
+def test_files_are_written_as_bash_writes_them():
+    shell = Shell(
+        'A=1\nmkdir -p a/b\ncat <<EOT > ./a/b/out.json\n{"a": $A, "b": [1,\n2]}\nEOT\ncat > raw <<\'E\'\n$A\nE\n'
+        "cat raw | tee /mnt/copy\nsed s/1/2/ template > made", {},
+    ).read()  # fmt: skip
+    assert json.loads(shell.file("a/b/out.json")) == {"a": 1, "b": [1, 2]}
+    assert shell.file("./raw") == shell.file("/mnt/copy") == "$A\n"
+    assert shell.file("made") is None, "only a running sed knows it"
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [
+        ("srun -N 2 bash -c \"python -m torch.distributed.run --nproc-per-node 4 x/pretrain_gpt.py --num-layers 2\"",
+         ["python", "-m", "torch.distributed.run", "--nproc-per-node", "4", "srun", "-N", "2"]),
+        ("R=\"torchrun --nproc_per_node=4 pretrain_gpt.py $@ --num-layers 2\"\neval ${R}",
+         ["torchrun", "--nproc_per_node=4"]),
+        ("#SBATCH --ntasks-per-node=4\nsrun /opt/conda/bin/python pretrain_gpt.py --num-layers 2",
+         ["srun", "/opt/conda/bin/python", "--ntasks-per-node", "4"]),
+        ("PY=/opt/conda/bin/torchrun\n$PY --nproc_per_node 4 pretrain_gpt.py --num-layers 2 &",
+         ["/opt/conda/bin/torchrun", "--nproc_per_node", "4"]),
+        ("ssh one \"torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2\"",
+         ["torchrun", "--nproc_per_node", "4"]),
+    ],
+)  # fmt: skip
+def test_a_program_is_found_behind_any_launcher(script, launcher):
+    (call,) = calls_in(script, {})
+    assert (call.program, call.arguments, call.launcher) == ("pretrain_gpt.py", ["--num-layers", "2"], launcher)
+    assert call.processes == 4
+
+
+def test_a_script_that_starts_nothing_asks_for_what_it_misses():
+    with pytest.raises(UserError, match=r"\$1 .*Add 1=value"):
+        calls_in('if [ "$1" = x ]; then C="torchrun pretrain_gpt.py"; fi\neval "$C --num-layers 2"', {})
+
+
+# ------------------------------------------------------------------------------------------------------ lines to mend
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("python pretrain_gpt.py \\\n  --lr 1 \\\n  --fp16\n--recompute-method uniform", "line 4 begins with "
+         "--recompute-method, as a command of its own: end line 3 with a backslash"),
+        ("GPUS=4\ntorchrun --nproc_per_node $GPUS\npretrain_gpt.py --lr 1", "end line 2 with a backslash"),
+        ("python pretrain_gpt.py \\\n  --lr 1 # high \\\n  --fp16", "take the comment out of line 2"),
+        ("python pretrain_gpt.py --lr 1 \\ \n  --fp16", "line 1 has blanks after its backslash"),
+        ("< A=1\n> A=2\npython pretrain_gpt.py \\\n< --load $A \\\n> --fp16", "lines 1, 2, 4, 5: < and >"),
+        ("python pretrain_gpt.py --data-path <DATA> --fp16", "line 1: --data-path <DATA> is to be filled in"),
+        ("python pretrain_gpt.py --lr \"1", "line 1 of the script: bash says"),
+    ],
+)  # fmt: skip
+def test_the_line_to_mend(script, said):
+    with pytest.raises(UserError) as caught:
+        calls_in(script, {})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('"wandb": {"enabled": true,\n  "project": $PROJECT}\n', 'line 5 of the script ("project": arxiv}): a text'),
+        ('"bf16": {"enabled": true},\n', 'line 4 of the script ("bf16": {"enabled": true},): take the comma'),
+        ('"steps_per_print": 1\n"bf16": {"enabled": true}\n', 'line 4 of the script ("steps_per_print": 1): a comma'),
+    ],
+)
+def test_the_line_of_a_json_to_mend(body, said):
+    script = f"PROJECT=arxiv\ncat <<EOT > ds.json\n{{\n{body}}}\nEOT\n{TRAINING} --deepspeed_config ds.json"
+    assert said in "\n".join(converted(script).flags.problems)
+
+
+TRAINING = (
+    "deepspeed pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 2 --train-iters 100 --lr 1e-3 --data-path A --vocab-file v.json --merge-file m.txt"
+)
+
+
+def converted(script: str, given: dict | None = None):
+    (call,) = calls_in(script, given or {})
+    return convert_pretraining(call, Options())
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize(
+    ("script", "world"),
+    [
+        (f"GPUS_PER_NODE=4\n{TRAINING}", 4),
+        (f"export NUM_GPUS=16\n{TRAINING}", 16),
+        (f"GPUS_PER_NODE=4\n{TRAINING}".replace("deepspeed", "torchrun --nproc_per_node gpu --nnodes 2"), 8),
+        (f"#SBATCH --ntasks-per-node=2\n{TRAINING}".replace("deepspeed", "srun --nodes 3 python"), 6),
+    ],
+)
+def test_processes_that_an_earlier_line_states(script, world):
+    done = converted(script)
+    assert not done.flags.problems
+    assert done.layout.world == world
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ("torchrun --nproc_per_node gpu", "gpu is as many GPUs as a machine has. Set --num_processes N"),
+        ("torchrun --nproc_per_node $MINE", "$MINE (nothing sets it) is not known"),
+    ],
+)
+def test_processes_that_nothing_states_are_asked_for(launcher, said):
+    assert said in "\n".join(converted(TRAINING.replace("deepspeed", launcher)).flags.problems)
+
+
+# ------------------------------------------------------------------------------------------------------------- attacks
+
+
+def test_a_script_sees_and_changes_nothing_outside(tmp_path):
+    """Programs by their path, files, signals, the network."""
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        script = f"""
+            /bin/rm -rf {tmp_path}
+            (builtin exec /usr/bin/touch {tmp_path}/made)
+            echo gone > {victim}
+            read -r LINE < /etc/passwd
+            run "[$LINE]" /etc/* /home/* /proc/* /usr/bin/* {tmp_path}/*
+            kill -9 -1 $PPID
+            (builtin exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]} && run connected)
+            (enable -f {victim} x && run loaded)
+            run "$SECRET"
+        """
+        words = runs(script, {"SECRET": "none"})
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert words[0] == ["[$LINE]", "/etc/*", "/home/*", "/proc/*", "/usr/bin/*", str(victim)], "files of the sandbox"
+    assert words[-1] == ["none"]
+    assert not {"connected", "loaded"} & {word for line in words for word in line}
+    assert victim.read_text() == "whole"
+    assert [file.name for file in tmp_path.iterdir()] == ["victim"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "while :; do :; done",
+        pytest.param("f() { f | f & }; f", marks=pytest.mark.long),
+        pytest.param("while :; do A+=$A.; done", marks=pytest.mark.long),
+        pytest.param("for ((N = 0; ; N++)); do printf %1000000s x > $N; done", marks=pytest.mark.long),
+    ],
+)
+def test_a_script_that_does_not_end(script):
+    with pytest.raises(UserError, match=r"has not ended after \d+ s|starts none"):
+        calls_in(script, {})
+
+
+def test_a_machine_that_confines_nothing_takes_the_command_line_instead(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text(TRAINING)
+    monkeypatch.setattr("train.tools.convert.megatron_args.sandbox.NAMESPACES", ("--no-such-namespace",))
+    assert zerofit(["convert", "megatron-args", str(script)]) == 2
+    assert re.search(r"not available \(.*unshare.*after --", capsys.readouterr().err)
