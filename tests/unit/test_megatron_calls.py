@@ -91,6 +91,22 @@ def test_trackers_of_deepspeed_become_those_of_the_run(tmp_path, block, tracking
 
 
 @pytest.mark.parametrize(
+    ("launcher", "flags", "strategy"),
+    [
+        ("python", "", "single"),
+        ("torchrun --nproc_per_node 4", "", "ddp"),
+        ("torchrun --nproc_per_node 4", "--zero-stage 3", "zero3"),
+        ("torchrun --nproc_per_node 4", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "3d"),
+        ("torchrun --nproc_per_node 4", "--context-parallel-size 2", "sp"),
+    ],
+)
+def test_what_is_written_is_what_a_run_resolves(tmp_path, launcher, flags, strategy, capsys):
+    words = shlex.split(f"{launcher} pretrain_gpt.py {FLAGS} --global-batch-size 8 {flags}")
+    assert zerofit(["convert", "megatron-args", "--output", str(tmp_path / "out"), "--", *words]) == 0
+    assert f"{strategy} on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("block", "said"),
     [
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "optimizer.params.lr = 0.5"),

@@ -269,6 +269,7 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
         config = with_degrees(config, layout.tensor, layout.pipeline, layout.sequence)
         zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
         config = {**config, **layout.block, "zero_optimization": zero}
+    quoted_no = "'NO'"  # else YAML's false
     lines = ["compute_environment: LOCAL_MACHINE"]
     if config:
         shards_at_once = layout.stage == 3 and layout.tensor == 1  # else layers are cut first
@@ -278,7 +279,7 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
             f"  zero3_init_flag: {str(shards_at_once).lower()}", "  deepspeed_multinode_launcher: standard",
         ]  # fmt: skip
     else:
-        lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else 'NO'}")
+        lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else quoted_no}")
     lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]
     if layout.machines > 1:
         fixed = [None if "$" in value else value for value in (layout.address, layout.port)]
