@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LENGTH, SPARSE_FROM, BLOCK, IDS = 1000, 1e9, 512, 500
 UPDATES = 4
 MODEL = ["--config_name", "gpt2", "--config_overrides", f"n_layer=2,n_head=2,n_embd=64,n_positions={BLOCK}",
-         "--block_size", str(BLOCK), "--per_device_train_batch_size", "4", "--max_eval_batches", "2",
+         "--block_size", str(BLOCK), "--per_device_train_batch_size", "4", "--max_eval_samples", "16",
          "--max_train_steps", str(UPDATES), "--report_to", "none"]  # fmt: skip
 HEAD = ("tokens", "documents", "index", "data, s", "to the first update, s", "own, MB", "mapped, MB")
 

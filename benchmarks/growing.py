@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200, help="of the plain run")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "growing.md")
-    parser.add_argument("--max_eval_batches", default="5")
+    parser.add_argument("--max_eval_samples", default="40")
     options, more = parser.parse_known_args()  # more: of the recipe
     half = options.updates // 2
     tokens = options.updates * ROWS * LENGTH
@@ -42,7 +42,7 @@ def main() -> None:
         updates = full + (half if flags else 0)
         often = str(max(1, options.updates // 20))
         lines = run([*flags, "--max_train_steps", str(updates), "--eval_steps", often,
-                     "--max_eval_batches", options.max_eval_batches, *more])  # fmt: skip
+                     "--max_eval_samples", options.max_eval_samples, *more])  # fmt: skip
         read = losses_by_tokens(lines)
         losses = [loss_at(read, share * tokens) for share in QUARTERS]
         seconds = sum(line.get("seconds", 0.0) for line in lines)

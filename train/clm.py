@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
-    from train.training.evaluation import eval_batches, held_out_loss, num_evaluated
+    from train.training.evaluation import eval_batches, held_out_loss
     from train.training.generation import predict_texts, writing_settings
     from train.training.task import Task
 
@@ -86,10 +86,9 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         settings = writing_settings(recipe, engine.module.config, data.tokenizer, data.prompts.ends)
         return predict_texts(engine, batches, data.tokenizer, data.prompts, trainer.folder, settings)
 
-    size, most = recipe.per_device_eval_batch_size, recipe.max_eval_batches
-
     def evaluate(engine):
-        return held_out_loss(engine, eval_batches(engine, data.validation, collate, size, most), model_loss)
+        batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
+        return held_out_loss(engine, batches, model_loss)
 
     task = Task(
         recipe=recipe,
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         collate=collate,
         loss_sum=model_loss,  # over next tokens; the loop divides by their number in the global batch
         evaluate=evaluate if data.validation else None,
-        num_held_out=num_evaluated(engine, data.validation or (), size, most),
+        num_held_out=len(data.validation or ()),
         longest={"input_ids": data.block_size},
         lengths=growing_blocks(recipe, data.block_size, data.is_chat),
         order=data.order,

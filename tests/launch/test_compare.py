@@ -211,7 +211,7 @@ def test_rows_that_are_split_are_longer(tmp_path, cache):
         sys.executable, "-m", "train.cli", "compare", "--task", "clm", "--config_name", "llama-2-7b",
         "--config_overrides", shape, "--train_tokenizer_vocab_size", "512", "--train_file", "docs/*.md", "--packing",
         "concatenate", "--validation_split_percentage", "10", "--precision", "fp32", "--gradient_checkpointing",
-        "--per_device_eval_batch_size", "1", "--max_eval_batches", "1", "--strategies", "zero3,sp", "--cache_dir",
+        "--per_device_eval_batch_size", "1", "--strategies", "zero3,sp", "--cache_dir",
         str(cache), "--lengths", "2k,4k,8k", "--simulate", "48MiB", "--output", str(output),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=environment())

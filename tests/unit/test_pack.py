@@ -1,14 +1,22 @@
 """Packing: what lies in a block, what is trained on, and the counts in the table."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, Features, List, Value
+from torch.nn import Linear
 
+from train.data.causal import prepare_causal_data
 from train.data.collate import CausalCollator
 from train.data.order import FILLER
 from train.data.pack import PackedBlocks, SeparateDocuments
 from train.data.token_row import Documents
+from train.model.configuration import load_configuration
 from train.model.loss import IGNORE
+from train.recipe import ClmRecipe
+from train.training.evaluation import eval_batches
 
 TEXTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18]]  # 18 tokens
 FLAT = np.concatenate([np.array(text) for text in TEXTS])
@@ -85,3 +93,38 @@ def test_separate_documents_are_cut_and_padded(documents):
 def blocks_of(samples) -> list[dict]:
     assert len(samples) > 0
     return [samples[index] for index in range(len(samples))]
+
+
+def test_the_first_blocks_alone_are_those_of_all(documents):
+    for make in (lambda limit: PackedBlocks(documents, 4, True, 99, limit),
+                 lambda limit: PackedBlocks(documents, 4, False, 99, limit),
+                 lambda limit: SeparateDocuments(documents, 4, limit)):  # fmt: skip
+        full = blocks_of(make(None))
+        assert len(full) >= 4
+        for limit in (1, 3, 100):
+            first = make(limit)
+            assert len(first) == first.stats.samples == min(limit, len(full))
+            for block, same in zip(blocks_of(first), full):
+                assert all(np.array_equal(block[name], same[name]) for name in same)
+            predicted = sum(int((block["labels"][1:] != IGNORE).sum()) for block in blocks_of(first))
+            assert first.stats.trained == predicted
+    stats = PackedBlocks(documents, 4, True, 99, 2).stats
+    assert (stats.documents, stats.tokens, stats.truncated, stats.padding) == (4, 8, 0, 0.0)
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate", "none"])
+def test_an_evaluation_reads_the_same_samples_on_any_number_of_processes(tmp_path, cache, packing):
+    (tmp_path / "a.txt").write_text("".join(f"This is line {number} of a text.\n" for number in range(300)))
+    recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(tmp_path / "a.txt")],
+                       block_size=16, cache_dir=cache, max_eval_samples=11, document_separator="line",
+                       validation_split_percentage=20, packing=packing)  # fmt: skip
+    samples = prepare_causal_data(recipe, load_configuration(recipe)).validation
+    assert len(samples) == 11
+    for processes in (1, 2, 4):
+        read = []
+        for rank in range(processes):
+            layout = SimpleNamespace(data_size=processes, data_rank=rank)
+            engine = SimpleNamespace(layout=layout, device=torch.device("cpu"), alive=lambda: None, model=Linear(1, 1))
+            for batch in eval_batches(engine, samples, CausalCollator(0), 2):
+                read += batch.samples
+        assert sorted(read) == list(range(11)), processes

@@ -71,7 +71,8 @@ def report_data_loss(
 
     Args:
         what: the rest of the sentence: "training samples are skipped: ...".
-        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them.
+        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them,
+            or as many as the model has positions for.
         stops: whether to stop the run if they are more than half.
 
     Raises:
@@ -80,8 +81,12 @@ def report_data_loss(
     fraction, remedy = lost / max(total, 1), ""
     if lost and lengths is not None:
         needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)
-        few = f" (the model has {positions} positions)" if positions and positions < needed else ""
-        remedy = f". {option} = {needed} would keep {KEPT:.0%} of them complete{few}"
+        kept, at_most = KEPT, ""
+        if positions and positions < needed:
+            needed, kept, at_most = positions, float((lengths <= positions).mean()), ", as many as the model has,"
+        remedy = f". {option} = {needed}{at_most} would keep {kept:.0%} of them complete"
+        if at_most and kept <= 1 - fraction:
+            remedy = f". The model has {positions} positions, and no more"
     message = f"{lost:,} of {total:,} {what}"
     if stops and fraction > STOPPED and not recipe.allow_data_loss:
         raise UserError(f"{message}{remedy}. That is {fraction:.0%}; to train anyway, say --allow_data_loss")

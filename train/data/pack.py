@@ -83,20 +83,24 @@ class PackedBlocks:
     With `boundaries`, position_ids restart at each document (from which transformers' attention separates documents),
     the first token of a document is not predicted from the document before it, and the last block is filled up with
     masked tokens. Without, the blocks are those of `group_texts`: one text, whose remainder is dropped.
+
+    Args:
+        limit: use the first blocks only, at most this many.
     """
 
-    def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int):
+    def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int, limit: int | None = None):
         self.documents, self.block_size, self.boundaries, self.filler = documents, block_size, boundaries, filler
         self.lengths = self.sort_key = None
-        tokens = documents.num_tokens
+        tokens = documents.num_tokens if limit is None else min(documents.num_tokens, limit * block_size)
         self.num_blocks = -(-tokens // block_size) if boundaries else tokens // block_size
         used = tokens if boundaries else self.num_blocks * block_size
         unpredicted = np.arange(self.num_blocks) * block_size
         if boundaries:
-            unpredicted = np.union1d(unpredicted, documents.offsets[:-1])
+            begins = documents.offsets[:-1]
+            unpredicted = np.union1d(unpredicted, begins[begins < used])
         positions = self.num_blocks * block_size
         self.stats = DatasetStats(
-            documents=len(documents),
+            documents=int((documents.offsets[:-1] < tokens).sum()),
             tokens=tokens,
             samples=self.num_blocks,
             trained=used - len(unpredicted),
@@ -126,24 +130,28 @@ class PackedBlocks:
 
 
 class SeparateDocuments:
-    """One document per sample, truncated at block_size; the collator pads them."""
+    """One document per sample, truncated at block_size; the collator pads them.
 
-    def __init__(self, documents: Documents, block_size: int):
-        lengths = documents.lengths
+    Args:
+        limit: use the first documents only, at most this many.
+    """
+
+    def __init__(self, documents: Documents, block_size: int, limit: int | None = None):
+        lengths = documents.lengths[:limit]
         self.documents, self.block_size = documents, block_size
         self.lengths = self.sort_key = np.minimum(lengths, block_size)
         kept = int(self.lengths.sum())
         self.stats = DatasetStats(
-            documents=len(documents),
-            tokens=documents.num_tokens,
-            samples=len(documents),
+            documents=len(lengths),
+            tokens=int(lengths.sum()),
+            samples=len(lengths),
             trained=int((self.lengths - 1).sum()),
-            truncated=documents.num_tokens - kept,
-            padding=1 - kept / (len(documents) * int(self.lengths.max())),
+            truncated=int(lengths.sum()) - kept,
+            padding=1 - kept / (len(lengths) * int(self.lengths.max())),
         )
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Sample:
         start = int(self.documents.offsets[index])

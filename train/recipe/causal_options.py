@@ -47,11 +47,6 @@ class TextOptions(Recipe):
         "conversation is never split over two blocks.",
         choices=("documents", "concatenate", "none"),
     )
-    max_eval_batches: int | None = option(
-        None,
-        "Evaluate on at most this many batches per process; by default on all held-out data.",
-        positive=True,
-    )
     append_eos: bool | None = option(
         None, "Append the end-of-text token to each document; by default yes, except with --packing concatenate."
     )

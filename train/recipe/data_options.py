@@ -56,7 +56,11 @@ class SourceOptions(Recipe):
         None, "Train on at most this many records (for conversations: pairs).", positive=True, aliases=("n_train",)
     )
     max_eval_samples: int | None = option(
-        None, "Evaluate on at most this many records (for conversations: pairs).", positive=True, aliases=("n_val",)
+        None,
+        "Evaluate on at most this many held-out samples: records (of conversations: pairs); of text, blocks of "
+        "block_size.",
+        positive=True,
+        aliases=("n_val",),
     )
     allow_data_loss: bool = option(
         False,

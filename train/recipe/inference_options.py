@@ -22,7 +22,7 @@ TRAINING_OPTIONS = (
 )  # fmt: skip
 DATA_OPTIONS = (  # of the data that predict_file replaces
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",
-    "validation_split_percentage", "max_eval_samples", "max_eval_batches", "data_path", "split", "data_cache_path",
+    "validation_split_percentage", "max_eval_samples", "data_path", "split", "data_cache_path",
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate",
 )  # fmt: skip
 MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"

@@ -26,7 +26,7 @@ TRACKERS = "say --with_tracking --report_to tensorboard or wandb; they get every
 
 TYPED = {  # flags that another option replaces
     "min_lr": "say --min_lr_ratio, the minimum as a fraction of learning_rate",
-    "eval_iters": "say --max_eval_samples (eval_iters * global_batch_size), or --max_eval_batches of each process",
+    "eval_iters": "say --max_eval_samples, eval_iters * global_batch_size",
     "num_layers": SHAPE,
     "hidden_size": SHAPE,
     "ffn_hidden_size": SHAPE,

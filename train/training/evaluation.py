@@ -17,30 +17,19 @@ from train.strategy.devices import pins_memory, synchronise
 from train.training.task import Task
 
 
-def eval_batches(
-    engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int, most: int | None = None
-) -> Iterator[Batch]:
+def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int) -> Iterator[Batch]:
     """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
 
     All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
-
-    Args:
-        most: batches of each rank; samples beyond these, in the order of the data, are not read. None: all are.
     """
-    count = num_evaluated(engine, samples, batch_size, most)
-    key = None if samples.sort_key is None else samples.sort_key[:count]
-    order, layout = FixedOrder(count, key), engine.layout
+    count, key, layout = len(samples), samples.sort_key, engine.layout
+    order = FixedOrder(count, key)
     micro_batches = MicroBatches(order, count, 0, batch_size, 1, layout.data_size, layout.data_rank, key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()
         yield batch.to(engine.device)
     engine.model.train()
-
-
-def num_evaluated(engine, samples: SampleSet, batch_size: int, most: int | None = None) -> int:
-    """How many samples such an evaluation reads, on all ranks together."""
-    return len(samples) if most is None else min(len(samples), most * batch_size * engine.layout.data_size)
 
 
 def timed_evaluation(task: Task, engine) -> tuple[dict[str, float], dict[str, float]]:

@@ -57,7 +57,7 @@ def read_records(recipe: ClmRecipe) -> tuple[Source, str]:
 
 
 def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
-    """The column of text; a held-out part is split off if there is none; max_*_samples are applied.
+    """The column of text; a held-out part is split off if there is none; max_train_samples is applied.
 
     Raises:
         UserError: there is no such column; a split is empty.
@@ -69,7 +69,6 @@ def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
     if validation is None and recipe.validation_split_percentage > 0:
         train, validation = split_off(train, recipe.validation_split_percentage / 100)
     train = first_records(train, recipe.max_train_samples) if recipe.trains else None
-    validation = validation if validation is None else first_records(validation, recipe.max_eval_samples)
     return Records(train, validation, unit)
 
 

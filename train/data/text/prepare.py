@@ -70,10 +70,11 @@ def _append_eos(recipe: ClmRecipe, tokenizer) -> bool:
 
 
 def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer, part: str) -> SampleSet:
+    limit = recipe.max_eval_samples if part == "validation" else None
     if recipe.packing == "none":
-        return SeparateDocuments(documents, block_size)
+        return SeparateDocuments(documents, block_size, limit)
     filler = padding_token(tokenizer)
-    blocks = PackedBlocks(documents, block_size, recipe.packing == "documents", filler)
+    blocks = PackedBlocks(documents, block_size, recipe.packing == "documents", filler, limit)
     if not len(blocks):
         raise UserError(
             f"block_size = {block_size} leaves no {part} sample: there are {documents.num_tokens} tokens. "

@@ -23,8 +23,8 @@ SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself
     "output_dir", "overwrite_output_dir", "resume", "run_name", "per_device_train_batch_size",
 }  # fmt: skip
 REPLACED = QUIET | {
-    "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "max_eval_batches": 1,
-    "record_samples": False, "watchdog_minutes": 0.0,
+    "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "record_samples": False,
+    "watchdog_minutes": 0.0,
 }  # fmt: skip
 
 
@@ -103,8 +103,7 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     values, notes = recipe_values(options, cls, omitted, REPLACED), []
     if options.lengths:
         values["per_device_train_batch_size"] = micro_batch_of(options)
-    if "max_eval_batches" not in values:
-        values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
+    values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(
@@ -120,19 +119,18 @@ def _omitted(lengths: list[str] | None) -> set[str]:
 
 
 def _one_batch(options, batch_size: int) -> int:
-    """Held-out samples of one batch on each process. (Recipes for examples and pairs have no option for a number of
-    batches.)"""
+    """Held-out samples of one batch on each process."""
     one_batch = batch_size * options.num_processes
     return min(options.max_eval_samples or one_batch, one_batch)
 
 
-def with_one_batch_evaluations(candidates: list[Candidate], recipe: TrialRecipe, options) -> list[Candidate]:
+def with_one_batch_evaluations(candidates: list[Candidate], options) -> list[Candidate]:
     """The candidates; where one sets its own evaluation batch size, its trials evaluate one batch of that size."""
     option = "per_device_eval_batch_size"
     return [
         replace(candidate, trial_flags=("--max_eval_samples",
                                         str(_one_batch(options, int(candidate.overrides[option])))))
-        if option in candidate.overrides and "max_eval_batches" not in recipe.values else candidate
+        if option in candidate.overrides else candidate
         for candidate in candidates
     ]  # fmt: skip
 

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    candidates = with_one_batch_evaluations(candidates, trial_recipe, options)
+    candidates = with_one_batch_evaluations(candidates, options)
     machine = simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_machine()
     timer = Timer(inspect_machine()) if options.times_simulated else None
     limits = limits_of(options, machine, output)
