@@ -54,7 +54,7 @@ def write(rows: list[str], options: argparse.Namespace) -> None:
     """The report."""
     import torch
 
-    from train.record.run_folder import describe_environment
+    from train.record.environment import describe_environment
 
     about = describe_environment(sys.argv, torch.device("cpu"))
     packages = ", ".join(

@@ -31,8 +31,8 @@ from random import Random
 import torch
 import yaml
 
+from train.record.environment import describe_environment
 from train.record.jsonl import JsonlFile
-from train.record.run_folder import describe_environment
 from train.tools.launches import Trial, ending_in_order, failure, launched
 from train.tools.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
 from train.tools.verify.record_comparison import compare_metrics, compare_samples

@@ -47,7 +47,7 @@ from candidates import CANDIDATES, Options, Stopwatch, Workload
 from startup import LAUNCHES, measure_startup
 
 from train.model.parameters import count_parameters
-from train.record.run_folder import describe_environment
+from train.record.environment import describe_environment
 from train.record.terminal import duration, table
 
 RATIOS = {  # shown name: (whose tokens/s, divided by whose)

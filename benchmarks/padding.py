@@ -38,7 +38,7 @@ import torch
 
 from train.data.order import LengthGroups, MicroBatches, SampleOrder
 from train.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
-from train.record.run_folder import describe_environment
+from train.record.environment import describe_environment
 from train.record.terminal import duration, table
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from train.record.run_folder import describe_environment
+from train.record.environment import describe_environment
 
 
 def provenance(how: str, *packages: str) -> str:

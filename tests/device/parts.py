@@ -10,7 +10,7 @@ from helpers import check_offloaded_inputs
 from train.checkpoint.directory import ASKED, CheckpointDirectory
 from train.checkpoint.writer import AsyncCheckpointWriter
 from train.data.collate import Batch, CausalCollator
-from train.record.run_folder import describe_environment
+from train.record.environment import describe_environment
 from train.strategy.batches import BatchSizes
 from train.strategy.engine import Engine
 from train.strategy.layout import ParallelLayout

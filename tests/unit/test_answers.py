@@ -105,16 +105,20 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     session._refuse_a_training_run(folder)
     folder.start_answers({"seed": 2}, {"name": "single"}, {})
     assert {file.name for file in folder.path.iterdir()} == {
-        ".lock", "recipe.yaml", "strategy.yaml", "environment.json"
+        ".lock", "files.json", "recipe.yaml", "strategy.yaml", "environment.json"
     }, "what an earlier one has left is gone"  # fmt: skip
     recipe = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "one.tsv"])
     folder.start_answers(recipe.to_dict(), {"name": "single"}, {})
+    other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
+    session._refuse_other_answers(folder, other)  # nothing was answered yet
+    folder.write_predictions([{}])
     session._refuse_other_answers(folder, recipe)
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
     said = refusal(session._refuse_other_answers, folder, other)
     assert "holds a different run: predict_file was ['one.tsv'], now ['two.tsv']" in said
     evaluated = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--evaluate_only", "--train_file", "one.csv"])
     folder.start_answers(evaluated.to_dict(), {"name": "single"}, {})
+    folder.metrics.add({"update": 0})
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--evaluate_only", "--train_file", "two.csv"])
     assert "train_file was ['one.csv']" in refusal(session._refuse_other_answers, folder, other)
     (tmp_path / "run" / "model").mkdir()

@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT, environment
 
 from train.record import meters
-from train.record.run_folder import describe_environment
+from train.record.environment import describe_environment
 from train.strategy import devices, processes
 from train.strategy.batches import BatchSizes
 from train.strategy.launch import Launch

@@ -1,12 +1,15 @@
 """What is missing on the disk is told at once: all of it, by every task and tool, before torch is imported."""
 
+import errno
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment, refusal
 
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError
+from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
 from train.recipe.paths import cannot_be_written, check_paths, missing_columns
 from train.tools.compare import compare as compare
 from train.tools.verify import verify as verify
@@ -57,7 +60,7 @@ def test_a_folder_that_cannot_be_written(text, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
 def test_a_folder_that_nobody_may_write():
-    said = refusal(check_paths, ClmRecipe(**GOOD), "/proc/self/run")
+    said = refusal(check_paths, ClmRecipe(**GOOD), Path("/proc/self/run"))
     assert said.startswith("error: output_dir = '/proc/self/run' cannot be written: ")
 
 
@@ -86,12 +89,31 @@ def test_tools_look_before_they_launch(tmp_path, tool):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_runs_folder_is_no_model_to_train(tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--evaluate_only",)])
+def test_of_a_runs_folder_the_model_is_taken(tmp_path, flags):
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
-    said = refusal(check_paths, ClmRecipe(model_name_or_path=str(tmp_path / "run")), tmp_path / "new")
-    assert f"is a run's folder: its model is {tmp_path / 'run' / 'model'}" in said
-    check_paths(ClmRecipe(model_name_or_path=str(tmp_path / "run"), evaluate_only=True), tmp_path / "new")
+    named = ["--model_name_or_path", str(tmp_path / "run"), "--train_file", __file__, *flags]
+    recipe = parse_recipe(ClmRecipe, named, prog="clm.py")
+    assert recipe.model_name_or_path == str(tmp_path / "run" / "model")
+    assert recipe.source("model_name_or_path") == "--model_name_or_path"
+    check_paths(recipe, tmp_path / "new")
+
+
+def test_a_full_disk_is_found_before_the_run(tmp_path, monkeypatch):
+    assert cannot_be_written(tmp_path) is None
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = refusal(check_paths, ClmRecipe(), tmp_path / "run")
+    assert f"output_dir = {str(tmp_path / 'run')!r} cannot be written: No space left on device" in said
+
+
+def test_checkpoints_that_cannot_be_written_are_found_before_the_run(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    assert f"output_dir = {str(tmp_path / 'checkpoints')!r} is a file" in refusal(check_paths, ClmRecipe(), tmp_path)
 
 
 def test_metas_folder_is_answered_with_the_way_to_convert_it(tmp_path):

@@ -7,13 +7,16 @@ checkpoints/update_00000100/
   state/          what the run resumes from; absent where only the model was to be kept
 """
 
+import contextlib
 import json
-import shutil
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.recipe.files import atomic_file, sync, temporary_path
+from train.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
+from train.record.written_files import files_below, remove_empty
 
 MANIFEST = "manifest.json"
 STATE = "state"
@@ -21,6 +24,7 @@ STATE = "state"
 # resume from, and the last two of them are enough.
 ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
 AT_LEAST = 2  # if the newest has come to harm there is one before it
+NAME = re.compile(r"update_\d{8}")
 
 
 class CheckpointDirectory:
@@ -61,8 +65,7 @@ class CheckpointDirectory:
         """
         folder, partial = self.folder(update), self.partial(update)
         seal(partial, why, checked)
-        if folder.exists():  # of a run that was resumed from before it
-            shutil.rmtree(folder)
+        _remove(folder)  # of a run that was resumed from before it
         partial.rename(folder)
         sync(self.path)
         self._point(self.latest, folder)
@@ -72,23 +75,56 @@ class CheckpointDirectory:
 
     def abandon(self, update: int) -> None:
         """Take away what a failed save has left."""
-        shutil.rmtree(self.partial(update), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(self.partial(update))
+
+    def folders(self) -> list[Path]:
+        """The checkpoints, the newest first. Whether they are whole is not looked at."""
+        folders = (path for path in self.path.glob("update_????????") if NAME.fullmatch(path.name))
+        parts = (MANIFEST, STATE, "model")
+        return sorted((path for path in folders if any((path / part).exists() for part in parts)), reverse=True)
 
     def resumable(self) -> Iterator[Path]:
         """Checkpoints that hold a state, the newest first. Whether they are whole is not looked at."""
-        for folder in sorted(self.path.glob("update_????????"), reverse=True):
-            if (folder / STATE).is_dir():
-                yield folder
+        return (folder for folder in self.folders() if (folder / STATE).is_dir())
+
+    def newest_after(self, update: int) -> Path | None:
+        """The newest checkpoint, if it is of a later update than this one."""
+        return next((folder for folder in self.folders() if _update(folder) > update), None)
+
+    def foreign(self, is_of_a_run: bool) -> Iterator[str]:
+        """The names, with that of this folder before them, of files that are in no checkpoint's manifest.
+
+        Args:
+            is_of_a_run: a checkpoint whose manifest is missing or damaged is one that a run has left.
+        """
+        is_folder = self.path.is_dir() and not self.path.is_symlink()
+        for path in sorted(self.path.iterdir()) if is_folder else ():
+            temporary = TEMPORARY.fullmatch(path.name)
+            name = temporary["name"] if temporary else path.name.removesuffix(".partial")
+            if path.is_symlink():
+                is_ours = name in (self.best.name, self.latest.name) and NAME.fullmatch(os.readlink(path))
+                files = () if is_ours else (path.name,)
+            elif path.is_dir():
+                sealed = _sealed(path)
+                is_ours = is_of_a_run and sealed is None and NAME.fullmatch(name)
+                files = () if is_ours else set(files_below(path, path.parent)) - (sealed or set())
+            else:
+                files = (path.name,)
+            yield from (f"{self.path.name}/{name}" for name in sorted(files))
 
     def drop_after(self, update: int) -> None:
-        """Take away the checkpoints of updates that come again, and what a killed run has left half."""
-        for folder in self.path.glob("update_*"):
-            if folder.suffix or int(folder.name.removeprefix("update_")) > update:
-                shutil.rmtree(folder)
+        """Remove the checkpoints of updates that come again, and what a killed run has left half."""
+        for path in self.path.glob("*.partial"):
+            if NAME.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
+                remove(path)
+        for folder in self.folders():
+            if _update(folder) > update:
+                _remove(folder)
         for link in (self.best, self.latest):
             if link.is_symlink() and not link.exists():
                 link.unlink()
-        if not self.latest.is_symlink() and (newest := next(self.resumable(), None)):
+        if not os.path.lexists(self.latest) and (newest := next(self.resumable(), None)):
             self._point(self.latest, newest)
 
     def point_to_the_best(self, update: int) -> None:
@@ -96,15 +132,15 @@ class CheckpointDirectory:
         self._point(self.best, self.folder(update))
 
     def _drop(self) -> None:
-        folders = sorted(self.path.glob("update_????????"), reverse=True)
+        folders = self.folders()
         asked = [folder for folder in folders if _why(folder) == ASKED]
         keep = {*asked[: self.limit], *list(self.resumable())[: self.limit or AT_LEAST]}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
         kept = {folder.name for folder in keep}
         for folder in folders:
-            milestone = self.every and int(folder.name.removeprefix("update_")) % self.every == 0
+            milestone = self.every and _update(folder) % self.every == 0
             if folder.name not in kept and not milestone:
-                shutil.rmtree(folder)
+                _remove(folder)
 
     @staticmethod
     def _point(link: Path, folder: Path) -> None:
@@ -183,6 +219,34 @@ def checksum(path: Path) -> str:
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _update(folder: Path) -> int:
+    return int(folder.name.removeprefix("update_"))
+
+
+def _sealed(folder: Path) -> set[str] | None:
+    """What a manifest names, and itself, with the folder's name before them; None if it cannot be read."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return {f"{folder.name}/{name}" for name in (*files, MANIFEST)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint. Files that its manifest does not name stay."""
+    sealed = None if folder.is_symlink() else _sealed(folder)
+    files = set(files_below(folder, folder.parent)) if sealed else set()
+    if sealed is None or files <= sealed:
+        gone = temporary_path(folder)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(gone)  # a kill leaves no half of a checkpoint under its name
+        remove(gone)
+        return
+    for name in files & sealed:
+        (folder.parent / name).unlink()
+    remove_empty(folder)
 
 
 def _why(folder: Path) -> str:

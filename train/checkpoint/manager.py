@@ -8,7 +8,7 @@ from typing import Any
 
 from train.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
 from train.checkpoint.exporter import ModelExporter
-from train.checkpoint.resume import ResumePlan, check_data
+from train.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
 from train.checkpoint.run_state import BestEvaluation, RunState
 from train.checkpoint.writer import AsyncCheckpointWriter
 from train.health.anomaly import Anomaly
@@ -73,7 +73,7 @@ class CheckpointManager:
             if warnings:
                 raise UserError(
                     f"no checkpoint in {self.directory.path} can be used, for the reasons above. Bring one back, or "
-                    "start over with --resume never, which takes away what is left of them"
+                    f"start over with {START_OVER}, which deletes what is left of them"
                 )
         else:
             if plan.sources:
@@ -89,11 +89,24 @@ class CheckpointManager:
             f"processes {run['num_processes']}: {size / 1e6:,.1f} MB read in {time.perf_counter() - began:.1f} s"
         )
 
+    def drop_replaced(self) -> None:
+        """Remove the checkpoints of updates that come again, on the main process; of a run that this one replaces,
+        all of them.
+
+        Raises:
+            UserError: another launch has put them there since this one began.
+        """
+        self.folder.lock()
+        if self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve():
+            self.directory.drop_after(self.state.updates)
+        else:
+            refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
+            self.directory.drop_after(-1)
+
     def restore_best_checkpoint(self) -> None:
         """See that the best checkpoint so far is in the folder; where it is gone, the search begins anew."""
         best, is_here = self.state.best, True
         if self._engine.is_main and self.resumed_from is not None:
-            self.directory.drop_after(self.state.updates)
             is_here = best.update is None or not self._keeps_best or self._best_is_here() or self._copy_best()
         if not self._engine.from_main(is_here):
             self._say(
@@ -112,7 +125,9 @@ class CheckpointManager:
         source = other.folder(self.state.best.update)
         if other.path.resolve() == self.directory.path.resolve() or flaw(source):
             return False
-        shutil.copytree(source, self.directory.folder(self.state.best.update))
+        partial = self.directory.partial(self.state.best.update)
+        shutil.copytree(source, partial)
+        partial.rename(self.directory.folder(self.state.best.update))
         self.directory.point_to_the_best(self.state.best.update)
         return True
 

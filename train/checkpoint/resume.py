@@ -1,19 +1,22 @@
 """Which earlier run this one resumes, and whether its position in the data is a position in this data."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from train.checkpoint.directory import STATE
+from train.checkpoint.directory import STATE, CheckpointDirectory
 from train.checkpoint.shards import read_progress
 from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
 from train.record.run_folder import GIVEN_FOR, OLDER, RunFolder, differences, differing_options, identity
+from train.record.written_files import CHECKPOINTS
 
 SAMPLES_LOOKED_AT = 64
+START_OVER = "--resume never --overwrite_output_dir"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class EarlierRuns:
     @classmethod
     def read(cls, recipe, folder: RunFolder) -> "EarlierRuns":
         """Raises UserError: `resume` names a folder that is no checkpoint."""
-        own = folder.recorded()
+        own = folder.recorded() or _run_in_checkpoints(folder)
         if recipe.resume in ("auto", "never"):
             return cls(own)
         checkpoint = Path(recipe.resume).expanduser()
@@ -103,16 +106,14 @@ class EarlierRuns:
         differing = differing_options(now, self.own or {})
         if differing and not recipe.overwrite_output_dir:
             folder.refuse_a_different_run(differing)
-        if recipe.resume == "never":
-            return ResumePlan(folder, now)
         sources, notes = [], []
         inside = self.checkpoint is not None and self.checkpoint.resolve().parents[1] == folder.path.resolve()
-        if self.own is not None and not differing and not inside:
+        if recipe.resume != "never" and self.own is not None and not differing and not inside:
             if folder.is_finished and not recipe.overwrite_output_dir:
                 # The order of a corpus' samples follows from the length of the run.
                 longer = "" if getattr(recipe, "data_path", None) else "--resume one of its checkpoints, or "
                 raise NothingToDo(
-                    f"this very run is finished, its model is {folder.model}. --resume never makes it again; to "
+                    f"this run already finished, its model is {folder.model}. --overwrite_output_dir repeats it; to "
                     f"train it further, choose another --output_dir and {longer}--model_name_or_path "
                     f"{folder.model}"
                 )
@@ -120,7 +121,41 @@ class EarlierRuns:
         if self.checkpoint is not None:
             notes += [f"resumes with a change: {text}" for text in differences_from(recipe, global_batch, self.named)]
             sources.append(str(self.checkpoint))
+        checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
+        continues = inside or ("auto" in sources and any(checkpoints.resumable()))
+        in_checkpoints = () if continues else checkpoints.foreign(bool(folder.written.names))
+        folder.refuse_foreign_files(in_checkpoints, recipe.overwrite_output_dir)
+        if not continues:
+            refuse_to_clear(folder, recipe.overwrite_output_dir, is_known=self.own is not None)
         return ResumePlan(folder, now, tuple(sources), tuple(notes))
+
+
+def refuse_to_clear(folder: RunFolder, overwrite: bool, is_known: bool = True) -> None:
+    """Raises UserError where a run that starts would delete checkpoints or a model, and was not told to.
+
+    Args:
+        is_known: it is known which run is in the folder, and this is the same.
+    """
+    newest = CheckpointDirectory(folder.path / CHECKPOINTS).newest_after(folder.written.begun_at)
+    holds = newest or (folder.model if folder.model.is_dir() and any(folder.model.iterdir()) else None)
+    if holds is None and not is_known and folder.has_updates():
+        holds = folder.metrics.path
+    if holds is not None and not overwrite:
+        raise UserError(
+            f"output_dir = {str(folder.path)!r} holds {holds.relative_to(folder.path)}, and this run would start "
+            f"over. Choose another --output_dir, or delete what is there with {START_OVER}"
+        )
+
+
+def _run_in_checkpoints(folder: RunFolder) -> dict[str, Any] | None:
+    """The options that the newest checkpoint was written with, where the record of the run is lost."""
+    checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
+    if checkpoints.newest_after(folder.written.begun_at) is None:
+        return None
+    for checkpoint in checkpoints.resumable():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {**OLDER, **read_progress(checkpoint / STATE)["run"]}
+    return None
 
 
 def _run_of(checkpoint: Path) -> dict[str, Any]:
@@ -184,5 +219,5 @@ def check_data(now: dict[str, Any], recorded: dict[str, Any], folder: Path) -> N
     raise UserError(
         f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "
         "Restore the data (with data_path also max_train_steps and num_train_epochs, which the order follows from), "
-        "or start over with --resume never"
+        f"or start over with {START_OVER}"
     )

@@ -220,7 +220,7 @@ class AsyncCheckpointWriter:
         if problems:
             raise UserError(
                 f"the checkpoint {folder} is of another model: {problems[0]} ({len(problems)} such weights). Choose "
-                "another --output_dir, or start over with --resume never"
+                "another --output_dir, or start over with --resume never --overwrite_output_dir"
             )
         self.engine.continue_from(progress["loss_scale"])
         return progress

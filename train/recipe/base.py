@@ -63,8 +63,8 @@ class Recipe:
         setattr(self, name, self._default(name))
         return self.__dict__.get("_sources", {}).pop(name, None)
 
-    def reset_unused_options(self) -> None:
-        """Reset the options that this launch does not use. Called once all options are read."""
+    def settle(self) -> None:
+        """Change what follows from other options. Called once all options are read."""
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

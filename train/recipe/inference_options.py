@@ -49,9 +49,9 @@ class InferenceOptions(Recipe):
         """The flags that have no effect on a launch without training."""
         return self.__dict__.get("_without_effect", [])
 
-    def reset_unused_options(self) -> None:
+    def settle(self) -> None:
         """Reset the options of training in a launch without training."""
-        super().reset_unused_options()
+        super().settle()
         if self.trains or not self.model_name_or_path:
             return
         reset = [*TRAINING_OPTIONS]

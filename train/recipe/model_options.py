@@ -2,9 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 from train.recipe.base import Recipe
 from train.recipe.fields import Recomputation, option
+from train.recipe.paths import is_run
 
 
 @dataclass
@@ -46,6 +48,12 @@ class ModelOptions(Recipe):
         False, "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect."
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
+
+    def settle(self) -> None:
+        """Of a run's folder, its model/ is meant."""
+        super().settle()
+        if self.model_name_or_path and is_run(Path(self.model_name_or_path).expanduser()):
+            self.model_name_or_path = str(Path(self.model_name_or_path) / "model")
 
     def problems(self) -> list[str]:
         problems = super().problems()

@@ -100,7 +100,7 @@ def read_recipe(
             "it, and add --trust_remote_code to the command line"
         )
     if not problems:
-        recipe.reset_unused_options()
+        recipe.settle()
         problems.extend(recipe.problems())
     return recipe, problems
 

@@ -16,6 +16,7 @@ ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
                   "text_columns", "label_column", "choice_columns")  # fmt: skip
 ADMINISTRATOR = 0  # the user whose folders all trust
+SPACE_BYTES = 1 << 16  # what the record of a run takes at least
 
 
 def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
@@ -41,9 +42,6 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
                 f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
                 f"--input {folder} --output {folder.name}-hf"
             )
-    name = getattr(recipe, "model_name_or_path", None)
-    if name and getattr(recipe, "trains", True) and is_run(Path(name).expanduser()):
-        problems.append(f"model_name_or_path = {name!r} is a run's folder: its model is {Path(name) / 'model'}")
     for option in ONE_FILE_OPTIONS:
         name = getattr(recipe, option, None)
         if name and not Path(name).expanduser().is_file():
@@ -51,7 +49,9 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
     for _, prefix in getattr(recipe, "blend", []):
         missing = missing_corpus(str(Path(prefix).expanduser()))
         problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
-    for option, folder in ((output_option, output), ("cache_dir", recipe.cache_dir)):
+    checkpoints = output / "checkpoints"  # may be a mount, or belong to somebody else
+    folders = [(output_option, output), *([(output_option, checkpoints)] if checkpoints.exists() else [])]
+    for option, folder in (*folders, ("cache_dir", recipe.cache_dir)):
         why = cannot_be_written(Path(folder).expanduser()) if folder else None
         problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
     if problems:
@@ -126,7 +126,9 @@ def metas_folder(name: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "model" / "config.json").is_file() and not (folder / "config.json").exists()
+    """Whether a folder is a run's, with its model or adapter in model/."""
+    files = ("config.json", "adapter_config.json")
+    return any((folder / "model" / name).is_file() for name in files) and not (folder / "config.json").exists()
 
 
 def missing_corpus(prefix: str) -> str | None:
@@ -147,7 +149,10 @@ def cannot_be_written(folder: Path) -> str | None:
     if not place.is_dir():
         return "is a file" if place == folder else f"cannot be made: {place} is a file"
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(SPACE_BYTES))  # a full disk still makes empty files
+            file.flush()
+            os.fsync(file.fileno())
             return None
     except OSError as error:
         return f"cannot be written: {error.strerror} ({place})"

@@ -1,15 +1,14 @@
 """loss.png: the picture that a person looks at first."""
 
 import math
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from train.record.fonts import font_for
 
 FEW = 12  # updates that are shown as points, and not smoothed
 
 
-def plot_run(metrics: list[dict[str, Any]], file: Path, title: str, unit: str, figure_of_merit: str) -> None:
+def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: str, figure_of_merit: str) -> None:
     """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm.
     Updates that were skipped after an anomaly are marked; their figures are in metrics.jsonl.
 

@@ -4,42 +4,21 @@ import contextlib
 import json
 import os
 import platform
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from train.recipe.base import Recipe
 from train.recipe.errors import UserError
+from train.recipe.files import atomic_file, open_without_links, sync, temporary_path
 from train.record.jsonl import JsonlFile
+from train.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 
-PACKAGES = (
-    "torch",
-    "accelerate",
-    "deepspeed",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "peft",
-    "megatron-core",
-    "evaluate",
-    "scikit-learn",
-    "sacrebleu",
-    "numpy",
-    "liger-kernel",
-)
-# Environment variables, or beginnings of their names, by which network, memory and threads are set.
-SETTINGS = (
-    "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_",
-    "FI_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_",
-    "MKL_NUM_THREADS", "KMP_", "MALLOC_", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)  # fmt: skip
+SHOWN = 3  # names in a message
 # Options that older records have not, and what they would say.
 OLDER = {"optim": "adamw"}
 # Options that do not change what is computed: a run that differs only in these is the same run.
@@ -66,23 +45,44 @@ class RunFolder:
         self.metrics = JsonlFile(self.path / "metrics.jsonl")
         self.samples = JsonlFile(self.path / "samples.jsonl")
         self.faults = JsonlFile(self.path / "faults.jsonl")
+        self.written = WrittenFiles(self.path)
         self._lock = None
 
     @property
     def model(self) -> Path:
-        return self.path / "model"
+        return self.path / MODEL
 
     def recorded(self) -> dict[str, Any] | None:
-        """The options of the run that is in the folder, and of its strategy the numbers of processes; None where no
-        update was made."""
+        """The options of the run that is in the folder, and of its strategy the numbers of processes; None where it
+        made no update of its own, or recipe.yaml cannot be read."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
-        recipe, strategy = self.path / "recipe.yaml", self.path / "strategy.yaml"
-        if not recipe.is_file() or not self._has_updates():
+        options = read_yaml(self.path / "recipe.yaml")
+        if not options or not self.has_updates():
             return None
-        options = yaml.safe_load(recipe.read_text()) or {}
-        laid_out = (yaml.safe_load(strategy.read_text()) or {}) if strategy.is_file() else {}
+        laid_out = read_yaml(self.path / "strategy.yaml")
         return {**OLDER, **options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
+
+    def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
+        """See that nothing in the folder is in the way of a run, and, where no run has been there yet, that nothing is
+        in it at all.
+
+        Args:
+            in_checkpoints: the names in checkpoints/ that no run has written.
+            overwrite: start beside files that are not in the way.
+
+        Raises:
+            UserError: it names the first files.
+        """
+        foreign, stays = chain(self.written.foreign(), in_checkpoints), overwrite or bool(self.written.names)
+        names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
+        if names:
+            more = " and more" if len(names) > SHOWN else ""
+            beside = "" if any(map(_is_in_the_way, names)) else ", or keep them with --overwrite_output_dir"
+            raise UserError(
+                f"{self.option} = {str(self.path)!r} holds what no run has written: {', '.join(names[:SHOWN])}{more}. "
+                f"Choose another --{self.option}, or move these away{beside}"
+            )
 
     def refuse_a_different_run(self, differing: list[str]) -> None:
         """Raises UserError: the folder holds another run than this one."""
@@ -114,7 +114,7 @@ class RunFolder:
         if self._lock is not None or not self.path.is_dir():
             return
         try:
-            file = (self.path / ".lock").open("a+")
+            file = os.fdopen(open_without_links(self.path / LOCK, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
         except OSError as error:
             raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {error.strerror}") from None
         with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
@@ -124,17 +124,19 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
+                who = file.read().decode(errors="replace").strip()
                 raise UserError(
-                    f"{self.option} = {str(self.path)!r}: another run is at work there ({file.read().strip()}). Wait "
-                    "for its end, or end it"
+                    f"{self.option} = {str(self.path)!r}: another run is at work there ({who}). Wait for its end, or "
+                    "end it"
                 ) from None
             file.truncate(0)
-            file.write(f"process {os.getpid()} of {platform.node()}\n")
-            file.flush()
+            file.write(f"process {os.getpid()} of {platform.node()}\n".encode())
         self._lock = file
 
-    def _has_updates(self) -> bool:
-        return any(line["update"] > 0 for line in self.metrics.read())
+    def has_updates(self) -> bool:
+        """Whether the run in the folder has made an update, and not only copied those of a run that it resumed."""
+        begun_at = self.written.begun_at
+        return any(line["update"] > begun_at for line in self.metrics.read())
 
     def start(
         self,
@@ -144,37 +146,43 @@ class RunFolder:
         environment: dict[str, Any],
         updates: int = 0,
         resumed_from: Path | None = None,
-    ) -> None:
-        """Write what the run is, and begin its record anew, or continue it after `updates` updates.
+    ) -> list[str]:
+        """Write what the run is, and start its record, or continue it after `updates` updates.
 
         Args:
             resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
 
+        Returns: notes for the log.
+
         Raises:
             UserError: the folder cannot be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock()
-            self._clear(resumed_from)
-            self._write_all(recipe, global_batch, strategy, environment, updates)
-        except OSError as error:
-            raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
+        with self._writing():
+            self._clear(updates, resumed_from)
+            self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
+            hole = self.metrics.start(updates)
+            if recipe.record_samples:
+                self.samples.start(updates)
+        return [hole] if hole else []
 
     def start_answers(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Begin the record of a launch that trains nothing; what an earlier one has left is replaced.
+        """Start the record of a launch that trains nothing; what an earlier one has left is replaced.
 
         Raises:
             UserError: the folder cannot be written.
         """
+        with self._writing():
+            self._clear(0, None)
+            self._describe(options, strategy, environment)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
-            for left in (self.metrics.path, *self.path.glob("predictions*.jsonl"), *self.path.glob("*.tsv")):
-                left.unlink(missing_ok=True)
-            self._describe(options, strategy, environment)
+            yield
         except OSError as error:
-            raise UserError(f"output_dir = {str(self.path)!r} cannot be written: {error.strerror}") from None
+            raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {error.strerror}") from None
 
     def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
@@ -183,43 +191,78 @@ class RunFolder:
         failure = {name: earlier[name] for name in ("exit_code", "exit_reason") if name in earlier}
         self.write_environment({**environment, **failure})
 
-    def _clear(self, resumed_from: Path | None) -> None:
-        shutil.rmtree(self.model, ignore_errors=True)
-        (self.path / "loss.png").unlink(missing_ok=True)
+    def _clear(self, updates: int, resumed_from: Path | None) -> None:
+        """Remove what the run that was here has written, but for checkpoints and what this run resumes from."""
+        written = self.written.names
+        for lines in (self.metrics, self.samples, self.faults):
+            lines.close()
         if resumed_from is not None and resumed_from.resolve() == self.path.resolve():
+            self.written.remove(name for name in written if name.startswith(f"{MODEL}/") or name == "loss.png")
+            self.written.add(NAMES)
             return
-        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)  # what the run that stood here has left
-        for left in (self.metrics.path, self.samples.path, self.faults.path, *self.path.glob("predictions*.jsonl")):
-            left.unlink(missing_ok=True)
+        self.written.remove(written)
+        self.written.add(NAMES, begun_at=updates)
         for lines in (self.metrics, self.samples) if resumed_from is not None else ():
             if (resumed_from / lines.path.name).is_file():
-                shutil.copyfile(resumed_from / lines.path.name, lines.path)
-
-    def _write_all(self, recipe, global_batch: int, strategy: dict, environment: dict, updates: int) -> None:
-        self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
-        self.metrics.start(updates)
-        if recipe.record_samples:
-            self.samples.start(updates)
+                with atomic_file(lines.path, "wb") as file:
+                    file.write((resumed_from / lines.path.name).read_bytes())
 
     def write_environment(self, environment: dict[str, Any]) -> None:
         self._write("environment.json", json.dumps(environment, indent=2) + "\n")
 
     def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
         """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""
-        partial = self.path / f"predictions{suffix}.partial"
-        with partial.open("w", encoding="utf-8") as file:
+        with self.new_file(f"predictions{suffix}.jsonl") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        partial.replace(partial.with_suffix(".jsonl"))
 
     def predictions(self) -> list[dict[str, Any]]:
         """What write_predictions wrote last."""
         with (self.path / "predictions.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
+    @contextlib.contextmanager
+    def new_file(self, name: str, mode: str = "w") -> Iterator[IO]:
+        """A file of the run, which replaces an earlier one at the end of the block.
+
+        Raises:
+            UserError: there is a file of that name which no run has written.
+        """
+        if not self.written.is_ours(name):
+            raise UserError(f"{self.path / name} was written by no run, and is not replaced. Move it away")
+        self.written.add([name])
+        with atomic_file(self.path / name, mode) as file:
+            yield file
+
+    @contextlib.contextmanager
+    def new_model(self) -> Iterator[Path]:
+        """The folder to write model/ in, which gets its name at the end of the block: complete, or not there."""
+        partial = temporary_path(self.model)
+        partial.mkdir()
+        yield partial
+        for below in (path for path in partial.rglob("*") if path.is_file()):
+            sync(below)
+        self.written.add(f"{MODEL}/{name}" for name in files_below(partial, partial))
+        partial.rename(self.model)
+        sync(self.path)
+
     def _write(self, name: str, text: str) -> None:
-        partial = self.path / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path / name)
+        with atomic_file(self.path / name) as file:
+            file.write(text)
+
+
+def _is_in_the_way(name: str) -> bool:
+    """Whether a run would have to replace this file, or write behind this link."""
+    is_checkpoint = re.match(rf"{CHECKPOINTS}/(update_\d{{8}}|(best|latest)$)", name)
+    return name in NAMES or name == CHECKPOINTS or name.partition("/")[0] == MODEL or bool(is_checkpoint)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A file of the record; empty if it is missing or damaged."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def check_folder_of(output: Path, file: str, what: str) -> None:
@@ -245,55 +288,3 @@ def identity(recipe: Recipe, global_batch: int) -> dict[str, Any]:
     """The options that make a run the run that it is."""
     options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
     return {**options, "global_batch_size": global_batch}
-
-
-def describe_environment(command: list[str], device) -> dict[str, Any]:
-    """Versions, commit, hardware and command of this run."""
-    import psutil
-    import torch
-
-    from train.strategy.devices import device_names
-
-    root = Path(__file__).resolve().parents[2]
-    hardware: dict[str, Any] = {
-        "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-    }  # fmt: skip
-    if device.type != "cpu":
-        versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
-        hardware["gpus"] = device_names(device)
-        hardware |= {name: version for name, version in versions.items() if version}
-    return {
-        "command": command or sys.argv,
-        "arguments": sys.argv,
-        "zerofit_commit": _git(root, "rev-parse", "HEAD"),
-        "zerofit_changed": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "hardware": hardware,
-        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS)},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _git(root: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def cpu_model() -> str:
-    """The processor of this machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

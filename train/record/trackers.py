@@ -3,11 +3,11 @@
 import importlib.util
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError
 from train.recipe.options import TrackingOptions
+from train.record.run_folder import RunFolder
 
 MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 
@@ -27,7 +27,7 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
 
 
 def start_trackers(
-    accelerator, trackers: Sequence[str], recipe: TrackingOptions, folder: Path, task: str, state
+    accelerator, trackers: Sequence[str], recipe: TrackingOptions, folder: RunFolder, task: str, state
 ) -> str | None:
     """Open the trackers, and resume the runs there. Returns a sentence for the log, where wandb goes offline for
     want of a login.
@@ -37,18 +37,18 @@ def start_trackers(
     """
     if not trackers:
         return None
-    note = None
+    note, project = None, recipe.report_name or f"zerofit-{task}"
+    if accelerator.is_main_process:
+        folder.written.add(["wandb/", f"{project}/"])
     if "wandb" in trackers and not os.environ.get("WANDB_MODE") and not _wandb_login():
         os.environ["WANDB_MODE"] = "offline"
-        note = f"wandb: no login found, so the run is kept in {folder / 'wandb'}; `wandb sync` sends it later"
+        note = f"wandb: no login found, so the run is kept in {folder.path / 'wandb'}; `wandb sync` sends it later"
     config = {name: _plain(value) for name, value in recipe.to_publish().items()}
-    wandb = {"name": recipe.run_name or folder.name, "dir": str(folder)}
+    wandb = {"name": recipe.run_name or folder.path.name, "dir": str(folder.path)}
     if "wandb" in state.tracker_ids:
         wandb |= {"id": state.tracker_ids["wandb"], "resume": "allow"}
     kwargs = {"wandb": wandb, "tensorboard": {"purge_step": state.updates + 1} if state.updates else {}}
-    accelerator.init_trackers(
-        recipe.report_name or f"zerofit-{task}", config=config, init_kwargs={name: kwargs[name] for name in trackers}
-    )
+    accelerator.init_trackers(project, config=config, init_kwargs={name: kwargs[name] for name in trackers})
     if "wandb" in trackers and accelerator.is_main_process:
         state.tracker_ids["wandb"] = accelerator.get_tracker("wandb", unwrap=True).id
     return note

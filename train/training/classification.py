@@ -65,7 +65,8 @@ def predict_examples(
         return ["predictions.jsonl"]
     (file,) = find_files("predict_file", recipe.predict_file)
     name, text = submission(recipe.task_name, file, part.numbers, [row["prediction"] for row in rows])
-    (folder.path / name).write_text(text, encoding="utf-8")
+    with folder.new_file(name) as written:
+        written.write(text)
     return ["predictions.jsonl", name]
 
 

@@ -2,8 +2,6 @@
 
 import time
 
-import yaml
-
 from train.health.watchdog import Watchdog
 from train.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
 from train.model.folders import is_adapter, model_folder
@@ -11,7 +9,8 @@ from train.recipe.errors import UserError
 from train.recipe.inference_options import DATA_OPTIONS
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import answers_folder
-from train.record.run_folder import RunFolder, describe_environment, differences
+from train.record.environment import describe_environment
+from train.record.run_folder import RunFolder, differences, read_yaml
 from train.record.terminal import duration
 from train.record.timeline import Timeline
 from train.strategy.gpus import describe_device
@@ -53,11 +52,11 @@ class EvaluationTrainer(Trainer):
 
     def _refuse_other_answers(self, folder: RunFolder, recipe) -> None:
         """The same model may be asked the same again; answers of another, or to other data, stay."""
-        file = folder.path / "recipe.yaml"
-        if not file.is_file():
-            return
+        if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
+            return  # nothing was answered
         asked = ("model_name_or_path", "predict_file", *DATA_OPTIONS)
-        earlier = {name: value for name, value in yaml.safe_load(file.read_text()).items() if name in asked}
+        recorded = read_yaml(folder.path / "recipe.yaml")
+        earlier = {name: value for name, value in recorded.items() if name in asked}
         if differing := differences(recipe, 0, earlier):
             folder.refuse_a_different_run(differing)
 

@@ -22,10 +22,10 @@ from train.recipe.errors import UserError, explain_failures_with
 from train.recipe.last_message import repeat_after_launcher
 from train.recipe.options import TrainingRecipe
 from train.recipe.schedule import make_schedule
+from train.record.environment import describe_environment
 from train.record.meters import MemoryMeter
 from train.record.plot import plot_run
 from train.record.recorder import RunRecorder
-from train.record.run_folder import describe_environment
 from train.record.terminal import Bar, rounded, say
 from train.record.timeline import Timeline
 from train.record.trackers import start_trackers
@@ -218,9 +218,7 @@ class Trainer:
         self.environment = describe_environment(self.strategy.launch.command, engine.device) if self.is_main else {}
         self.exporter = ModelExporter(engine, self.adapter, tokenizer, self.task_name, recipe, self.environment)
         self.checkpoints = self._resume()
-        note = start_trackers(
-            self.accelerator, self.config.trackers, recipe, self.folder.path, self.task_name, self.state
-        )
+        note = start_trackers(self.accelerator, self.config.trackers, recipe, self.folder, self.task_name, self.state)
         self.say(*([f"note      {note}"] if note else []))
         self.shutdown.install()
         self.checkpoints.start()
@@ -253,11 +251,13 @@ class Trainer:
         )
         checkpoints.resume(self.config.resume)
         if self.is_main:
-            self.folder.start(
+            checkpoints.drop_replaced()
+            notes = self.folder.start(
                 self.recipe, self.strategy.batches.global_batch,
                 {**engine.effective_strategy(), "options_given_for": self.config.options_given_for}, self.environment,
                 self.state.updates, checkpoints.resumed_from,
             )  # fmt: skip
+            self.say(*(f"note      {note}" for note in notes))
         check_output_folder(self.config, engine)
         checkpoints.restore_best_checkpoint()
         return checkpoints
@@ -317,16 +317,20 @@ class Trainer:
         self.folder.metrics.close()
         if loads_best:
             best = self.checkpoints.directory.best
-            shutil.copytree(best / "model", self.folder.model)
-            for file in best.glob("predictions*.jsonl"):
-                shutil.copy(file, self.folder.path / file.name)  # the predictions of model/
-        else:
-            self.exporter.write(weights, self.state.held_out, self.folder.model)
+            for file in best.glob("predictions*.jsonl"):  # of the model that is exported
+                with self.folder.new_file(file.name, "wb") as written:
+                    written.write(file.read_bytes())
+        with self.folder.new_model() as place:
+            if loads_best:
+                shutil.copytree(best / "model", place, dirs_exist_ok=True)
+            else:
+                self.exporter.write(weights, self.state.held_out, place)
         figures = self.state.best.figures if loads_best else self.state.held_out
         updates = self.state.best.update if loads_best else self.state.updates
         self.environment["held_out"] = {"update": updates, **figures} if figures else {}
-        picture, task = self.folder.path / "loss.png", self.task
-        plot_run(self.folder.metrics.read(), picture, self.folder.path.name, task.unit, task.figures[0])
+        task = self.task
+        with self.folder.new_file("loss.png", "wb") as picture:
+            plot_run(self.folder.metrics.read(), picture, self.folder.path.name, task.unit, task.figures[0])
         made = self.state.updates - self.checkpoints.resumed_at
         self.say("", *summary(
             self.state, made, self.seconds, self.throughput, self.checkpoints.writer.records, self.best,

@@ -105,7 +105,7 @@ def inspect_machine(simulated: dict[str, str] | None = None) -> Machine:
 def _print_description() -> None:
     import torch
 
-    from train.record.run_folder import describe_environment
+    from train.record.environment import describe_environment
     from train.strategy.devices import bf16_slowdown
     from train.strategy.host_memory import host_memory
 

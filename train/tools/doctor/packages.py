@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from train.record.run_folder import PACKAGES
+from train.record.environment import PACKAGES
 from train.strategy.pairs import ROOT
 from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding
 

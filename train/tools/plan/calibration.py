@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.cache import cache_root
-from train.record.run_folder import cpu_model
+from train.record.environment import cpu_model
 from train.strategy.host_memory import usable_cores
 from train.tools.plan.links import MeasuredLinks
 from train.tools.plan.speeds import Curve, Speeds

@@ -1,0 +1,342 @@
+"""A run's folder: what is never removed, what is read where a part of the record is lost, and links in it."""
+
+import contextlib
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import refusal
+
+from train.checkpoint.directory import ASKED, BEST, CheckpointDirectory
+from train.checkpoint.resume import START_OVER, EarlierRuns
+from train.recipe import ClmRecipe, parse_recipe
+from train.recipe.files import atomic_file
+from train.record.jsonl import JsonlFile
+from train.record.run_folder import RunFolder, identity
+from train.tools.generate.journal import Journal
+
+USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
+
+
+def recipe(*flags: str) -> ClmRecipe:
+    basic = ["--config_name", "gpt2", "--tokenizer_name", "x", "--train_file", "x.txt"]
+    return parse_recipe(ClmRecipe, [*basic, *flags], prog="clm.py")
+
+
+def checkpoint(path: Path, update: int, with_state: bool = True) -> Path:
+    checkpoints = CheckpointDirectory(path / "checkpoints")
+    partial = checkpoints.partial(update)
+    (partial / "model").mkdir(parents=True)
+    (partial / "model" / "weights").write_text("1")
+    if with_state:
+        (partial / "state").mkdir()
+        run = {**identity(recipe(), 8), "num_processes": 2, "strategy": "ddp"}
+        (partial / "state" / "progress.json").write_text(json.dumps({"run": run}))
+    checkpoints.finish(update, ASKED if with_state else BEST, False, {})
+    return checkpoints.folder(update)
+
+
+def a_run(path: Path, updates: int = 4, *, saved: int | None = 2, with_state: bool = True) -> RunFolder:
+    """A run of `recipe()` that was killed after an update."""
+    folder = RunFolder(path)
+    folder.start(recipe(), 8, {"num_processes": 2}, {})
+    for update in range(1, updates + 1):
+        folder.metrics.add({"update": update, "loss": 1.0})
+    if saved:
+        checkpoint(path, saved, with_state)
+    folder.metrics.close()
+    return RunFolder(path)
+
+
+def plan(path: Path, *flags: str) -> list[str]:
+    folder, options = RunFolder(path), recipe(*flags)
+    earlier = EarlierRuns.read(options, folder)
+    return list(earlier.plan(options, 8, folder).sources)
+
+
+def restart(path: Path, updates: int = 0, resumed_from: Path | None = None) -> list[str]:
+    """What a launch does to the folder, once its plan is made."""
+    CheckpointDirectory(path / "checkpoints").drop_after(updates if resumed_from == path else -1)
+    return RunFolder(path).start(recipe(), 8, {"num_processes": 2}, {}, updates, resumed_from)
+
+
+def put(path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("mine")
+
+
+def left(path: Path, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if (path / name).is_file() and (path / name).read_text() == "mine"]
+
+
+# --------------------------------------------------------------------------------------------------- nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", None), ("metrics.jsonl", ""), ("metrics.jsonl", '{"update": 1, "lo'),
+        ("metrics.jsonl", '{"update": 1}\nnot json\n[1]\n{"update": 2}\n'), ("recipe.yaml", None), ("recipe.yaml", ""),
+        ("recipe.yaml", "a: [1"), ("files.json", None), ("files.json", "{"), ("strategy.yaml", None),
+    ],
+)  # fmt: skip
+def test_where_a_part_of_the_record_is_lost_the_run_is_read_from_its_checkpoint(tmp_path, name, content):
+    a_run(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert plan(tmp_path) == ["auto"]
+    said = refusal(plan, tmp_path, "--learning_rate", "1e-3")
+    assert "holds a different run: learning_rate was 5e-05, now 0.001" in said
+    restart(tmp_path, 2, tmp_path)
+    assert (tmp_path / "checkpoints" / "update_00000002" / "model" / "weights").is_file()
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["learning_rate"] == 5e-5
+
+
+def test_a_hole_in_the_record_is_said(tmp_path):
+    a_run(tmp_path, updates=9, saved=7)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], "{broken", *lines[5:]]) + "\n")
+    (note,) = restart(tmp_path, 7, tmp_path)
+    assert "metrics.jsonl lacks 3-5 of 7 updates (its line 3 is not JSON)" in note
+    assert [line["update"] for line in RunFolder(tmp_path).metrics.read()] == [1, 2, 6, 7]
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"update": {update}}}\n' for update in range(1, 9)))
+    assert restart(tmp_path, 7, tmp_path) == []
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume", "never")])
+def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, flags):
+    """Those without a state, from which no run can resume, as well."""
+    a_run(tmp_path, with_state=bool(flags))
+    said = refusal(plan, tmp_path, *flags)
+    assert "holds checkpoints/update_00000002" in said
+    assert START_OVER in said
+    plan(tmp_path, *START_OVER.split())
+    restart(tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_a_model_is_deleted_only_where_that_is_said(tmp_path):
+    folder = a_run(tmp_path, saved=None)
+    with folder.new_model() as place:
+        (place / "config.json").write_text("{}")
+    folder.write_environment({"exit_code": 0})
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "holds model" in refusal(plan, tmp_path)
+    assert plan(tmp_path, "--overwrite_output_dir") == []
+    restart(tmp_path)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_run_without_a_readable_recipe_or_checkpoint_is_not_replaced(tmp_path):
+    a_run(tmp_path, saved=None)
+    assert plan(tmp_path) == ["auto"]  # it starts over
+    (tmp_path / "recipe.yaml").unlink()
+    assert "holds metrics.jsonl" in refusal(plan, tmp_path)
+    assert plan(tmp_path, "--overwrite_output_dir") == []
+
+
+def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tmp_path):
+    other = a_run(tmp_path / "other").path
+    for begun_at, resumed_from in ((0, None), (4, other)):
+        path = tmp_path / f"run-{begun_at}"
+        RunFolder(path).start(recipe("--learning_rate", "1e-3"), 8, {"num_processes": 2}, {}, begun_at, resumed_from)
+        RunFolder(path).metrics.add({"update": begun_at, "eval_loss": 1.0})
+        assert plan(path) == []
+        RunFolder(path).metrics.add({"update": begun_at + 1, "loss": 1.0})
+        assert "learning_rate was 0.001" in refusal(plan, path)
+
+
+# -------------------------------------------------------------------------------------------------- files of the user
+
+
+@pytest.mark.parametrize("names", [USERS, *((name,) for name in USERS), ("recipe.yaml",), ("metrics.jsonl",)])
+def test_a_folder_of_other_files_is_refused(tmp_path, names):
+    put(tmp_path, names)
+    said = refusal(plan, tmp_path)
+    assert "holds what no run has written: " in said
+    assert sum(name in said for name in names) == min(len(names), 3)
+    assert left(tmp_path, names) == list(names)
+
+
+def test_files_of_the_user_stay_where_a_run_starts_beside_them(tmp_path):
+    put(tmp_path, USERS)
+    said = refusal(plan, tmp_path, "--overwrite_output_dir")
+    assert "model/net.py" in said, "it would lie in the run's model"
+    (tmp_path / "model" / "net.py").unlink()
+    plan(tmp_path, "--overwrite_output_dir")
+    restart(tmp_path)
+    kept = USERS[1:]
+    assert left(tmp_path, kept) == list(kept)
+    folder = RunFolder(tmp_path)
+    folder.write_predictions([{}])
+    assert "predictions_mine.jsonl was written by no run" in refusal(folder.write_predictions, [{}], "_mine")
+    folder.metrics.add({"update": 1})
+    checkpoint(tmp_path, 1)
+    put(tmp_path, ("checkpoints/update_00000001/notes.txt",))
+    assert plan(tmp_path) == ["auto"], "files beside a run are not in the way of its resume"
+    assert "notes.txt" in refusal(plan, tmp_path, *START_OVER.split())
+    restart(tmp_path)  # what it removes, even so, is its own
+    assert not (tmp_path / "predictions.jsonl").exists()
+    assert not (tmp_path / "checkpoints" / "update_00000001" / "model").exists()
+    assert left(tmp_path, kept) == list(kept)
+    assert left(tmp_path, ("checkpoints/update_00000001/notes.txt",))
+
+
+def test_answers_replace_answers_and_nothing_else(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.start_answers({}, {}, {})
+    folder.write_predictions([{}])
+    with folder.new_file("CoLA.tsv") as file:
+        file.write("ours")
+    put(tmp_path, USERS[2:])
+    folder.start_answers({}, {}, {})
+    assert left(tmp_path, USERS[2:]) == list(USERS[2:])
+    assert not (tmp_path / "predictions.jsonl").exists()
+    assert not (tmp_path / "CoLA.tsv").exists()
+
+
+def test_a_record_that_names_files_elsewhere_removes_none(tmp_path):
+    put(tmp_path, ("victim", "run/keep"))
+    run = tmp_path / "run"
+    names = ["../victim", str(tmp_path / "victim"), "link/victim"]
+    (run / "link").symlink_to(tmp_path)
+    (run / "files.json").write_text(json.dumps({"written": names, "begun_at": 0}))
+    folder = RunFolder(run)
+    folder.written.remove({*names, *folder.written.names})
+    assert left(tmp_path, ("victim", "run/keep")) == ["victim", "run/keep"]
+
+
+# -------------------------------------------------------------------------------------------------------------- links
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    put(tmp_path, ("victim",))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
+    assert "cannot be written" in refusal(RunFolder(tmp_path / "run").lock)
+    assert left(tmp_path, ("victim",))
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "strategy.yaml", "environment.json", "metrics", "metrics.jsonl",
+                                  "faults.jsonl", "predictions", "predictions.jsonl", "loss.png"])  # fmt: skip
+def test_no_link_in_the_folder_is_written_through(tmp_path, name):
+    """As an unpacked archive may hold them, with a record that says they are a run's."""
+    put(tmp_path, ("victim",))
+    run = tmp_path / "run"
+    a_run(run)
+    for link in (run / name, run / f"{name}.partial"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "victim")
+    RunFolder(run).start(recipe(), 8, {"num_processes": 2}, {}, 2, run)
+    folder = RunFolder(run)
+    folder.metrics.add({"update": 3})
+    with contextlib.suppress(OSError):  # ELOOP
+        folder.faults.add({"update": 3})
+    folder.write_predictions([{"a": 1}])
+    folder.write_environment({})
+    with folder.new_file("loss.png", "wb") as file:
+        file.write(b"png")
+    assert left(tmp_path, ("victim",))
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoints"])
+def test_a_folder_that_is_a_link_is_neither_emptied_nor_filled(tmp_path, name):
+    put(tmp_path, ("victims/config.json", "victims/update_00000009/state/x", "victims/update_00000009.partial/x"))
+    run = tmp_path / "run"
+    folder = a_run(run, saved=None)
+    folder.written.add([f"{name}/config.json"])
+    (run / name).symlink_to(tmp_path / "victims")
+    for flags in ((), ("--overwrite_output_dir",), tuple(START_OVER.split())):
+        assert name in refusal(plan, run, *flags)
+    folder.written.remove(folder.written.names)
+    assert left(tmp_path, ("victims/config.json",))
+
+
+def test_links_among_checkpoints_are_not_followed(tmp_path):
+    put(tmp_path, ("victims/manifest.json", "victims/state/x"))
+    checkpoints = CheckpointDirectory(tmp_path / "run" / "checkpoints", limit=1)
+    checkpoints.path.mkdir(parents=True)
+    for name in ("update_00000001", "update_00000002.partial", "latest.partial", "update_00000003"):
+        (checkpoints.path / name).symlink_to(tmp_path / "victims")
+    checkpoints.drop_after(2)
+    assert sorted(path.name for path in checkpoints.path.iterdir()) == ["latest", "latest.partial", "update_00000001"]
+    checkpoint(tmp_path / "run", 4)
+    assert left(tmp_path, ("victims/manifest.json", "victims/state/x")) == ["victims/manifest.json", "victims/state/x"]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("before")
+    with contextlib.suppress(RuntimeError), atomic_file(file) as opened:
+        opened.write("half")
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert file.read_text() == "before"
+    with atomic_file(file) as opened:
+        opened.write("after")
+        assert len(list(tmp_path.glob("a.txt.*.partial"))) == 1
+    assert file.read_text() == "after"
+    assert file.stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_a_journal_that_is_a_link_is_not_written_through(tmp_path):
+    put(tmp_path, ("victim",))
+    for name in ("out.jsonl.partial", "out.jsonl.complete"):
+        (tmp_path / name).symlink_to(tmp_path / "victim")
+    (tmp_path / "victim").write_text("")
+    journal = Journal(tmp_path / "out.jsonl")
+    journal.start({"model": "a"})
+    assert (tmp_path / "victim").read_text() == ""
+
+
+# --------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def test_a_last_line_that_is_torn_is_cut_off_before_the_next(tmp_path):
+    file = JsonlFile(tmp_path / "faults.jsonl")
+    (tmp_path / "faults.jsonl").write_text('{"update": 1}\n{"upd')
+    assert [line["update"] for line in file.read()] == [1]
+    file.add({"update": 2})
+    file.close()
+    assert [line["update"] for line in file.read()] == [1, 2]
+
+
+@pytest.mark.parametrize("text", ["nonsense", "\0\0\0", "\xff", "[" * 100_000, '{"loss": 1}', "7", '{"update": "a"}'])
+def test_a_line_that_is_none_is_passed_over(tmp_path, text):
+    file = JsonlFile(tmp_path / "metrics.jsonl")
+    file.path.write_bytes(b'{"update": 1}\n' + text.encode("latin-1") + b'\n{"update": 2}\n')
+    assert [line["update"] for line in file.read()] == [1, 2]
+
+
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch):
+    file = JsonlFile(tmp_path / "metrics.jsonl")
+    file.start()
+    file.add({"update": 1})
+    real, room = file._file, iter([3])
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            size = next(room, 0)
+            if not size:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real.write(data[:size])
+
+    file._file = Full()
+    file.add({"update": 2})
+    file.add({"update": 3})
+    assert [line["update"] for line in file.read()] == [1]
+    file._file = real
+    file.add({"update": 4})
+    file.close()
+    assert [line["update"] for line in file.read()] == [1, 2, 3, 4]
