@@ -84,8 +84,8 @@ class WrittenFiles:
                 yield entry.name
             elif is_folder and name != CHECKPOINTS and f"{name}/" not in names and not (temporary and name == MODEL):
                 yield from (name for name in files_below(Path(entry), self.path) if name not in names)
-            elif not is_folder and name not in names and name not in (RECORD, LOCK) and not _is_exit_code(Path(entry)):
-                yield entry.name
+            elif not is_folder and name not in {*names, RECORD, LOCK, *(NAMES if temporary else ())}:
+                yield from () if _is_exit_code(Path(entry)) else (entry.name,)
 
     def remove(self, chosen: Iterable[str]) -> None:
         """Remove those of these files that are ours, the folders that are empty then, and what a kill has left."""
@@ -103,7 +103,7 @@ class WrittenFiles:
 def _is_exit_code(path: Path) -> bool:
     """Whether a file is the environment.json of a launch that ended before it was a run (see exit_code.py)."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        return path.name.startswith("environment.json") and "exit_code" in json.loads(path.read_text(encoding="utf-8"))
+        return path.name == "environment.json" and "exit_code" in json.loads(path.read_text(encoding="utf-8"))
     return False
 
 
