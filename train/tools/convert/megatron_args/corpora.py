@@ -58,16 +58,11 @@ def _tokenizer(flags: Ledger) -> str:
 
 
 def _merge(flags: Ledger) -> list[str]:
-    """Megatron joins all corpora of a folder, in the order of their names."""
-    line = ["zerofit", "prepare", "merge"]
-    folder = flags.text("input")
-    prefixes = sorted(str(file.with_suffix("")) for file in Path(folder).glob("*.bin")) if folder else []
-    if prefixes:
-        flags.carried("input", f"--input, its {len(prefixes)} corpora by name")
-        line += ["--input", *prefixes]
-    elif not flags.problems:
-        problem = "it has no .bin: run this where the corpora are" if folder else "there is no --input"
-        flags.wrong("input" if folder else "", problem)
+    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge."""
+    folder, line = flags.text("input"), ["zerofit", "prepare", "merge", *_option(flags, "input", needed=True)]
+    if folder and not any(Path(folder).glob("*.bin")):
+        words = f"--input {folder}, where no corpus is yet. One that was prepared from a whole folder needs no merging"
+        flags.carried("input", words)
     return line + _option(flags, "output_prefix", needed=True)
 
 
