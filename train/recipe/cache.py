@@ -57,9 +57,11 @@ def one_process_at_a_time(cache_dir: str | None) -> Iterator[None]:
 
     root = cache_root(cache_dir)
     root.mkdir(parents=True, exist_ok=True)
-    if _rank() != 0 or not sys.stderr.isatty():
-        from datasets.utils import disable_progress_bars
+    from datasets.utils import disable_progress_bars
+    from datasets.utils.logging import CRITICAL, set_verbosity
 
+    set_verbosity(CRITICAL)  # what its errors log comes with the exception, which has our own message
+    if _rank() != 0 or not sys.stderr.isatty():
         disable_progress_bars()
     with FileLock(root / "prepare.lock"):
         yield
