@@ -123,6 +123,7 @@ def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
 
 JOB = """
 torchrun --nnodes $WORLD_SIZE --node_rank $RANK --nproc_per_node 8 --master_addr $MASTER_ADDR \\
+  --master_port $MASTER_PORT \\
   -m llmacc.pretrain --task-type llmacc.megatron.GPT --num-layers 48 --num-attention-heads 64 --hidden-size 6144 \\
   --seq-length 2048 --max-position-embeddings 2048 --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 \\
   --vocab-file v.json --merge-file m.txt --data-path data/wiki --max-global-batch-size 32
@@ -142,7 +143,8 @@ def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tm
         f"zerofit plan --task clm --config {out}/recipe.yaml --num_gpus 16 --gpus_per_node 8 --gpu_memory 40GB "
         f"--max_global_batch_size 32 --top 1 --write {out}/pairs"
     )
-    assert launch == f"MACHINE_RANK=$RANK MAIN_PROCESS_IP=$MASTER_ADDR sh {out}/pairs/*.sh"
+    rendezvous = "MACHINE_RANK=$RANK MAIN_PROCESS_IP=$MASTER_ADDR MAIN_PROCESS_PORT=$MASTER_PORT"
+    assert launch == f"{rendezvous} sh {out}/pairs/*.sh"
     options, _ = read_with_recipe(PlanOptions, shlex.split(plan)[2:], "zerofit plan")
     assert (options.max_global_batch_size, options.global_batch_size, options.min_lr_ratio) == (32, None, 1.0)
     assert [file.name for file in out.iterdir()] == ["recipe.yaml"], "plan writes the pair"

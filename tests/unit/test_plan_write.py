@@ -69,7 +69,8 @@ def test_only_the_rows_of_the_table_are_written(tmp_path, in_root):
 def test_of_several_machines_each_says_which_it_is(tmp_path, in_root):
     (script,) = written(tmp_path, "--num_gpus", "16", "--strategies", "zero3", "--batch_sizes", "1").values()
     assert '--machine_rank "$MACHINE_RANK"' in script.read_text()
-    words = [{"$MACHINE_RANK": "1", "$MAIN_PROCESS_IP": "10.0.0.1"}.get(word, word) for word in command_of(script)]
+    values = {"$MACHINE_RANK": "1", "$MAIN_PROCESS_IP": "10.0.0.1", "${MAIN_PROCESS_PORT:-29500}": "29500"}
+    words = [values.get(word, word) for word in command_of(script)]
     arguments = launch_command_parser().parse_args(words)
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "10.0.0.1")
     content = yaml.safe_load(Path(arguments.config_file).read_text())

@@ -12,7 +12,10 @@ from train.tools.plan.layouts import labelled, read_pair
 from train.tools.plan.prediction import Prediction
 
 EACH_MACHINE = "On each of the {} machines, with MACHINE_RANK=0, 1, ... and MAIN_PROCESS_IP, the address of machine 0."
-RENDEZVOUS = '--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_PROCESS_IP" --main_process_port 29500'
+RENDEZVOUS = (
+    '--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_PROCESS_IP" '
+    '--main_process_port "${MAIN_PROCESS_PORT:-29500}"'
+)
 SET_HERE = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 

@@ -73,6 +73,7 @@ def plan_lines(done: Converted, folder: Path, given: dict[str, str]) -> list[str
                           f"{MEMORY_VARIABLE}=40 after the script's name")  # fmt: skip
     pairs = folder / "pairs"
     words += ["--top", "1", "--write", str(pairs)]
-    address = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address} if layout.machines > 1 else {}
-    launch = " ".join([*(f"{name}={value}" for name, value in address.items()), f"sh {shlex.quote(str(pairs))}/*.sh"])
+    rendezvous = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address, "MAIN_PROCESS_PORT": layout.port}
+    variables = [f"{name}={value}" for name, value in rendezvous.items()] if layout.machines > 1 else []
+    launch = " ".join([*variables, f"sh {shlex.quote(str(pairs))}/*.sh"])
     return [shlex.join(words), launch]
