@@ -12,6 +12,7 @@ from datasets import Features, Value
 from train.data.encodings import open_bytes, proposal
 from train.recipe.columns import ending_of, find_delimiter, head_of
 from train.recipe.errors import UserError
+from train.recipe.parsing import parse_json
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
@@ -56,7 +57,7 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
         if kind == "json" and not data.lstrip().startswith(b"["):
             for number, line in enumerate(data.splitlines(), 1):
                 try:
-                    json.loads(line or b"{}")
+                    parse_json(line or b"{}")
                 except json.JSONDecodeError as wrong:
                     return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
     cause = error.__cause__ or error

@@ -16,6 +16,7 @@ from train.recipe.columns import ending_of
 from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError, first_line
 from train.recipe.files import atomic_file
+from train.recipe.parsing import parse_json
 
 
 def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_source: bool = False) -> list[Path]:
@@ -87,7 +88,7 @@ def _first_sheet(path: Path) -> bytes:
 def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
     """The records under a key of one JSON object, one record per line."""
     try:
-        held = json.loads(b"".join(portions))
+        held = parse_json(b"".join(portions))
     except ValueError as error:
         raise UserError(
             f"{path}: not valid JSON: {error}. (field = {field!r} is for files of one JSON object)"

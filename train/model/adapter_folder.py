@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from train.model.families import family_of
 from train.model.folders import has_tokenizer, is_adapter, model_folder, read_json
 from train.model.pretrained_io import read_config
 from train.recipe.errors import UserError, first_line
+from train.recipe.parsing import read_yaml
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
@@ -165,7 +164,7 @@ def _recorded_base(folder: AdapterFolder) -> str | None:
         return name
     for run in list(folder.path.resolve().parents)[:3]:
         if (run / "recipe.yaml").is_file():
-            trained_on = (yaml.safe_load((run / "recipe.yaml").read_text()) or {}).get("model_name_or_path")
+            trained_on = (read_yaml(run / "recipe.yaml") or {}).get("model_name_or_path")
             if trained_on and Path(trained_on).expanduser().is_dir():
                 return trained_on
     return name

@@ -110,7 +110,7 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
             f"{option} = {name!r}: a file of its weights is no file of tensors alone; nothing in it was executed. Ask "
             "its publisher for safetensors"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(

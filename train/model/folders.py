@@ -1,10 +1,10 @@
 """What lies in a model's folder: read without transformers and torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import UserError, first_line
+from train.recipe.parsing import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
                    "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
@@ -32,7 +32,7 @@ def has_tokenizer(folder: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object. Raises UserError if it holds anything else."""
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     if not isinstance(contents, dict):

@@ -3,10 +3,11 @@
 import codecs
 import csv
 import gzip
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from train.recipe.parsing import parse_json
 
 HEAD_BYTES = 1 << 20  # of a file, read to find its columns
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
@@ -86,7 +87,7 @@ def columns_of(path: Path, delimiter: str | None = None, encodings: Iterable[str
     lines, names = head.split("\n"), dict[str, None]()
     try:
         for line in filter(str.strip, lines[:-1] if len(head.encode()) >= HEAD_BYTES else lines):
-            record = json.loads(line)
+            record = parse_json(line)
             held = record.get("translation")
             names |= dict.fromkeys([*record, *(held if isinstance(held, dict) else ())])
     except (ValueError, AttributeError):

@@ -14,6 +14,7 @@ from train.recipe.errors import UserError, nearest
 from train.recipe.fields import Recomputation, broken_rule, checked, from_text, kind_of
 from train.recipe.foreign_options import foreign_option_hints
 from train.recipe.help import help_text, wants_help
+from train.recipe.parsing import BoundedLoader
 
 R = TypeVar("R", bound=Recipe)
 RETIRED = ("trial",)  # options of earlier versions: ignored in a recipe.yaml if unset
@@ -170,7 +171,7 @@ def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems:
 # ---------------------------------------------------------------------------------------------------------------- YAML
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """YAML 1.2 numbers: PyYAML's own rule reads 5e-4, which has no dot, as a string."""
 
 
@@ -209,8 +210,8 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
                 problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
         return {name: entry for name, entry in entries.items() if name not in RETIRED or entry[0] is not None}
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
 
 
 def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problems: list[str]) -> None:

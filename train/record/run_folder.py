@@ -15,6 +15,7 @@ import yaml
 from train.recipe.base import Recipe
 from train.recipe.errors import UserError
 from train.recipe.files import atomic_file, open_without_links, sync, temporary_path
+from train.recipe.parsing import BoundedLoader
 from train.record.jsonl import JsonlFile
 from train.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 
@@ -259,8 +260,8 @@ def _is_in_the_way(name: str) -> bool:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A file of the record; empty if it is missing or damaged."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = yaml.load(path.read_text(encoding="utf-8"), BoundedLoader)
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.recipe.errors import Problems, UserError, nearest
+from train.recipe.parsing import parse_json
 from train.strategy.disk import look_at_disk
 from train.strategy.json_mistakes import what_to_mend
 from train.strategy.launch import Launch, tell_deepspeed_of_a_cpu
@@ -70,7 +71,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
         text = path.read_text(encoding="utf-8")
-        config = json.loads(text)
+        config = parse_json(text)
     except json.JSONDecodeError as error:
         line, wrong = what_to_mend(text, error)
         raise UserError(f"{path}, line {line}: not valid JSON {wrong}") from None

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from train.recipe.errors import UserError, nearest
 from train.recipe.last_message import is_accelerate_launch
+from train.recipe.parsing import read_yaml
 from train.strategy.fsdp import fsdp_problems, read_fsdp
 from train.strategy.named import Named, hand_down
 from train.strategy.pairs import CONFIGS
@@ -75,7 +74,7 @@ def find_launch(named: Named | None = None, config_file: str | None = None) -> L
     if named is not None:
         hand_down(named, config_file)
         config_file = named.config_file or config_file
-    content = yaml.safe_load(Path(config_file).read_text()) if config_file else {}
+    content = read_yaml(Path(config_file)) if config_file else {}
     return Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from train.recipe.errors import UserError
+from train.recipe.parsing import read_yaml
 from train.strategy.fsdp import variables_of
 from train.strategy.pairs import find_strategies
 
@@ -98,7 +97,7 @@ def hand_down(named: Named, config_file: str | None) -> None:
             f"To have the first: {kept}"
         )
     if named.config_file:
-        made = environment_of(yaml.safe_load(Path(named.config_file).read_text()) or {}, named.config_file)
+        made = environment_of(read_yaml(Path(named.config_file)) or {}, named.config_file)
     else:
         made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named.json_path}
     if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":

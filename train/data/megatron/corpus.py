@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from train.recipe.errors import UserError, first_line
+from train.recipe.parsing import parse_json
 from train.recipe.paths import missing_corpus
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
@@ -227,7 +228,7 @@ def read_card(prefix: str) -> Card | None:
     if not path.is_file():
         return None
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
+        card = parse_json(path.read_text(encoding="utf-8"))
         return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

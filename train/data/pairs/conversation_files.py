@@ -1,6 +1,5 @@
 """Conversations in special file formats: ParlAI's text and Topical-Chat's JSON."""
 
-import json
 from pathlib import Path
 
 from datasets import Dataset
@@ -10,6 +9,7 @@ from train.data.records import BadRecord
 from train.data.tables import set_fingerprint
 from train.data.turns import turns_of
 from train.recipe.errors import UserError
+from train.recipe.parsing import parse_json
 
 
 def read_conversation_files(paths: list[Path]) -> Dataset | None:
@@ -61,7 +61,7 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
                 return None
             file.seek(0)
             try:
-                content = json.load(file)
+                content = parse_json(file.read())
             except ValueError:
                 return None  # JSON lines, or invalid JSON, which the datasets library reports
         held = content.values()

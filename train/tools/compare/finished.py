@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from train.recipe.parsing import read_yaml
 from train.record.jsonl import JsonlFile
 from train.record.terminal import duration, rounded, size
 
@@ -106,14 +107,13 @@ class Finished:
 
 def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
     """Read a run from its folder."""
-    import yaml
 
     lines = JsonlFile(folder / "metrics.jsonl").read()
     environment, recipe = folder / "environment.json", folder / "recipe.yaml"
     return Finished(
         name, micro_batch, folder, lines,
         json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {},
-        yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}, problem,
+        read_yaml(recipe) if recipe.is_file() else {}, problem,
     )  # fmt: skip
 
 

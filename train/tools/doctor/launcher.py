@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from train.recipe.errors import UserError, first_line
+from train.recipe.parsing import read_yaml
 from train.strategy.named import environment_of
 from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding
 from train.tools.rank_environment import RANKS, environment_replaced, without_launcher
@@ -98,11 +97,7 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
 
 
 def _read(config_file: Path) -> dict[str, Any]:
-    try:
-        with config_file.open(encoding="utf-8") as file:  # whose name is in the message
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{config_file} is not valid YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(config_file)
     if not isinstance(content, dict):
         raise UserError(f"{config_file}: expected `key: value` lines, as in accelerate_configs/ddp.yaml")
     if not isinstance(content.get("deepspeed_config") or {}, dict):

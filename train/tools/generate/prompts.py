@@ -6,6 +6,7 @@ from typing import Any
 
 from train.data.rendering import Prompt
 from train.recipe.errors import UserError
+from train.recipe.parsing import parse_json
 from train.tools.generate.options import GenerateOptions
 
 ROLES = ("system", "user", "assistant")
@@ -37,7 +38,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
 
 def _prompt_of(line: str, where: str) -> Prompt:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is no JSON: {error}") from None
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__

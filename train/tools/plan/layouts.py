@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from train.recipe.errors import UserError
+from train.recipe.parsing import parse_json, read_yaml
 from train.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from train.strategy.pairs import ROOT, find_strategies
 
@@ -87,13 +88,13 @@ def read_pair(name: str) -> Pair:
         UserError: there is no such file.
     """
     source = find_strategies([name])[name]
-    content = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    content = read_yaml(source) or {}
     named = (content.get("deepspeed_config") or {}).get(FILE)
     if not named:
         return Pair(source, content, None, None)
     json_file = _find_json(named, source)
     try:
-        config = json.loads(json_file.read_text(encoding="utf-8"))
+        config = parse_json(json_file.read_text(encoding="utf-8"))
     except ValueError:
         config = None
     if not isinstance(config, dict):

@@ -4,7 +4,6 @@ import csv
 import glob
 import gzip
 import io
-import json
 import os
 import sys
 import zlib
@@ -16,6 +15,7 @@ from train.data.encodings import as_utf8, open_bytes
 from train.data.megatron.corpus import INDICES
 from train.recipe.columns import find_delimiter, head_of
 from train.recipe.errors import UserError, first_line
+from train.recipe.parsing import parse_json
 from train.tools.prepare.cutting import Missing, no_key
 from train.tools.prepare.encode import InputPart
 
@@ -174,7 +174,7 @@ def _is_list(path: Path, encoding: str | None) -> bool:
 def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
     """The texts of each record of a JSON list; a record that is a text is that of the only key."""
     try:
-        records = json.loads(b"".join(block for block, _ in _blocks(file.path, encoding)))
+        records = parse_json(b"".join(block for block, _ in _blocks(file.path, encoding)))
     except ValueError as error:
         raise UserError(f"{file.path} begins as a JSON list and is none: {error}") from None
     for record in records:

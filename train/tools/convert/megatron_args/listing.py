@@ -4,6 +4,7 @@ import json
 import re
 
 from train.recipe.errors import UserError
+from train.recipe.parsing import parse_json
 from train.tools.convert.megatron_args.shell import Command
 
 DIFF = re.compile(r'\s*[<>]\s+(--|\w+=|export |["}])')  # redirections do not begin like that
@@ -59,7 +60,7 @@ def read_json(text: str, name: str, lines: list[str]) -> dict:
         ValueError: it is not valid; the message has the line to mend, of the script where it is there.
     """
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         at = error.pos
         if text[at : at + 1] != ",":  # of a comma too many, newer versions of Python tell the place of the comma

@@ -1,9 +1,9 @@
 """The model of Megatron's flags: one of transformers' families with its sizes, and its number of parameters."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.recipe.parsing import parse_json
 from train.tools.convert.megatron_args.ledger import Ledger, Row
 
 LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations whose sizes are all overridden
@@ -266,7 +266,7 @@ def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
     file = Path(folder) / "config.json"
     if not (shape and file.is_file()):
         return
-    stored = json.loads(file.read_text(encoding="utf-8"))
+    stored = parse_json(file.read_text(encoding="utf-8"))
     sizes = {
         "num_layers": (shape.layers, "num_hidden_layers", "n_layer"),
         "hidden_size": (shape.hidden, "hidden_size", "n_embd"),
