@@ -162,6 +162,41 @@ time.sleep(0.4)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@LINUX
+def test_who_waits_for_a_stopped_rank_names_it():
+    """Both are children of this process, as of a launcher."""
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, "RANK": "5"}) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        done = run("time.sleep(60)", limit=0.4)
+        stopped.kill()
+    assert done.returncode == -signal.SIGKILL
+    assert f"because rank 5 (pid {stopped.pid}) is stopped" in done.stderr
+    assert "SIGSTOP" in done.stderr
+
+
+@LINUX
+def test_a_stopped_rank_is_named_where_it_stands():
+    program = """
+import subprocess
+time.sleep(0.7)  # so that the phase has been heard
+subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    done = run(program, limit=1.0)
+    assert done.returncode == 0
+    assert done.stderr.count("rank 3") == 1
+    assert f"kill -CONT {done.stdout.split()[0]}" in done.stderr
+
+
+def test_imports_take_as_long_as_they_take():
+    """Before a rank has said where it is."""
+    program = PRELUDE.replace('watchdog.phase("backward", 17)', "time.sleep(1.5)").format(
+        root=str(ROOT), limit=0.2, locks=60
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_training_goes_on_without_a_watchdog():
     done = run(
         "watchdog._child.kill(); watchdog._child.wait()\nwatchdog.phase('update', 18); watchdog.leave(); print('on')"

@@ -29,6 +29,7 @@ SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upo
 STACKS_S = 2.0  # from the request for the rank's stacks to its end
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+STOPPED = "is stopped (state T: SIGSTOP, or a debugger)"
 RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
 GENERAL_ADVICE = (
     "use less host memory: a strategy pair without offload (zero3, not zero3_offload: offload moves the optimizer's "
@@ -52,7 +53,7 @@ class RankMessages(NamedTuple):
 
     phase: str = "start"
     update: str = ""
-    patience: float = 1.0
+    patience: float = math.inf  # nobody can say how long imports take
     told: str = ""  # the signal that asked it to stop, and that it has taken notice of
     asked: bool = False  # it was ended by a signal that asks
     advice: tuple[str, ...] = ()
@@ -108,6 +109,24 @@ def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
         return words[0], bool(int(words[6]) & 0x4) or words[0] in "ZX", int(words[49])
     except (OSError, TypeError, IndexError):
         return None
+
+
+def state_and_parent(pid: int | str) -> tuple[str, str]:
+    """The state letter of a process and its parent's number; empty if it cannot be seen."""
+    words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return (words[0], words[1]) if words else ("", "")
+
+
+def stopped_ranks(pid: int) -> list[str]:
+    """The ranks of the same launcher on this machine that are stopped, in words."""
+    launcher, found = state_and_parent(pid)[1], []
+    for other in filter(str.isdigit, os.listdir("/proc")) if launcher else ():
+        state, parent = state_and_parent(other)
+        if state in ("T", "t") and parent == launcher:
+            variables = read(f"/proc/{other}/environ").split("\0")
+            rank = next((word.removeprefix("RANK=") for word in variables if word.startswith("RANK=")), "?")
+            found.append(f"rank {rank} (pid {other})")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- telling
@@ -194,6 +213,7 @@ class Watch:
         self.state = open_state(pid)
         self.messages, self.rest, self.messages_at = RankMessages(), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
+        self.stopped_at = None
         self.end = select.poll()
         self.end.register(0, 0)  # wakes when no writer is left, not for every message
         os.set_blocking(0, False)
@@ -208,8 +228,7 @@ class Watch:
             if closed:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
             self.samples = [*self.samples[1 - HISTORY :], take_sample(self.pid, self.groups)]
-            if state and state[0] in "Tt":
-                self.messages_at = time.monotonic()  # Ctrl-Z, or a debugger
+            self.look_for_stop(bool(state) and state[0] in "Tt")
             slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
             self.messages_at += slept_s if slept_s > SLEPT_S else 0
             silent_s = self.looked_at - self.messages_at
@@ -236,6 +255,21 @@ class Watch:
         now = take_sample(self.pid, self.groups)
         say(crash_report(self.rank, self.pid, self.messages, status, self.samples, now))
 
+    def look_for_stop(self, is_stopped: bool) -> None:
+        """Say once that it is this rank that others wait for; it is not ended itself."""
+        now = time.monotonic()
+        if not is_stopped:
+            self.stopped_at = None
+            return
+        self.messages_at, self.stopped_at = now, now if self.stopped_at is None else self.stopped_at
+        launcher = state_and_parent(self.pid)[1]
+        if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
+            self.stopped_at = math.inf
+            say(
+                f"rank {self.rank} (pid {self.pid}) {STOPPED}, in {self.messages.where}: other ranks may wait for it. "
+                f"It continues with: kill -CONT {self.pid}"
+            )
+
     def look_for_locks(self, silent_s: float) -> None:
         """Warn once of a lock that a killed build has left, while no update has begun."""
         if silent_s < self.locks_after_s or self.messages.update:
@@ -255,9 +289,11 @@ class Watch:
     def give_up(self, silent_s: float) -> bool:
         """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""
         span = f"{silent_s / 60:.0f} minutes" if silent_s >= 90 else f"{silent_s:.0f} s"
+        stopped = stopped_ranks(self.pid)
+        cause = f"{' and '.join(stopped)} {STOPPED}" if stopped else "another rank has died or waits elsewhere"
         say(
             f"rank {self.rank} (pid {self.pid}) has shown no sign of life for {span} in {self.messages.where}, most "
-            "likely because another rank has died or waits elsewhere. Where it stands, by its Python stacks:"
+            f"likely because {cause}. Where it stands, by its Python stacks:"
         )
         asked_at = time.monotonic()
         send(self.pid, signal.SIGUSR2)

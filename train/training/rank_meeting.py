@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from train.recipe.errors import leave, record_code
+from train.recipe.errors import leave, printable, record_code
 from train.recipe.last_message import repeat_after_launcher
 from train.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
 
@@ -102,7 +102,7 @@ class RankMeeting:
             time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
         else:
             record_code(end.code, end.report())
-            print(end.report(), file=sys.stderr, flush=True)
+            print(printable(end.report()), file=sys.stderr, flush=True)
             repeat_after_launcher(end.report())
         leave(end.code)
 
