@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import DistStoreError, HashStore, PrefixStore
+from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
+from torch.distributed.elastic.utils.store import barrier
 
 from train.recipe.errors import UserError
 from train.strategy import meeting as meetings
 from train.strategy.meeting import Ended, Meeting, digest_of_code, open_store, reach, serve_store
+from train.strategy.processes import store_of_one_process
+from train.training import rank_meeting
+from train.training.rank_meeting import RankMeeting
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
 
 
 @pytest.fixture
@@ -127,6 +136,16 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
         serve_store(store.port, everywhere=False)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_store_of_a_process_that_nobody_has_launched(monkeypatch):
+    for name, value in (("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    store = store_of_one_process()
+    assert f"0100007F:{store.port:04X}" in Path("/proc/net/tcp").read_text()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert store_of_one_process() is None, "the launcher has it"
+
+
 def test_an_address_where_no_machine_is():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -138,9 +157,38 @@ def test_an_address_where_no_machine_is():
 
 # --------------------------------------------------------------------------------------------------------------- ranks
 
+
+def test_a_rank_whose_launcher_was_killed_ends_the_wait_of_the_other_launcher(monkeypatch):
+    """torchrun's launchers wait for each other at the end, for 5 minutes."""
+    store = serve_store(0, everywhere=False)
+    theirs = PrefixStore("none", open_store("127.0.0.1", store.port))
+    rank = RankMeeting({**TORCHRUN, "MASTER_PORT": str(store.port)})
+    rank.store = open_store("127.0.0.1", store.port)
+    rank.stand_in_for_launcher()
+    with pytest.raises(DistStoreError):  # the launcher is alive, and has not come
+        barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=0.1)
+    theirs.delete_key(f"{_TERMINAL_STATE_SYNC_ID}/num_members")
+    monkeypatch.setattr(rank_meeting, "LAUNCHER", -1)
+    rank.stand_in_for_launcher()
+    barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=10)
+
+
+def test_a_lost_peer_is_named_by_its_machine():
+    rank = RankMeeting(TORCHRUN)
+    said = "[pair.cc:552] Connection closed by peer [10.0.0.2]:38716"
+    assert rank.named(said) == said, "they have not met"
+    rank.meeting = Meeting(HashStore(), "rank", 0, 2, 1, 0, 1.0)
+    rank.meeting.machines = {"0": {"machine": 0, "host": "gpu00", "addresses": ["127.0.0.1", "10.0.0.1"]},
+                             "1": {"machine": 1, "host": "gpu01", "addresses": ["127.0.0.1", "10.0.0.2"]}}  # fmt: skip
+    assert rank.named(said) == "[pair.cc:552] Connection closed by peer machine 1 (gpu01)"
+    assert rank.named("remote=[::ffff:10.0.0.1]:29500") == "remote=machine 0 (gpu00)"
+    assert rank.named("[127.0.0.1]:1") == "[127.0.0.1]:1"
+
+
 RANK = """
 import sys, time
 from train.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
+from train.strategy.processes import store_of_one_process
 from train.training.rank_meeting import MEETING
 tell_others_with(MEETING.stop)
 

@@ -16,6 +16,8 @@ from train.strategy.devices import bf16_slowdown, faster_precisions, use_threads
 from train.strategy.gpus import idle_devices
 from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
+from train.strategy.meeting import serve_store
+from train.strategy.named import RENDEZVOUS
 from train.strategy.strategy import Strategy
 
 FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
@@ -59,6 +61,7 @@ def start_processes(
     # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # the engine shards, and transformers would load on one rank only
+    store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
     accelerator = Accelerator(
         cpu=on_cpu and strategy.deepspeed is None,
         mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
@@ -78,6 +81,16 @@ def start_processes(
     if on_cpu and strategy.precision == "bf16" and (times := bf16_slowdown()):
         notes.append(f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32")
     return accelerator, notes
+
+
+def store_of_one_process():
+    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
+    store, or it is another's."""
+    environment = os.environ
+    alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
+    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
+        return None
+    return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
 
 
 def _share_devices(num_devices: int) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 
 from train.recipe.errors import leave, printable, record_code
-from train.recipe.last_message import repeat_after_launcher
+from train.recipe.last_message import LAUNCHER, repeat_after_launcher
 from train.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
 
 CONNECT_S = 20.0  # to say why this rank ends before it has come
@@ -33,9 +33,11 @@ class RankMeeting:
         self.machine = number("GROUP_RANK", self.rank // self.here)
         self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
         self.served_by_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+        self.num_machines = number("GROUP_WORLD_SIZE", 1)
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
-        self.meeting, self.problem, self._met, self._store = None, None, threading.Event(), None
+        self.meeting, self.store, self._met, self._server = None, None, threading.Event(), None
 
     def start(self, limit_s: float) -> None:
         """Come to the meeting, and give signs of life from now on.
@@ -66,6 +68,18 @@ class RankMeeting:
                 self._come(CONNECT_S)
             self.meeting.stop(message, code)
 
+    def stand_in_for_launcher(self) -> None:
+        """At the end, where the launcher of this machine was killed: those of other machines wait 5 minutes for it."""
+        if self.store is None or self.local_rank or not self.served_by_launcher or os.getppid() == LAUNCHER:
+            return
+        from torch.distributed import PrefixStore
+        from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
+        from torch.distributed.elastic.utils.store import _barrier_nonblocking
+
+        store = PrefixStore(self.run_id, self.store)
+        with contextlib.suppress(RuntimeError):  # it is gone with the launcher of machine 0
+            _barrier_nonblocking(store, self.num_machines, _TERMINAL_STATE_SYNC_ID)
+
     def named(self, text: str) -> str:
         """A text with addresses of machines, which are named."""
         if self.meeting is None:
@@ -76,11 +90,12 @@ class RankMeeting:
         from torch.distributed import PrefixStore
 
         if not self.served_by_launcher and self.rank == 0:
-            self._store = serve_store(self.port, everywhere=True)
+            self._server = serve_store(self.port, everywhere=True)
         reach(self.address, self.port, limit_s)
         prefix = f"zerofit/ranks{self.attempt}"
+        self.store = open_store(self.address, self.port)
         self.meeting = Meeting(
-            PrefixStore(prefix, open_store(self.address, self.port)), "rank", self.rank, self.count, self.here,
+            PrefixStore(prefix, self.store), "rank", self.rank, self.count, self.here,
             self.machine, limit_s,
         )  # fmt: skip
         self.meeting.come()
