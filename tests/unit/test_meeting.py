@@ -163,13 +163,13 @@ def test_a_rank_whose_launcher_was_killed_ends_the_wait_of_the_other_launcher(mo
     store = serve_store(0, everywhere=False)
     theirs = PrefixStore("none", open_store("127.0.0.1", store.port))
     rank = RankMeeting({**TORCHRUN, "MASTER_PORT": str(store.port)})
-    rank.store = open_store("127.0.0.1", store.port)
-    rank.stand_in_for_launcher()
+    rank.is_open, rank.store = False, open_store("127.0.0.1", store.port)
+    rank.stop("exit code 0", 0)
     with pytest.raises(DistStoreError):  # the launcher is alive, and has not come
         barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=0.1)
     theirs.delete_key(f"{_TERMINAL_STATE_SYNC_ID}/num_members")
     monkeypatch.setattr(rank_meeting, "LAUNCHER", -1)
-    rank.stand_in_for_launcher()
+    rank.stop("exit code 0", 0)
     barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=10)
 
 

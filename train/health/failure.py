@@ -1,5 +1,6 @@
 """An error that ends a rank, explained where something is known of it."""
 
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,7 +31,8 @@ def explain_failure(
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
-        cause = f"another process is gone ({named(first_line(error).split('. ')[0])})"
+        said = re.sub(r"^\[\S+\.cc:\d+\] ", "", first_line(error).split(". ")[0])  # a line of gloo's source
+        cause = f"another process is gone ({named(said)})"
         print(printable(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None

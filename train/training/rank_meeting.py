@@ -59,8 +59,9 @@ class RankMeeting:
         return self.meeting.notes
 
     def stop(self, message: str, code: int) -> None:
-        """Tell the other machines that this rank ends, and why. Never fails."""
+        """Tell the other machines that this rank ends, and why; called at any end. Never fails."""
         if not self.is_open:
+            self._stand_in_for_launcher()
             return
         self.is_open = False
         with contextlib.suppress(Exception):
@@ -68,7 +69,7 @@ class RankMeeting:
                 self._come(CONNECT_S)
             self.meeting.stop(message, code)
 
-    def stand_in_for_launcher(self) -> None:
+    def _stand_in_for_launcher(self) -> None:
         """At the end, where the launcher of this machine was killed: those of other machines wait 5 minutes for it."""
         if self.store is None or self.local_rank or not self.served_by_launcher or os.getppid() == LAUNCHER:
             return

@@ -347,5 +347,4 @@ class Trainer:
         if not self.stopped:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
-        MEETING.stand_in_for_launcher()
         return code
