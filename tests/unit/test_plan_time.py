@@ -34,6 +34,7 @@ from train.tools.plan.operations import (
 )
 from train.tools.plan.rows import Rows
 from train.tools.plan.speeds import Curve, Speeds
+from train.tools.plan.time_constants import HOST_STEP
 from train.tools.plan.trace import ATTENTION as TRACED
 from train.tools.plan.trace import Tracer, TraceSettings
 from train.tools.plan.trace_cache import TraceCache, Traces
@@ -233,7 +234,7 @@ def test_the_hosts_adam_and_its_copies_are_counted_for_all_processes_of_a_machin
     exchanges = Exchanges(step_up=1e9, adam=1e9)
     links = MeasuredLinks({}, 2, GIGA)
     found = update_time(PassTime(1.0, 1.0, {MATRIX: 2.0}), exchanges, flat(), links, 1, 4, 4, True)
-    assert found.parts[HOST] == pytest.approx(1.0 + 4.0)
+    assert found.parts[HOST] == pytest.approx(1.0 + 4.0 * HOST_STEP)
     assert found.bound == HOST
     assert COMMUNICATION not in found.parts
 

@@ -154,7 +154,13 @@ def check_quantisation(recipe: LoraOptions, strategy) -> None:
             f"{option} = true needs bitsandbytes, which is not installed: pip install '.[qlora]' (or bitsandbytes), "
             "or remove the option"
         ) from None
-    if strategy.shards_parameters:
+    check_quantised_sharding(recipe, strategy)
+
+
+def check_quantised_sharding(recipe: LoraOptions, strategy) -> None:
+    """Raises UserError if the recipe quantises the frozen weights, and the strategy shards them."""
+    option = recipe.quantised
+    if option and strategy.shards_parameters:
         raise UserError(
             f"{option} = true: ZeRO-3 cannot shard quantised weights. Use zero2.yaml or ddp.yaml, or remove the option"
         )

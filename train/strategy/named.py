@@ -122,7 +122,7 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     if kind not in SUPPORTED:
         problems.append(f"{source}: distributed_type = {kind} is not supported. Use one of accelerate_configs/")
     if kind == "NO" and world > 1:
-        problems.append(f"{source} is of one process, and the launcher has started {world}. Use --strategy ddp")
+        problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
     if problems:
         raise UserError(problems)
     precision = content.get("mixed_precision") or "no"  # an unquoted no is YAML's false

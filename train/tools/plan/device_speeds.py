@@ -1,10 +1,11 @@
 """The speeds and links of the device that is planned for: measured, the user's, or the maker's."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from train.record.meters import PEAK_HALF
 from train.tools.plan.calibration import cpu_name, read_calibration
-from train.tools.plan.gpus import GIGA, TERA, Gpu
+from train.tools.plan.gpus import GIGA, GPUS, TERA, Gpu
 from train.tools.plan.links import Links, MeasuredLinks
 from train.tools.plan.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
 from train.tools.plan.speeds import Curve, Speeds
@@ -14,6 +15,7 @@ from train.tools.plan.time_constants import (
     BEST_OF_PEAK,
     BEST_OF_PEAK_OTHERS,
     CONTENTION,
+    GPUS_OF_A_HOST,
     HOST_ADAM,
     NETWORK,
     NEWER,
@@ -24,6 +26,8 @@ from train.tools.plan.time_constants import (
 )
 
 CALIBRATE = "zerofit plan --calibrate"
+OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
+STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
 
 
 def device_speeds(
@@ -44,22 +48,37 @@ def device_speeds(
         if links is None and local > 1 and gpu is not None:
             links = _links(options, gpu, network)
         if links is None and options.num_gpus > 1:
-            return speeds, None, f"the links of this machine were not measured: {CALIBRATE} --num_gpus {local}"
+            return (
+                speeds,
+                None,
+                f"not known: the links of this machine were not measured; run {CALIBRATE} --num_gpus {local}",
+            )
         return speeds, links, speeds.source
     if not on_gpu:
-        return None, None, f"this machine was not measured: {CALIBRATE} --num_gpus {local}"
+        return None, None, f"not known: this machine was not measured; run {CALIBRATE} --num_gpus {local}"
     speeds, missing = _of_maker(options, gpu)
     links = _links(options, gpu, network)
     if links is None and local > 1:
-        missing = missing or "its links are not known: --link_bandwidth"
+        missing = missing or "--link_bandwidth, in GB/s"
     if speeds is None or missing:
-        return speeds, links, f"no time of {gpu.name if gpu else 'a GPU that is not named'}: {missing}"
+        return (
+            speeds,
+            links,
+            f"not known{f' of {gpu.name}' if gpu else ''}: set {missing}{'' if gpu else ', or --gpu'}",
+        )
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
     return speeds, links, f"{speeds.source}{between}"
 
 
+def stand_in_speeds(options: Any) -> tuple[Speeds, Links | MeasuredLinks]:
+    """(speeds, links) to rank layouts with where the device's own are not known."""
+    plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
+    speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
+    return speeds, links
+
+
 def _overrides(options: Any) -> bool:
-    return any((options.peak_tflops, options.memory_bandwidth, options.link_bandwidth))
+    return any(getattr(options, name) for name in OVERRIDES)
 
 
 def _network(options: Any, gpu: Gpu | None) -> float:
@@ -88,4 +107,5 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
         rates[MATRIX, False] = rates[ATTENTION, False] = shape.times(gpu.single * best)
     pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
     source = "makers' peaks and published efficiencies (docs/plan.md); not measured"
-    return Speeds(rates, OPERATION_S, True, HOST_ADAM, pcie, CONTENTION, half, source), ""
+    adam = HOST_ADAM * min(1.0, min(options.num_gpus, options.gpus_per_node) / GPUS_OF_A_HOST)
+    return Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source), ""

@@ -35,6 +35,6 @@ class LengthPlanner:
         if length not in self._planners:
             subject, timing = self.planner.subject.with_length(length), self.planner.timing
             budget = self.planner.budget
-            timing = timing and Timing(subject, budget, timing.speeds, timing.links, mean_length=None)
+            timing = timing and Timing(subject, budget, timing.speeds, timing.links, None, timing.is_known)
             self._planners[length] = Planner(self.planner.recipe, subject, budget, timing)
         return self._planners[length].predict(resolved, self.micro_batch)

@@ -19,24 +19,29 @@ from train.recipe.errors import UserError
 from train.recipe.help import wants_help
 from train.recipe.parse import parse_recipe
 from train.record.terminal import say, screen_width, size
+from train.strategy.devices import bf16_slowdown
 from train.strategy.gpus import num_devices
 from train.strategy.pairs import CONFIGS, ROOT, find_strategies
 from train.tools.lengths import possible_lengths
 from train.tools.plan.calibrate import calibrate
 from train.tools.plan.constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
-from train.tools.plan.device_speeds import device_speeds
+from train.tools.plan.device_speeds import STAND_IN, device_speeds, stand_in_speeds
 from train.tools.plan.gpus import CPU, Gpu, find_gpu
+from train.tools.plan.layouts import Degrees, read_pair
 from train.tools.plan.lengths import LengthPlanner
 from train.tools.plan.options import DevicesOptions, PlanOptions
 from train.tools.plan.parallel import find_all
 from train.tools.plan.planner import Planner
 from train.tools.plan.prediction import Budget, Outcome
-from train.tools.plan.report import describe_model, for_terminal, shown, to_json
+from train.tools.plan.remedies import find_remedies
+from train.tools.plan.report import Report, wrapped
 from train.tools.plan.resolve import Resolved
-from train.tools.plan.subject import read_subject
+from train.tools.plan.subject import Subject, read_subject
 from train.tools.plan.timing import Timing
 from train.tools.plan.write import write_pairs
 from train.tools.tool_recipe import parse_bytes, read_with_recipe
+
+SINGLE = "single"  # the pair of one process
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,15 +53,15 @@ def main(argv: list[str] | None = None) -> int:
     gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
     on_gpu = options.gpu != CPU
     budget = make_budget(options, gpu, on_gpu)
-    names = list(find_strategies(_all_pairs() if options.names == ["all"] else options.names))
+    names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
     if options.calibrate:
         _calibrate(options)
     subject = read_subject(options, options.task, on_gpu)
-    speeds, links, known = device_speeds(options, gpu, on_gpu)
-    planner = Planner(options, subject, budget, Timing(subject, budget, speeds, links, options.mean_length))
-    outcomes = [
-        one for name in names for one in planner.layouts(name, lambda resolved: _objection(resolved, gpu, on_gpu))
-    ]
+    planner = Planner(options, subject, budget)
+    check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
+    outcomes = [one for name in names for one in planner.layouts(name, check)]
+    halves = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
+    planner.timing, known = _timing(options, subject, budget, gpu, halves)
     lengths = possible_lengths(options.lengths, subject.config) if options.lengths else None
     find = (
         LengthPlanner(planner, lengths).find
@@ -66,20 +71,27 @@ def main(argv: list[str] | None = None) -> int:
     find_all(subject, outcomes, find)
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
-    scripts = (
-        write_pairs(shown(outcomes, lengths)[: options.top], Path(options.write), options, recipe)
-        if options.write
-        else []
-    )
-    found = json.dumps(to_json(outcomes, planner, lengths), indent=2)
+    remedies = {} if lengths else find_remedies(planner, outcomes, check)
+    report = Report(outcomes, planner, remedies, lengths, bool(options.sizes))
+    scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
+    found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":
         print(found)
         return 0
     if options.json:
         Path(options.json).write_text(found + "\n", encoding="utf-8")
-    machine = f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each"
-    report = for_terminal(outcomes, planner, options.top, screen_width(), options.tokens, lengths)
-    say(f"model     {describe_model(planner, lengths)}", f"machine   {machine}", f"speed     {known}", "", report)
+    said = {
+        "model": report.describe_model(),
+        "machine": f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each",
+        "speed": known,
+    }
+    if not on_gpu and True in halves and (times := bf16_slowdown()):
+        said["note"] = (
+            f"bf16 products take {times:.0f} times as long as fp32 on this CPU: plan --precision fp32 as well"
+        )
+    width = screen_width()
+    say(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
+    say(report.for_terminal(options.top, width, options.tokens))
     say(*(f"written   {script}" for script in scripts))
     return 0
 
@@ -131,9 +143,33 @@ def _reasons(outcomes: list[Outcome]) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def _all_pairs() -> list[str]:
+def usual_pairs(num_gpus: int) -> list[str]:
+    """All in accelerate_configs/ that mean something on so many processes. On one, `single` comes first, and nothing
+    is shared; the others may still differ in precision or offload."""
     folder = CONFIGS if CONFIGS.is_dir() else ROOT / CONFIGS
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if num_gpus > 1:
+        return [name for name in names if name != SINGLE]
+    return [SINGLE, *(name for name in names if name != SINGLE and read_pair(name).degrees == Degrees())]
+
+
+def _timing(
+    options: PlanOptions, subject: Subject, budget: Budget, gpu: Gpu | None, halves: set[bool]
+) -> tuple[Timing, str]:
+    """(the time of updates, what it rests on).
+
+    Args:
+        halves: whether strategies compute in half precision.
+    """
+    speeds, links, known = device_speeds(options, gpu, subject.on_gpu)
+    has_links = links is not None or budget.num_gpus == 1
+    is_known = speeds is not None and has_links and all(map(speeds.computes, halves))
+    if not is_known:
+        if speeds is not None and has_links:
+            known = f"not known of {options.gpu} in fp32"
+        speeds, links = stand_in_speeds(options)
+        known = f"{known} (ranked as on {STAND_IN.name})"
+    return Timing(subject, budget, speeds, links, options.mean_length, is_known), known
 
 
 def _objection(resolved: Resolved, gpu: Gpu | None, on_gpu: bool) -> str:

@@ -36,11 +36,13 @@ class Speed:
     Attributes:
         tokens_per_s: of all replicas, padding not counted.
         mfu: the model's FLOPs of these tokens over the peak of all devices; None where the peak is not known.
+        is_known: it is the device's; else another device's, which only ranks layouts.
     """
 
     time: UpdateTime
     tokens_per_s: float
     mfu: float | None
+    is_known: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -57,7 +59,7 @@ class Prediction:
     """A micro-batch under a strategy; sizes in bytes, of the process that needs most.
 
     Attributes:
-        speed: None where the device's speed is not known.
+        speed: None where no time is predicted.
     """
 
     strategy: str
@@ -82,6 +84,11 @@ class Prediction:
     def label(self) -> str:
         """The strategy, with its degrees where it has some."""
         return labelled(self.strategy, self.degrees)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the time is known, and not only the rank."""
+        return self.speed is not None and self.speed.is_known
 
     @property
     def global_batch(self) -> int:
@@ -117,7 +124,7 @@ class Prediction:
             "disk_bytes": self.disk_bytes,
             "phase": peak["phase"],
             "components": peak["components"],
-            **(self.speed.to_dict() if self.speed else unknown),
+            **(self.speed.to_dict() if self.is_timed else unknown),
             "fits": self.fits,
         }  # fmt: skip
 
@@ -129,7 +136,7 @@ class Outcome:
     Attributes:
         largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
             smallest do.
-        best: the fastest that fits; where speed is not known, the largest.
+        best: the fastest that fits.
         smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
         refused: why this is not possible at all.
     """

@@ -1,118 +1,178 @@
-"""What `zerofit plan` prints: the ranked table, what does not fit and by how much, and what is not possible."""
+"""What `zerofit plan` prints: the ranked table, what does not fit and what would help, and what is not possible."""
 
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from train.model.configuration import usable_positions
 from train.record.terminal import rounded, size, table
 from train.tools.plan.planner import Planner
 from train.tools.plan.prediction import Outcome, Prediction
+from train.tools.plan.remedies import Remedy
 
 DAY_S = 86400
-_COLUMNS = ("strategy", "degrees", "micro-batch", "accumulation", "recomputed", "peak", "device", "phase", "host")
-_TIMES = ("s an update", "tokens/s", "MFU", "bound")
-_SPANS = ("days", "GPU-hours")
+_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours")
+_FILE = re.compile(r"^\S+\.(json|yaml):? ")  # of a pair, which the label names
 
 
-def ranked(outcomes: list[Outcome]) -> list[Outcome]:
-    """Those that fit, the fastest first. Where speed is not known: the least offloaded and least sharded first, since
-    both take time, then the largest micro-batch."""
-    fitting = [outcome for outcome in outcomes if outcome.best]
-    if all(outcome.best.speed for outcome in fitting):
-        return sorted(fitting, key=lambda one: one.best.rank)
-    return sorted(fitting, key=lambda one: (*one.resolved.sharded_stages, -one.best.micro_batch))
+def wrapped(text: str, width: int | None, indent: int) -> str:
+    """A text on lines of this width; those after the first are indented."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def shown(outcomes: list[Outcome], lengths: list[int] | None) -> list[Prediction]:
-    """The prediction to show of each strategy that fits: the best one, or where lengths were searched the longest
-    rows, the longest of all first."""
-    if lengths is None:
-        return [outcome.best for outcome in ranked(outcomes)]
-    longest = [outcome.largest for outcome in outcomes if outcome.largest]
-    return sorted(longest, key=lambda one: (-one.length, one.rank))
+@dataclass
+class Report:
+    """Everything that was found.
 
-
-def for_terminal(
-    outcomes: list[Outcome], planner: Planner, top: int, width: int | None, tokens: float | None,
-    lengths: list[int] | None = None,
-) -> str:  # fmt: skip
-    """The whole report. Sizes and times are predicted.
-
-    Args:
+    Attributes:
+        remedies: {label of a strategy that nothing fits of: what would let it fit}.
         lengths: of rows, that were searched; None: micro-batches were.
+        is_named: the user named the micro-batches, and hears of each that does not fit.
     """
-    lines, fitting = [], shown(outcomes, lengths)[:top]
-    if fitting:
-        timed = any(one.speed for one in fitting)
-        spans = tokens if timed else None
-        columns = _COLUMNS if lengths is None else (*_COLUMNS[:2], "longest rows", *_COLUMNS[2:])
-        head = (*columns, *(_TIMES if timed else ()), *(_SPANS if spans else ()))
-        rows = [
-            (*_row(one, lengths), *(_times(one) if timed else ()), *(_span(one, spans) if spans else ()))
-            for one in fitting
-        ]
-        lines += ["predicted, of the process that needs most:", "", table([head, *rows], width), ""]
-        lines += _bound(fitting, planner, lengths) if lengths else []
+
+    outcomes: list[Outcome]
+    planner: Planner
+    remedies: dict[str, list[Remedy]]
+    lengths: list[int] | None = None
+    is_named: bool = False
+
+    @property
+    def best(self) -> list[Prediction]:
+        """The prediction to show of each strategy that fits, the fastest first; where lengths were searched the
+        longest rows, the longest of all first."""
+        if self.lengths is None:
+            return sorted((one.best for one in self.outcomes if one.best), key=lambda one: one.rank)
+        longest = [one.largest for one in self.outcomes if one.largest]
+        return sorted(longest, key=lambda one: (-one.length, one.rank))
+
+    @cached_property
+    def _groups(self) -> list[list[Prediction]]:
+        return _alike(self.best)
+
+    @property
+    def rows(self) -> list[Prediction]:
+        """Those of the table: of strategies that do the same, the first one."""
+        return [group[0] for group in self._groups]
+
+    def for_terminal(self, top: int, width: int | None, tokens: float | None) -> str:
+        """The whole report. Sizes and times are predicted."""
+        lines, shown = [], self._groups[:top]
+        if shown:
+            lines += ["what fits, predicted, of the process that needs most:", ""]
+            lines += [self._table([group[0] for group in shown], width, tokens), ""]
+            lines += [f"  {', '.join(one.label for one in group[1:])}: the same as {group[0].label}"
+                      for group in shown if len(group) > 1] + [""]  # fmt: skip
+            lines += self._bound([group[0] for group in shown])
+            lines += self._parts(shown[0][0])
+        lines += self._misfits() + self._refusals()
+        offloaded = {one.label: one.largest.disk_bytes for one in self.outcomes if one.largest}
         lines += [
-            "the parts of the peak:",
-            "",
-            _parts({one.label: one.peak.components for one in fitting}, _size, width),
+            f"{label} keeps {size(used)} on a disk of each machine." for label, used in offloaded.items() if used
         ]
-        if timed:
-            spent = {one.label: one.speed.time.parts for one in fitting if one.speed}
-            lines += ["", "the parts of an update, in seconds:", "", _parts(spent, _seconds, width)]
-        lines.append("")
-    misfits = [one.smallest_misfit for one in outcomes if one.smallest_misfit]
-    if misfits:
-        lines += ["does not fit:", *(f"  {_misfit(one, lengths)}" for one in misfits), ""]
-    refused = [one for one in outcomes if one.refused]
-    if refused:
-        lines += ["not possible:", *(f"  {one.label}: {one.refused}" for one in refused), ""]
-    offloaded = {one.label: one.largest.disk_bytes for one in outcomes if one.largest and one.largest.disk_bytes}
-    lines += [f"{label} keeps {size(most)} on a disk of each machine." for label, most in offloaded.items()]
-    lines.append(f"A checkpoint takes {size(planner.checkpoint_bytes)} of disk.")
-    return "\n".join(lines)
+        lines.append(f"A checkpoint takes {size(self.planner.checkpoint_bytes)} of disk.")
+        text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
+        return re.sub(r"\n{3,}", "\n\n", text)
+
+    def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
+        timed, hosted = any(one.is_timed for one in rows), any(one.host_bytes for one in rows)
+        spans = tokens if timed else None
+        head = ("strategy", *["longest rows"] * bool(self.lengths), "batch", "memory", *["host"] * hosted,
+                *_TIMES * timed, *_SPANS * bool(spans))  # fmt: skip
+        cells = [
+            (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
+             size(one.peak.device), *[size(one.host_bytes) if one.host_bytes else "-"] * hosted,
+             *_times(one) * timed, *(_span(one, spans) if spans else ()))
+            for one in rows
+        ]  # fmt: skip
+        legend = "  batch: micro-batch x accumulation; memory: of one device"
+        legend += "; host: of one machine" if hosted else ""
+        return "\n".join((table([head, *cells], width), "", legend))
+
+    def _parts(self, best: Prediction) -> list[str]:
+        """What the first row consists of; --json has that of all."""
+        lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
+        if best.is_timed:
+            spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
+            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}"]
+        return [*lines, ""]
+
+    def _misfits(self) -> list[str]:
+        """The smallest of each strategy that nothing fits of; of named micro-batches, each that does not fit."""
+        misfits = [one.smallest_misfit for one in self.outcomes
+                   if one.smallest_misfit and (self.is_named or not one.largest)]  # fmt: skip
+        lines = []
+        for group in _alike(misfits):
+            what = f"rows of {group[0].length:,} tokens" if self.lengths else f"micro-batch {group[0].micro_batch}"
+            lines += [f"  {', '.join(one.label for one in group)}, {what}: {_misfit(group[0])}"]
+            remedies = self.remedies.get(group[0].label)
+            lines += [f"    fits with {', or with '.join(map(str, remedies))}"] if remedies else []
+        return ["does not fit:", *lines, ""] if lines else []
+
+    def _refusals(self) -> list[str]:
+        """Each reason once, whatever its numbers are, with the strategies that have it."""
+        reasons: dict[str, tuple[str, list[str]]] = {}
+        for one in self.outcomes:
+            if one.refused:
+                reason = _FILE.sub("", one.refused)
+                reasons.setdefault(re.sub(r"\d+", "", reason), (reason, []))[1].append(one.label)
+        lines = [f"  {', '.join(labels)}: {reason}" for reason, labels in reasons.values()]
+        return ["not possible:", *lines, ""] if lines else []
+
+    def _bound(self, longest: list[Prediction]) -> list[str]:
+        """A line on those that hold the longest rows of all that were searched."""
+        names = [one.label for one in longest if self.lengths and one.length == self.lengths[-1]]
+        if not names:
+            return []
+        by_positions = usable_positions(self.planner.subject.config) == self.lengths[-1]
+        why = "the model's max_position_embeddings" if by_positions else "the longest of --lengths"
+        return [f"{self.lengths[-1]:,} tokens, {why}, and not memory limit {', '.join(names)}.", ""]
+
+    def describe_model(self) -> str:
+        """One line: the model's shape and rows."""
+        weights, rows = self.planner.subject.weights, self.planner.subject.rows
+        total, config = weights.trained + weights.frozen, self.planner.subject.config
+        trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
+        target = f" and {rows.target_length:,}" if rows.target_length else ""
+        length = f"{rows.length:,}{target}"
+        if self.lengths:
+            length = " to ".join(f"{one:,}" for one in dict.fromkeys((self.lengths[0], self.lengths[-1])))
+        which = self.planner.recipe.gradient_checkpointing
+        recomputed = {False: "", True: ", recomputed"}.get(which, f", recomputed ({which})")
+        return f"{config.model_type}, {total:,} parameters{trained}, rows of {length} tokens{recomputed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """{predictions, best, largest, refused, remedies, ...}. Where lengths were searched, `best` and `largest` are
+        the longest rows."""
+        weights, best = self.planner.subject.weights, self.best
+        by_rank = sorted((one for one in self.outcomes if one.best), key=lambda one: one.best.rank)
+        largest = best if self.lengths else [one.largest for one in by_rank]
+        return {
+            "predictions": [one.to_dict() for outcome in self.outcomes for one in outcome.predictions],
+            "best": [_place(one) for one in best],
+            "largest": [_place(one) for one in largest],
+            "refused": {one.label: one.refused for one in self.outcomes if one.refused},
+            "remedies": {
+                label: [{"options": one.options, "per_device_train_batch_size": one.micro_batch} for one in several]
+                for label, several in self.remedies.items()
+            },
+            "checkpoint_bytes": self.planner.checkpoint_bytes,
+            "parameters": weights.trained + weights.frozen,
+            "trained_parameters": weights.trained,
+        }
 
 
-def to_json(outcomes: list[Outcome], planner: Planner, lengths: list[int] | None = None) -> dict[str, Any]:
-    """{predictions, best, largest, refused, checkpoint_bytes, parameters, trained_parameters}. Where lengths were
-    searched, `best` and `largest` are the longest rows."""
-    weights, best = planner.subject.weights, shown(outcomes, lengths)
-    largest = best if lengths else [outcome.largest for outcome in ranked(outcomes)]
-    return {
-        "predictions": [one.to_dict() for outcome in outcomes for one in outcome.predictions],
-        "best": [_place(one) for one in best],
-        "largest": [_place(one) for one in largest],
-        "refused": {one.label: one.refused for one in outcomes if one.refused},
-        "checkpoint_bytes": planner.checkpoint_bytes,
-        "parameters": weights.trained + weights.frozen,
-        "trained_parameters": weights.trained,
-    }
-
-
-def describe_model(planner: Planner, lengths: list[int] | None = None) -> str:
-    """One line: the model's shape and rows."""
-    weights, rows = planner.subject.weights, planner.subject.rows
-    total, config = weights.trained + weights.frozen, planner.subject.config
-    trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
-    target = f" and {rows.target_length:,}" if rows.target_length else ""
-    length = f"{rows.length:,}{target}"
-    if lengths:
-        length = " to ".join(f"{one:,}" for one in dict.fromkeys((lengths[0], lengths[-1])))
-    return f"{config.model_type}, {total:,} parameters{trained}, rows of {length} tokens"
-
-
-def _bound(longest: list[Prediction], planner: Planner, lengths: list[int]) -> list[str]:
-    """A line on those that hold the longest rows of all that were searched."""
-    names = [one.label for one in longest if one.length == lengths[-1]]
-    if not names:
-        return []
-    by_positions = usable_positions(planner.subject.config) == lengths[-1]
-    why = (
-        "the model has no more positions (max_position_embeddings)"
-        if by_positions
-        else "no longer ones were asked for"
-    )
-    return [f"{lengths[-1]:,} tokens, and not memory, are the limit of {', '.join(names)}: {why}.", ""]
+def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
+    """Those that need the same in the same time are together; the first one of each stands for them."""
+    groups: dict[tuple, list[Prediction]] = {}
+    for one in predictions:
+        seconds = one.speed.time.seconds if one.speed else None
+        key = (one.size, one.accumulation, one.peak.device, one.host_bytes, one.disk_bytes, seconds, one.degrees)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
 
 
 def _place(one: Prediction) -> dict[str, Any]:
@@ -120,51 +180,22 @@ def _place(one: Prediction) -> dict[str, Any]:
     return {name: found[name] for name in ("strategy", "layout", "length", "per_device_train_batch_size")}
 
 
-def _row(one: Prediction, lengths: list[int] | None) -> tuple[str, ...]:
-    layout, peak = one.layout, one.peak
-    degrees = f"{layout.data_size} x {layout.tensor} x {layout.pipeline} x {layout.sequence}"
-    length = [f"{one.length:,}"] if lengths else []
-    return (one.strategy, degrees, *length, str(one.micro_batch), str(one.accumulation), _recomputed(one.recomputed),
-            size(peak.allocated), size(peak.device), peak.phase,
-            _size(one.host_bytes))  # fmt: skip
-
-
-def _recomputed(which: bool | str | int) -> str:
-    return {False: "no", True: "yes"}.get(which, str(which))
-
-
 def _times(one: Prediction) -> tuple[str, ...]:
-    if one.speed is None:
-        return ("-",) * len(_TIMES)
-    speed = one.speed
-    mfu = "-" if speed.mfu is None else f"{speed.mfu:.1%}"
-    return (_seconds(speed.time.seconds), rounded(speed.tokens_per_s), mfu, speed.time.bound)
+    mfu = "-" if one.speed.mfu is None else f"{one.speed.mfu:.1%}"
+    return rounded(one.speed.time.seconds), rounded(one.speed.tokens_per_s), mfu
 
 
 def _span(one: Prediction, tokens: float) -> tuple[str, str]:
     """(days, GPU-hours) until so many tokens."""
-    if one.speed is None:
-        return "-", "-"
     seconds = tokens / one.speed.tokens_per_s
     return rounded(seconds / DAY_S), rounded(seconds / 3600 * one.layout.world_size)
 
 
-def _parts(found: dict[str, dict[str, float]], text, width: int | None) -> str:
-    names = list(dict.fromkeys(name for parts in found.values() for name in parts))
-    rows = [(strategy, *(text(parts.get(name, 0)) for name in names)) for strategy, parts in found.items()]
-    return table([("strategy", *names), *rows], width)
+def _listed(parts: dict[str, float], text) -> str:
+    """Parts in words, the largest first."""
+    return ", ".join(f"{name} {text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _size(count: float) -> str:
-    return size(count) if count else "-"
-
-
-def _seconds(seconds: float) -> str:
-    return rounded(seconds) if seconds >= 5e-4 else "-"
-
-
-def _misfit(one: Prediction, lengths: list[int] | None) -> str:
-    parts = sorted(one.peak.components.items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{name} {size(count)}" for name, count in parts)
-    what = f"rows of {one.length:,} tokens" if lengths else f"micro-batch {one.micro_batch}"
-    return f"{one.label}, {what}: {size(one.peak.device)} in {one.peak.phase}, {size(one.lacking)} too many ({listed})"
+def _misfit(one: Prediction) -> str:
+    largest = dict(sorted(one.peak.components.items(), key=lambda item: -item[1])[:3])
+    return f"{size(one.peak.device)}, exceeds the limit by {size(one.lacking)} ({_listed(largest, size)})"

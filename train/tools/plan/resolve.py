@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.model.lora import check_expert_targets, split_targets
+from train.model.lora import check_expert_targets, check_quantised_sharding, split_targets
 from train.recipe.errors import UserError
 from train.strategy.buckets import fill_by_sizes
 from train.strategy.layout import ParallelLayout
@@ -15,7 +15,7 @@ from train.tools.plan.experts import expert_names
 from train.tools.plan.fully_sharded import FullyShards, fully_sharded_states
 from train.tools.plan.layouts import Degrees, Pair
 from train.tools.plan.stages import Stage
-from train.tools.plan.states import States, deepspeed_states, offload_device, torch_states
+from train.tools.plan.states import States, deepspeed_states, torch_states
 from train.tools.plan.subject import Subject
 from train.tools.rank_environment import strategy_of_a_launch
 from train.training.configuration import check_layout, check_task
@@ -41,16 +41,6 @@ class Resolved:
     def zero(self) -> Any:
         """DeepSpeed's object; None without DeepSpeed."""
         return None if isinstance(self.sharding, FullyShards) else self.sharding
-
-    @property
-    def sharded_stages(self) -> tuple[int, int]:
-        """How much is sharded and offloaded: what fits with less of it is faster."""
-        if self.zero is None:
-            return 0, 0 if self.sharding is None else 3
-        offloads = sum(
-            offload_device(part) != "none" for part in (self.zero.offload_optimizer, self.zero.offload_param)
-        )
-        return offloads, int(self.zero.stage)
 
     @property
     def divides_experts(self) -> bool:
@@ -88,6 +78,7 @@ def resolve(name: str, recipe, subject: Subject, world_size: int, gpus_per_node:
     check_task(subject.task, strategy)
     check_layout(subject.config, strategy)
     if recipe.lora:
+        check_quantised_sharding(recipe, strategy)
         targets = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
         check_expert_targets(split_targets(subject.full, targets)[1], strategy, recipe)
     return resolved(name, strategy, subject)

@@ -53,6 +53,12 @@ MOVED_BYTES = {"adamw": ADAM_BYTES, "adamw_8bit": 16, "adafactor": 21 * 4}
 # what a machine's disk does. An assumption: one NVMe disk of PCIe 4.
 DISK_BYTES, DISK = 2 * 16, 3e9
 
-# The host's Adam, elements a second of a machine: bound by its memory, 200 GB/s (eight channels of DDR4-3200 have
-# 205). An assumption; --calibrate measures it.
-HOST_ADAM = 200e9 / ADAM_BYTES
+# The host's Adam, elements a second of a machine with two processors: 10 billion in 2.57 s. Source: Ren et al. 2021,
+# ZeRO-Offload, table 4 (CPU-Adam on a DGX-2). That a GPU has an eighth of the machine is an assumption: so are most
+# machines rented and most jobs submitted. --calibrate measures it.
+HOST_ADAM, GPUS_OF_A_HOST = 10e9 / 2.57, 8
+
+# What a step on the host takes, relative to its Adam alone: each fp32 gradient is also scaled for clipping (read and
+# written), and each weight cast to half precision (4 bytes read, 2 written). Source: DeepSpeed 0.19,
+# unscale_and_clip_grads and step in runtime/zero/stage_1_and_2.py and stage3.py.
+HOST_STEP = (ADAM_BYTES + 8 + 6) / ADAM_BYTES

@@ -24,14 +24,16 @@ class Timing:
     Args:
         speeds, links: None where they are not known: then there is no prediction.
         mean_length: tokens of a row, for time; None: the recipe's maximum.
+        is_known: the speeds are the device's own; else they only rank layouts.
     """
 
     def __init__(
         self, subject: Subject, budget: Budget, speeds: Speeds | None, links: Links | MeasuredLinks | None,
-        mean_length: float | None,
+        mean_length: float | None, is_known: bool = True,
     ):  # fmt: skip
         self.subject, self.budget, self.speeds, self.links = subject, budget, speeds, links
         self.rows = subject.rows.shortened(mean_length) if mean_length else subject.rows
+        self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
 
@@ -51,7 +53,7 @@ class Timing:
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
         mfu = tokens_per_s * self.flops_per_token / (peak * world_size) if peak else None
-        return Speed(time, tokens_per_s, mfu)
+        return Speed(time, tokens_per_s, mfu, self.is_known)
 
     def passes(self, resolved: Resolved, micro_batch: int) -> PassTime:
         """Of the whole model, or of the stage that takes longest: the others wait for it."""

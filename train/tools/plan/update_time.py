@@ -9,7 +9,7 @@ from train.tools.plan.links import Exchange
 from train.tools.plan.operations import EXCHANGES, Operation
 from train.tools.plan.speeds import Speeds
 from train.tools.plan.steps import Step, host_inputs
-from train.tools.plan.time_constants import DISK
+from train.tools.plan.time_constants import DISK, HOST_STEP
 
 STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
     "starting operations", "communication", "optimizer step", "host", "pipeline bubble",
@@ -135,7 +135,7 @@ def update_time(
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
     communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
     copies = exposed(up, passes.forward) + exposed(down, passes.backward)
-    adam = exchanges.adam * local / speeds.adam + exchanges.disk * local / DISK
+    adam = HOST_STEP * exchanges.adam * local / speeds.adam + exchanges.disk * local / DISK
     host = accumulation * copies + copied(exchanges.step_up) + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved, half)
     optimizer = speeds.memory_seconds(exchanges.step_moved)

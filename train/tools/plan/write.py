@@ -82,7 +82,7 @@ def recipe_flags(options: Any, recipe: type) -> list[str]:
 
 
 def _said(one: Prediction) -> str:
-    speed = f", {rounded(one.speed.tokens_per_s)} tokens/s" if one.speed else ""
+    speed = f", {rounded(one.speed.tokens_per_s)} tokens/s" if one.is_timed else ""
     return (
         f"zerofit plan predicts for {one.layout.world_size} processes, micro-batch {one.micro_batch}, accumulation "
         f"{one.accumulation}: {size(one.peak.device)} of each{speed}"
