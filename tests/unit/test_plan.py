@@ -414,9 +414,67 @@ def test_the_report_ranks_and_says_what_does_not_fit(capsys):
     said = capsys.readouterr().out
     assert "does not fit:" in said
     assert "ddp, micro-batch 1:" in said
-    assert "too many" in said
+    assert "exceeds the limit by" in said
     assert "not possible:" in said
     assert "single:" in said
+
+
+SMALL = ["--task", "clm", "--config_name", "gpt2", "--block_size", "512", "--precision", "bf16", "--config_overrides",
+         "n_layer=8,n_head=4,n_embd=256,n_positions=512,vocab_size=512"]  # fmt: skip
+
+
+def test_what_does_not_fit_names_what_would_help(capsys):
+    """`single` needs 777 MiB. Where something fits, its next micro-batch is no news."""
+    flags = ["--lora", "--gpu_memory", "760MiB", "--strategies", "single,zero3", "--json"]
+    assert main(["plan", *SMALL, *flags, "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (largest,) = found["largest"]
+    (remedy,) = found["remedies"]["single"]
+    assert (largest["strategy"], remedy["options"]) == ("zero3", ["gradient_checkpointing"])
+    assert main(["plan", *SMALL, *flags[:-1], "--gradient_checkpointing"]) == 0
+    said = capsys.readouterr().out
+    assert "does not fit" not in said
+    assert any(line.split()[:3] == ["single", str(remedy["per_device_train_batch_size"]), "x"]
+               for line in said.splitlines())  # fmt: skip
+
+
+def test_one_process_has_single_first_and_nothing_that_is_shared(capsys):
+    found = planned(capsys, "--gpu", "a100-40gb", "--batch_sizes", "1")
+    assert found["predictions"][0]["strategy"] == "single"
+    assert not any("multiple" in reason for reason in found["refused"].values())
+    assert {"zero2_offload", "zero3"} <= {one["strategy"] for one in found["predictions"]}
+    assert main(["plan", *RECIPE, "--gpu", "a100-40gb", "--batch_sizes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "ddp, ep, fsdp2: the same as single" in said
+    assert max(map(len, said.split("what fits")[1].splitlines()[2:10])) <= 80
+
+
+def test_an_idle_pipeline_is_not_ranked_first_without_speeds(capsys):
+    """With one micro-batch, 7 of 8 stages are idle."""
+    flags = ["--gpu_memory", "24GiB", "--num_gpus", "8", "--strategies", "pp,zero3", "--batch_sizes", "1"]
+    found = planned(capsys, *flags, "--config_overrides", "n_layer=8,n_head=2,n_embd=32,n_positions=32,vocab_size=512")
+    assert found["best"][0]["strategy"] == "zero3"
+    assert [one["layout"]["pipeline"] for one in found["best"]] == [1, 2, 4, 8]
+    assert {one["tokens_per_s"] for one in found["predictions"]} == {None}
+
+
+def test_a_small_machine_does_not_train_faster_with_offload(capsys):
+    """A GPU has its share of the host: Ren et al. 2021, 3.9 billion weights a second of a machine."""
+    flags = ["--task", "clm", "--config_name", "gpt2", "--precision", "fp16", "--gpu", "t4-16gb", "--strategies",
+             "single,zero1,zero2_offload", "--batch_sizes", "4", "--json", "-"]  # fmt: skip
+    assert main(["plan", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["strategy"] for one in found["best"]] == ["zero1", "single", "zero2_offload"]
+    (offloaded,) = (one for one in found["predictions"] if one["strategy"] == "zero2_offload")
+    assert offloaded["seconds"]["host"] > 8 * 1.5 * 124_439_808 / 3.9e9
+
+
+def test_a_cpu_without_kernels_for_bf16_is_said(capsys, monkeypatch):
+    flags = ["--gpu", "cpu", "--gpu_memory", "1GiB", "--strategies", "single", "--batch_sizes", "1"]
+    for slowdown, is_said in ((12.4, True), (None, False)):
+        monkeypatch.setattr("train.tools.plan.plan.bf16_slowdown", lambda slowdown=slowdown: slowdown)
+        assert main(["plan", *RECIPE, *flags]) == 0
+        assert ("12 times as long as fp32" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,7 @@ def device_speeds(
         if links is None and local > 1 and gpu is not None:
             links = _links(options, gpu, network)
         if links is None and options.num_gpus > 1:
-            return (
-                speeds,
-                None,
-                f"not known: the links of this machine were not measured; run {CALIBRATE} --num_gpus {local}",
-            )
+            return speeds, None, f"not known: links were not measured; run {CALIBRATE} --num_gpus {local}"
         return speeds, links, speeds.source
     if not on_gpu:
         return None, None, f"not known: this machine was not measured; run {CALIBRATE} --num_gpus {local}"
@@ -61,11 +57,8 @@ def device_speeds(
     if links is None and local > 1:
         missing = missing or "--link_bandwidth, in GB/s"
     if speeds is None or missing:
-        return (
-            speeds,
-            links,
-            f"not known{f' of {gpu.name}' if gpu else ''}: set {missing}{'' if gpu else ', or --gpu'}",
-        )
+        subject, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
+        return speeds, links, f"not known{subject}: set {missing}{other}"
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
     return speeds, links, f"{speeds.source}{between}"
 

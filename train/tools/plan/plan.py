@@ -86,9 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         "speed": known,
     }
     if not on_gpu and True in halves and (times := bf16_slowdown()):
-        said["note"] = (
-            f"bf16 products take {times:.0f} times as long as fp32 on this CPU: plan --precision fp32 as well"
-        )
+        said["note"] = f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32"
     width = screen_width()
     say(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
     say(report.for_terminal(options.top, width, options.tokens))

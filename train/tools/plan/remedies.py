@@ -31,7 +31,8 @@ def find_remedies(planner: Planner, outcomes: list[Outcome], check: Callable) ->
         check: as that of Planner.layouts.
     """
     missing = [one for one in outcomes if not one.refused and not one.largest and one.degrees == Degrees()]
-    names = _options(planner, any(one.largest for one in outcomes)) if missing else []
+    on_device = any(one.largest and not one.largest.host_bytes for one in outcomes)
+    names = _options(planner, on_device) if missing else []
     found: dict[str, list[Remedy]] = {}
     for options in (*((name,) for name in names), *itertools.combinations(names, 2)):
         if "load_in_4bit" in options and not (planner.recipe.lora or "lora" in options):
@@ -41,11 +42,15 @@ def find_remedies(planner: Planner, outcomes: list[Outcome], check: Callable) ->
     return {label: _chosen(remedies) for label, remedies in found.items()}
 
 
-def _options(planner: Planner, something_fits: bool) -> list[str]:
-    """The options that save memory and are not set yet. An adapter in place of full training is the last resort."""
+def _options(planner: Planner, on_device: bool) -> list[str]:
+    """The options that save memory and are not set yet. An adapter in place of full training is the last resort.
+
+    Args:
+        on_device: something fits without offload.
+    """
     recipe = planner.recipe
     names = [] if recipe.gradient_checkpointing else ["gradient_checkpointing"]
-    if not recipe.lora and (something_fits or not recipe.model_name_or_path):
+    if not recipe.lora and (on_device or not recipe.model_name_or_path):
         return names
     names += [] if recipe.lora else ["lora"]
     return names if recipe.quantised or not planner.subject.on_gpu else [*names, "load_in_4bit"]

@@ -14,7 +14,7 @@ from train.tools.plan.remedies import Remedy
 
 DAY_S = 86400
 _TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours")
-_FILE = re.compile(r"^\S+\.(json|yaml):? ")  # of a pair, which the label names
+_FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
 def wrapped(text: str, width: int | None, indent: int) -> str:
@@ -69,10 +69,8 @@ class Report:
             lines += self._bound([group[0] for group in shown])
             lines += self._parts(shown[0][0])
         lines += self._misfits() + self._refusals()
-        offloaded = {one.label: one.largest.disk_bytes for one in self.outcomes if one.largest}
-        lines += [
-            f"{label} keeps {size(used)} on a disk of each machine." for label, used in offloaded.items() if used
-        ]
+        offloaded = [one for one in self.rows if one.disk_bytes]
+        lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
         lines.append(f"A checkpoint takes {size(self.planner.checkpoint_bytes)} of disk.")
         text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
         return re.sub(r"\n{3,}", "\n\n", text)
@@ -181,7 +179,7 @@ def _place(one: Prediction) -> dict[str, Any]:
 
 
 def _times(one: Prediction) -> tuple[str, ...]:
-    mfu = "-" if one.speed.mfu is None else f"{one.speed.mfu:.1%}"
+    mfu = "-" if one.speed.mfu is None else f"{one.speed.mfu:.0%}"
     return rounded(one.speed.time.seconds), rounded(one.speed.tokens_per_s), mfu
 
 
