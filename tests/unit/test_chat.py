@@ -49,6 +49,10 @@ def expected(template: str, messages: list[dict], tokenizer) -> Pieces:
         if template == "llama-2-chat":
             inner = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system and first else ""
             pieces += [(f"{bos}[INST] {inner}{user['content']} [/INST]", False), (f" {answer} {eos}", True)]
+        elif template == "chatml":
+            text = (f"{begin}<|im_start|>system\n{system}<|im_end|>\n" if system else begin) if first else "\n"
+            text += f"<|im_start|>user\n{user['content']}<|im_end|>\n<|im_start|>assistant\n"
+            pieces += [(text, False), (f"{answer}<|im_end|>{eos}", True)]
         elif template == "none":
             pieces += [((begin + system if first else "") + user["content"], False), (answer + eos, True)]
         else:
@@ -97,7 +101,7 @@ def as_messages(record: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
+@pytest.mark.parametrize("template", ["llama-2-chat", "chatml", "instruction", "instruction-ja", "none"])
 @pytest.mark.parametrize(
     ("form", "in_form"), [(INSTRUCTION, as_instruction), (PROMPT, as_prompt), (CHAT, as_messages)]
 )
@@ -117,11 +121,11 @@ def test_the_labels_of_records_token_by_token(tokenizer_of, records, form, in_fo
         assert (row["truncated"], row["is_cut"]) == (0, False)
         (answer,) = trained_runs(row, tokenizer)
         assert answer.endswith(tokenizer.eos_token)
-        assert answer.removesuffix(tokenizer.eos_token).strip() == source["output"]
+        assert answer.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>").strip() == source["output"]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
+@pytest.mark.parametrize("template", ["llama-2-chat", "chatml", "instruction", "instruction-ja", "none"])
 def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     tokenizer = tokenizer_of(name)
     encoder = encoder_of(tokenizer, CHAT, template)
@@ -129,7 +133,8 @@ def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     pieces = expected(template, LONG_TALK, tokenizer)
     assert encoder.render({"messages": LONG_TALK}, "")[0] == "".join(text for text, _ in pieces)
     runs = trained_runs(row, tokenizer)
-    assert [run.removesuffix(tokenizer.eos_token).strip() for run in runs] == ANSWERS
+    ends = [run.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>") for run in runs]
+    assert [run.strip() for run in ends] == ANSWERS
     assert all(run.endswith(tokenizer.eos_token) for run in runs)
     if template != "none":
         assert (list(row["input_ids"]), list(row["labels"])) == tokens_of(pieces, tokenizer)
@@ -147,7 +152,7 @@ def test_the_text_of_llama_2_chat(tokenizer_of):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("template", ["llama-2-chat", "instruction", "instruction-ja", "none"])
+@pytest.mark.parametrize("template", ["llama-2-chat", "chatml", "instruction", "instruction-ja", "none"])
 def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, name):
     """The prompt that transformers makes for an answer is what stands before the trained part, token by token: so in
     Llama-2's form the space before an answer is trained on, where it is a token of its own (Japanese)."""
@@ -253,7 +258,7 @@ def test_a_named_template_takes_the_place_of_the_tokenizers_own(tokenizer_of, tm
 
 
 def test_the_templates_that_there_are(tokenizer_of):
-    assert known_templates() == ["instruction", "instruction-ja", "llama-2-chat", "none"]
+    assert known_templates() == ["chatml", "instruction", "instruction-ja", "llama-2-chat", "none"]
     for name in known_templates():
         assert named_template(name) == (TEMPLATES / f"{name}.jinja").read_text()
         for tokenizer in (tokenizer_of("gpt2"), tokenizer_of("llama")):
@@ -264,7 +269,7 @@ def test_the_templates_that_there_are(tokenizer_of):
             assert text.endswith(tokenizer.eos_token)
     message = refusal(named_template, "instructions")
     assert "Did you mean instruction?" in message
-    assert "There are instruction, instruction-ja, llama-2-chat, none" in message
+    assert "There are chatml, instruction, instruction-ja, llama-2-chat, none" in message
 
 
 def test_a_tokenizer_with_several_templates_or_without_an_end(tokenizer_of):
