@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.model.tokenizer import check_vocabulary, padding_values, set_padding_token
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
+    from train.training.class_report import report_classes
     from train.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
     from train.training.evaluation import eval_batches
     from train.training.task import Task
@@ -108,6 +109,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),
+        report=lambda: report_classes(trainer.folder, data.labels, data.held_out),
     )
 
     parts = (None, held_out) if recipe.predict_file else (held_out,)

@@ -15,7 +15,9 @@ from train.checkpoint.run_state import BestEvaluation
 from train.data.labelled.labels import Labels
 from train.data.labelled.samples import HeldOut
 from train.recipe import ClsRecipe, UserError
+from train.record.run_folder import RunFolder
 from train.training.best_metric import BestMetricTracker, make_best_tracker
+from train.training.class_report import per_class, report_classes
 from train.training.classification import best_constant, figures_of
 from train.training.generation import FIGURES
 from train.training.metrics import FOLDER, compute
@@ -175,6 +177,31 @@ def test_a_choice_that_cannot_be(options, is_evaluated, words):
     with pytest.raises(UserError) as caught:
         make_best_tracker(ClsRecipe(**options), ("accuracy", "loss"), is_evaluated, BestEvaluation())
     assert words in caught.value.report()
+
+
+def test_f1_of_many_classes_is_their_mean():
+    figures = ("accuracy", "f1_macro", "loss")
+    best = make_best_tracker(ClsRecipe(metric_for_best_model="f1"), figures, True, BestEvaluation())
+    assert best.metric == "f1_macro"
+
+
+def test_figures_of_each_class_and_their_picture(tmp_path):
+    names, draw = ("良い", "so so", "$bad$"), np.random.default_rng(0)
+    truth, answers = draw.integers(0, 2, 200), draw.integers(0, 3, 200)  # nothing is of the last class
+    folder, part = RunFolder(tmp_path / "run"), held_out_labels(truth.tolist(), np.int64)
+    folder.path.mkdir()
+    folder.write_predictions(
+        {"label": names[label], "prediction": names[answer]} for label, answer in zip(truth, answers)
+    )
+    heading, table = report_classes(folder, Labels(names), [part])
+    assert "200 held-out examples" in heading
+    expected = sk.precision_recall_fscore_support(truth, answers, labels=range(3), zero_division=0)
+    shown = [line.split()[-5:-1] for line in table.splitlines()[1:]]
+    assert shown == [[*(f"{value:.4f}" for value in row[:3]), str(row[3])] for row in zip(*expected)]
+    assert (tmp_path / "run" / "confusion.png").stat().st_size > 5000
+    assert report_classes(folder, Labels(None), [part]) == report_classes(folder, Labels(names, True), [part]) == []
+    many = per_class(np.eye(30, dtype=int), tuple(map(str, range(30))))
+    assert "and 10 more" in many
 
 
 def held_out_labels(values: list, dtype) -> HeldOut:

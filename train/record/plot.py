@@ -1,10 +1,13 @@
 """loss.png: the picture that a person looks at first."""
 
 import math
+from collections.abc import Sequence
 from typing import IO, Any
 
 from train.record.fonts import font_for
+from train.record.terminal import shortened
 
+NAME = 24  # characters of a class in a picture
 FEW = 12  # updates that are shown as points, and not smoothed
 
 
@@ -95,3 +98,31 @@ def _smooth(values: list[float]) -> list[float]:
     half = max(2, len(values) // 80)
     windows = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
     return [sum(window) / len(window) for window in windows]
+
+
+def plot_confusion(matrix, names: Sequence[str], file: IO[bytes]) -> None:
+    """Which class was predicted as which: the number of examples in each cell, its colour the share of the row.
+
+    Args:
+        matrix: (classes, classes), a row for each class, a column for each prediction.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(names)
+    font = font_for(names)
+    shown = [shortened(name, NAME) for name in names] if font else [str(number) for number in range(count)]
+    side = 2.5 + 0.45 * count
+    figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for row, column in zip(*matrix.nonzero()):
+        axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8,
+                  color="white" if shares[row, column] > 0.5 else "black")  # fmt: skip
+    style = {"parse_math": False, **({"family": font} if font else {})}
+    axes.set_xticks(range(count), shown, rotation=90, **style)
+    axes.set_yticks(range(count), shown, **style)
+    axes.set(xlabel="predicted", ylabel="label")
+    figure.savefig(file)

@@ -198,7 +198,7 @@ class RunFolder:
         for lines in (self.metrics, self.samples, self.faults):
             lines.close()
         if resumed_from is not None and resumed_from.resolve() == self.path.resolve():
-            self.written.remove(name for name in written if name.startswith(f"{MODEL}/") or name == "loss.png")
+            self.written.remove(name for name in written if name.startswith(f"{MODEL}/") or name.endswith(".png"))
             self.written.add(NAMES)
             return
         self.written.remove(written)
@@ -216,9 +216,9 @@ class RunFolder:
         with self.new_file(f"predictions{suffix}.jsonl") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
-    def predictions(self) -> list[dict[str, Any]]:
+    def predictions(self, suffix: str = "") -> list[dict[str, Any]]:
         """What write_predictions wrote last."""
-        with (self.path / "predictions.jsonl").open(encoding="utf-8") as lines:
+        with (self.path / f"predictions{suffix}.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
     @contextlib.contextmanager

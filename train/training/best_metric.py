@@ -67,6 +67,8 @@ def make_best_tracker(
         UserError: there is no such figure, or nothing to measure.
     """
     metric = (recipe.metric_for_best_model or figures[0]).removeprefix("eval_")
+    if metric == "f1" and "f1" not in figures and "f1_macro" in figures:
+        metric = "f1_macro"  # of more than two classes: the mean of all
     if metric not in figures:
         close = nearest(metric, figures)
         raise UserError(

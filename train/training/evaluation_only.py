@@ -166,6 +166,8 @@ class EvaluationTrainer(Trainer):
                 self.say(f"held out    {name.removeprefix('eval_')} {value:.4f}")
             if figures and task.baseline:
                 self.say(*task.baseline())
+            if figures and task.report:
+                self.say(*task.report())
             self.say(*done, f"run folder  {self.folder.path}  ({', '.join(files)})")
         engine.close()
         return 0

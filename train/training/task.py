@@ -36,6 +36,7 @@ class Task:
             it together.
         routing: of a mixture of experts, what its routers chose.
         baseline: lines for the log: the held-out figures of answers that take no learning.
+        report: lines for the log, from the predictions in the run's folder; only the main process calls it.
     """
 
     recipe: TrainingRecipe
@@ -52,5 +53,6 @@ class Task:
     easiest: EasiestFirst | None = None
     predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None
+    report: Callable[[], list[str]] | None = None
     routing: Routing | None = None
     num_held_out: int = 0
