@@ -53,7 +53,7 @@ def stats_rows(
         ("samples", lambda c: f"{c.samples:,}", True),
         ("tokens", lambda c: f"{c.tokens:,}", True),
         ("tokens trained on" if train else "predicted", lambda c: f"{c.trained:,}", first.trained is not None),
-        ("truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})", True),
+        ("tokens truncated", lambda c: f"{c.truncated:,} ({c.truncated / c.tokens:.1%})", True),
         ("padding", lambda c: f"{c.padding:.1%}", first.padding is not None),
     ):
         if shown:

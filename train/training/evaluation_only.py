@@ -164,10 +164,8 @@ class EvaluationTrainer(Trainer):
             done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
             for name, value in figures.items():
                 self.say(f"held out    {name.removeprefix('eval_')} {value:.4f}")
-            if figures and task.baseline:
-                self.say(*task.baseline())
-            if figures and task.report:
-                self.say(*task.report())
+            if figures:
+                self.say(*task.remarks())
             self.say(*done, f"run folder  {self.folder.path}  ({', '.join(files)})")
         engine.close()
         return 0

@@ -78,8 +78,7 @@ def summary(
     saves: list[dict[str, Any]],
     best: BestMetricTracker,
     with_adapter: bool,
-    baseline: list[str],
-    report: list[str],
+    remarks: list[str],
 ) -> list[str]:
     """What came of a run that reached its end.
 
@@ -87,8 +86,7 @@ def summary(
         made: updates of this launch.
         seconds: that it took.
         saves: a record of each checkpoint.
-        baseline: held-out figures of answers that take no learning.
-        report: what the task has to say of its predictions.
+        remarks: what the task has to say of the held-out figures.
     """
     trained = seconds - sum(each["evaluation_seconds"] for each in throughput.evaluations)
     lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
@@ -103,7 +101,7 @@ def summary(
     for name, value in after.items():
         was = f"{before[name]:.4f} -> " if name in before else ""
         lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
-    lines += [*baseline, *report]
+    lines += remarks
     if best.keeps and best.best.update is not None:
         where = "checkpoints/best, and model/ is that one" if loads_best else "checkpoints/best; model/ is the last"
         start = best.unbeaten_start(before)

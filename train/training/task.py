@@ -56,3 +56,7 @@ class Task:
     report: Callable[[], list[str]] | None = None
     routing: Routing | None = None
     num_held_out: int = 0
+
+    def remarks(self) -> list[str]:
+        """Lines for the log below the held-out figures. Only the main process asks for them."""
+        return [line for say in (self.baseline, self.report) if say for line in say()]

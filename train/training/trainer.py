@@ -334,8 +334,7 @@ class Trainer:
         made = self.state.updates - self.checkpoints.resumed_at
         self.say("", *summary(
             self.state, made, self.seconds, self.throughput, self.checkpoints.writer.records, self.best,
-            self.adapter is not None, task.baseline() if task.baseline else [],
-            task.report() if task.report and figures else [],
+            self.adapter is not None, task.remarks() if figures else [],
         ), *([compiled()] if self.recipe.torch_compile else []))  # fmt: skip
 
     def close(self) -> int:
