@@ -107,7 +107,7 @@ def rows() -> dict[str, tuple[list[str], Row]]:
     """{flag without its value: (the scripts that have it, what became of it in the first of them)}."""
     found: dict[str, tuple[list[str], Row]] = {}
     of_each = {name: converted(name).flags for name in SCRIPTS}
-    of_each["corpus"] = convert_preparation(calls_in(CORPORA, {})[0], None)[1]
+    of_each["corpus"] = convert_preparation(calls_in(CORPORA, {})[0], None, [])[1]
     for name, flags in of_each.items():
         assert not flags.problems
         for row in flags.finish():

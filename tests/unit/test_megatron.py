@@ -428,6 +428,30 @@ def test_weights_to_begin_with_must_fit(tmp_path):
     assert "config_name" not in done.recipe
 
 
+@pytest.mark.parametrize(
+    ("flags", "stored", "said"),
+    [
+        ("--untie-embeddings-and-output-weights", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
+        ("", {"tie_word_embeddings": False}, "there is no --untie-embeddings-and-output-weights"),
+        ("--num-key-value-heads 2", {"tie_word_embeddings": True}, "--num-key-value-heads 2: "),
+        ("--num-query-groups 2 --group-query-attention", {"tie_word_embeddings": True}, "--num-query-groups 2: "),
+        ("--num-key-value-heads 2", {"num_key_value_heads": 2, "tie_word_embeddings": True}, None),
+    ],
+)
+def test_heads_and_tied_embeddings_are_those_of_the_weights(flags, stored, said, tmp_path):
+    """Four heads; a folder that does not say otherwise has as many of keys and values."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, **stored}))
+    problems = typed(MINIMAL + OF_LLAMA + flags, model_name_or_path=str(tmp_path)).flags.problems
+    assert [said in problem for problem in problems] == [True] * bool(said)
+
+
+def test_vocabulary_files_beside_sentencepiece_are_known():
+    done = typed(MINIMAL + "--tokenizer-type SentencePieceTokenizer --tokenizer-model t/tokenizer.model")
+    assert not done.flags.problems
+    assert done.recipe["tokenizer_name"] == "t"
+    assert fates(done)["--vocab-file"] == fates(done)["--merge-file"] == "no counterpart"
+
+
 # --------------------------------------------------------------------------------------------------------- the command
 
 

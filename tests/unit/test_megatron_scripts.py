@@ -158,6 +158,25 @@ def converted(script: str, given: dict | None = None):
     return convert_pretraining(call, Options())
 
 
+# ----------------------------------------------------------------------------------------------------------- corpora
+
+
+def test_a_loop_over_the_files_of_a_folder_is_one_corpus_and_is_merged_by_its_name(tmp_path, capsys):
+    script = tmp_path / "wiki.sh"
+    script.write_text(
+        'find text/ -type d | sed s/a/b/ | sh\nfind text/ -type f -name "wiki_*" | xargs -P $(nproc) -I{} \\\n'
+        'bash -c "python tools/preprocess_data.py --input {} --output-prefix datasets/{} --vocab-file v.json '
+        '--merge-file m.txt --append-eod"\npython tools/merge_datasets.py --output-prefix wiki --input flat/\n'
+    )
+    assert zerofit(["convert", "megatron-args", str(script)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("zerofit")]
+    assert lines == [
+        "zerofit prepare --input text --output_prefix datasets/text --vocab_file v.json --merge_file m.txt "
+        "--append_eod",
+        "zerofit prepare merge --input datasets/text_text_document --output_prefix wiki",
+    ]
+
+
 # --------------------------------------------------------------------------------------------------------- processes
 
 

@@ -45,6 +45,11 @@ class Call:
         """{variable: why it has no value}."""
         return self.shell.reasons if self.shell else {}
 
+    @property
+    def doubts(self) -> list[str]:
+        """Notes on tests of the script that need a value which is not known."""
+        return list(self.shell.doubts.values()) if self.shell else []
+
     def file(self, path: str) -> str | None:
         """The text of a file that the script writes."""
         return self.shell.file(path) if self.shell else None

@@ -4,8 +4,8 @@
     zerofit convert megatron-args pretrain_gpt.sh DATA_PATH=data/mine_text_document --output outputs/mine
     zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
 
-The script is read and not run (shell.py). A table shows the result for each flag (ledger.py). A flag that contradicts
-the model, or cannot be converted, is an error, and then nothing is written.
+Bash runs the script where nothing exists that it could start or change (shell.py). A table shows the result for each
+flag (ledger.py). A flag that contradicts the model, or cannot be converted, is an error, and then nothing is written.
 """
 
 import json
@@ -42,10 +42,13 @@ def main(argv: list[str]) -> int:
                            tool=True)  # fmt: skip
     name, calls, given = _calls(positional, words)
     folder = Path(options.output or f"outputs/{name}-converted")
+    for note in calls[0].doubts:
+        print(f"note: {note}\n", flush=True)
+    made: list[str] = []
     for call in calls:
         if call.program not in PREPARATION:
             continue
-        line, flags = convert_preparation(call, options.tokenizer_name)
+        line, flags = convert_preparation(call, options.tokenizer_name, made)
         _show(call, flags)
         print(f"\n{line}\n", flush=True)
     training = [call for call in calls if call.program not in PREPARATION]

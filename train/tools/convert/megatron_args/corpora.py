@@ -10,10 +10,18 @@ from train.tools.convert.megatron_args.ledger import Ledger
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
 
 
-def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, Ledger]:
-    """(a command line of zerofit prepare, the ledger of flags)."""
+def convert_preparation(call: Call, tokenizer: str | None, made: list[str]) -> tuple[str, Ledger]:
+    """(a command line of zerofit prepare, the ledger of flags).
+
+    Args:
+        made: the corpora that the script makes before; those of this call are added.
+    """
     flags = Ledger.of(call)
-    line = _merge(flags) if call.program == "merge_datasets.py" else _preprocess(flags, tokenizer)
+    merges = call.program == "merge_datasets.py"
+    line = _merge(flags, made) if merges else _preprocess(flags, tokenizer)
+    if not merges:
+        keys = flags.words("json_keys") or flags.words("json_key") or ["text"]
+        made += [f"{prefix}_{key}_document" for prefix in flags.words("output_prefix") for key in keys]
     for name in flags.flags:
         if name not in flags.rows and name in PREPARE_HINTS:
             flags.none(name, PREPARE_HINTS[name].removeprefix("remove it: "))
@@ -57,10 +65,14 @@ def _tokenizer(flags: Ledger) -> str:
     return "-"
 
 
-def _merge(flags: Ledger) -> list[str]:
-    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge."""
+def _merge(flags: Ledger, made: list[str]) -> list[str]:
+    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge. Where the folder
+    has none yet, those that the script makes are named."""
     folder, line = flags.text("input"), ["zerofit", "prepare", "merge", *_option(flags, "input", needed=True)]
-    if folder and not any(Path(folder).glob("*.bin")):
+    if folder and not any(Path(folder).glob("*.bin")) and made:
+        flags.carried("input", "--input, the corpora that the script makes before")
+        line[3:] = ["--input", *made]
+    elif folder and not any(Path(folder).glob("*.bin")):
         words = f"--input {folder}, where no corpus is yet. One that was prepared from a whole folder needs no merging"
         flags.carried("input", words)
     return line + _option(flags, "output_prefix", needed=True)

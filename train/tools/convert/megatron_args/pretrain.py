@@ -108,6 +108,9 @@ def _tokenizer(done: Converted, options: Options) -> None:
         folder, note = ((os.path.dirname(file) or ".") if file else None), ", the folder of tokenizer.model"
         if file and Path(file).name != "tokenizer.model":
             flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
+        for name in set(given) & {"vocab_file", "merge_file"}:
+            flags.none(name, "SentencePiece has one file, --tokenizer-model")
+            given.remove(name)
     elif kind in HUB:
         folder, note = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model"), ""
     else:

@@ -272,8 +272,14 @@ def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
         "hidden_size": (shape.hidden, "hidden_size", "n_embd"),
         "num_attention_heads": (shape.heads, "num_attention_heads", "n_head"),
         "ffn_hidden_size": (shape.ffn, "intermediate_size"),
-        "num_key_value_heads": (shape.kv_heads, "num_key_value_heads"),
-    }
+        flags.first("num_key_value_heads", "num_query_groups") or "num_key_value_heads":
+            (shape.kv_heads, "num_key_value_heads", "num_attention_heads", "n_head"),
+    }  # fmt: skip
+    tied = stored.get("tie_word_embeddings", "n_embd" in stored)  # transformers' default: a GPT-2's are tied
+    if tied != shape.tied:
+        there = "there is no --untie-embeddings-and-output-weights, and " if not tied else ""
+        words = f"{there}{file} says tie_word_embeddings: {json.dumps(tied)}: make them agree"
+        flags.wrong("" if there else "untie_embeddings_and_output_weights", words)
     for name, (size, *keys) in sizes.items():
         in_weights = next((stored[key] for key in keys if stored.get(key) is not None), size)
         if in_weights != size:
