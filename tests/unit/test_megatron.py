@@ -505,7 +505,10 @@ def test_corpora(tmp_path, capsys):
         "--workers 4 --append_eod\n" in shown_text
     )
     assert f"\nzerofit prepare merge --input {tmp_path} --output_prefix all\n" in shown_text
-    assert f"\nzerofit prepare merge --input {tmp_path}/later --output_prefix all\n" in shown_text
+    assert "\nzerofit prepare merge --input mine_text_document --output_prefix all\n" in shown_text
+    script.write_text(f"python tools/merge_datasets.py --input {tmp_path}/later --output-prefix all\n")
+    assert zerofit(["convert", "megatron-args", str(script)]) == 0
+    assert f"\nzerofit prepare merge --input {tmp_path}/later --output_prefix all\n" in capsys.readouterr().out
     assert "where no corpus is yet" in " ".join(shown_text.split())
     assert re.search(r"--chunk-size 25 +no counterpart", shown_text)
 

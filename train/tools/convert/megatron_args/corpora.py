@@ -66,8 +66,8 @@ def _tokenizer(flags: Ledger) -> str:
 
 
 def _merge(flags: Ledger, made: list[str]) -> list[str]:
-    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge. Where the folder
-    has none yet, those that the script makes are named."""
+    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge. Where the
+    folder has none yet, those that the script makes are named."""
     folder, line = flags.text("input"), ["zerofit", "prepare", "merge", *_option(flags, "input", needed=True)]
     if folder and not any(Path(folder).glob("*.bin")) and made:
         flags.carried("input", "--input, the corpora that the script makes before")
