@@ -508,8 +508,9 @@ def test_corpora(tmp_path, capsys):
     assert "\nzerofit prepare merge --input mine_text_document --output_prefix all\n" in shown_text
     script.write_text(f"python tools/merge_datasets.py --input {tmp_path}/later --output-prefix all\n")
     assert zerofit(["convert", "megatron-args", str(script)]) == 0
-    assert f"\nzerofit prepare merge --input {tmp_path}/later --output_prefix all\n" in capsys.readouterr().out
-    assert "where no corpus is yet" in " ".join(shown_text.split())
+    later = capsys.readouterr().out
+    assert f"\nzerofit prepare merge --input {tmp_path}/later --output_prefix all\n" in later
+    assert "where no corpus is yet" in " ".join(later.split())
     assert re.search(r"--chunk-size 25 +no counterpart", shown_text)
 
 

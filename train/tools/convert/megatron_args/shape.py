@@ -278,7 +278,7 @@ def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
     tied = stored.get("tie_word_embeddings", "n_embd" in stored)  # transformers' default: a GPT-2's are tied
     if tied != shape.tied:
         there = "there is no --untie-embeddings-and-output-weights, and " if not tied else ""
-        words = f"{there}{file} says tie_word_embeddings: {json.dumps(tied)}: make them agree"
+        words = f"{there}{file} says tie_word_embeddings: {str(tied).lower()}: make them agree"
         flags.wrong("" if there else "untie_embeddings_and_output_weights", words)
     for name, (size, *keys) in sizes.items():
         in_weights = next((stored[key] for key in keys if stored.get(key) is not None), size)
