@@ -1,5 +1,6 @@
 """The last words on a terminal are the run's, and not its launcher's."""
 
+import json
 import os
 import pty
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from train.recipe.last_message import repeat_after_launcher
+from train.recipe.last_message import is_accelerate_launch, prints_a_traceback
 
 LAUNCHER = """
 import subprocess, sys
@@ -47,40 +48,70 @@ def screen(folder, error: str, *flags: str, **variables: str) -> list[str]:
     return shown.decode().split("\r\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="who the launcher is, is read from /proc")
-@pytest.mark.parametrize(
-    ("error", "last"),
-    [
-        ("UserError('epochs = 0: no')", "error: epochs = 0: no"),
-        ("ValueError('no')", "ValueError: no (its traceback is above)"),
-        ("KeyboardInterrupt()", "interrupted while the run was starting: its folder is unchanged"),
-    ],
-)
-def test_the_message_comes_after_the_launchers_traceback(tmp_path, error, last):
-    lines = screen(tmp_path, error)
+LAST = [
+    ("UserError('epochs = 0: no')", "error: epochs = 0: no"),
+    ("ValueError('no')", "ValueError: no (its traceback is above)"),
+    ("KeyboardInterrupt()", "interrupted while the run was starting: its folder is unchanged"),
+]
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="who the launcher is, is read from /proc")
+
+
+def shown(folder, error: str, **variables: str) -> list[str]:
+    """The same lines without a terminal."""
+    (folder / "accelerate").write_text(LAUNCHER)
+    (folder / "run.py").write_text(RUN.format(error=error))
+    command = [sys.executable, str(folder / "accelerate"), "launch", str(folder / "run.py")]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment(PYTHONPATH=str(ROOT), **variables),
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+@on_linux
+@pytest.mark.parametrize("lines_of", [screen, shown])
+@pytest.mark.parametrize(("error", "last"), LAST)
+def test_the_message_comes_once_below_the_launchers_traceback(tmp_path, lines_of, error, last):
+    lines = lines_of(tmp_path, error)
     assert any(line.startswith("subprocess.CalledProcessError: Command") for line in lines)
     assert [line for line in lines if line][-1] == last
+    assert lines.count(last) == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="who the launcher is, is read from /proc")
-def test_after_ctrl_c_torchrun_shows_no_summary(tmp_path):
-    lines = screen(tmp_path, "KeyboardInterrupt()", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
-    assert [line for line in lines if line][-1].startswith("interrupted while the run was starting")
+@on_linux
+@pytest.mark.parametrize("lines_of", [screen, shown])
+@pytest.mark.parametrize(("error", "last"), LAST)
+def test_of_several_processes_torchruns_summary_has_it_or_it_comes_below(tmp_path, lines_of, error, last):
+    file = tmp_path / "error.json"
+    lines = lines_of(tmp_path, error, TORCHELASTIC_ERROR_FILE=str(file))
+    content = json.loads(file.read_text())["message"]["message"]
+    is_below = lines_of is screen or error.startswith("Keyboard")  # the launcher gets Ctrl-C itself
+    assert content == ("its message is the last one below" if is_below else last)
+    assert lines.count(last) == is_below
+    assert [line for line in lines if line][-1] == last or not is_below
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="who the launcher is, is read from /proc")
+@on_linux
 def test_it_comes_once_where_the_launcher_is_quiet(tmp_path):
     lines = screen(tmp_path, "UserError('epochs = 0: no')", "--quiet")
     assert lines.count("error: epochs = 0: no") == 1
 
 
-def test_torchruns_summary_has_the_message(tmp_path, monkeypatch):
+def test_torchruns_summary_has_the_message(tmp_path):
     """The error file, as torch reads it."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    repeat_after_launcher("error: 2 problems\n  1. one\n  2. two")
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    shown(tmp_path, "UserError(['one', 'two'])", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     summary = str(ChildFailedError("train/clm.py", {0: failure})).splitlines()
-    assert summary[-4:-1] == ["  traceback : error: 2 problems", "    1. one", "    2. two"]
+    assert summary[-4:-1] == ["  traceback : error: 2 problems, nothing was trained", "    1. one", "    2. two"]
+
+
+def test_who_prints_a_traceback():
+    for words, prints in {
+        "python /bin/accelerate launch x.py": True, "accelerate-launch x.py": True, "torchrun x.py": True,
+        "python -m torch.distributed.run x.py": True, "accelerate-launch -q x.py": False, "bash x.sh": False,
+        "python /zerofit/train/tools/launch/agent.py x.py": False,
+    }.items():  # fmt: skip
+        assert prints_a_traceback(words.split()) == prints, words
+    assert is_accelerate_launch(["python", "/zerofit/train/tools/launch/agent.py", "x.py"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
 from train.health.watchdog import died_elsewhere
 from train.recipe.errors import EXIT_FAILED, first_line, printable
-from train.recipe.last_message import repeat_after_launcher
+from train.recipe.last_message import print_last
 
 
 def explain_failure(
@@ -26,8 +26,7 @@ def explain_failure(
         if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
             phase = "loss"
         text = explain(error, phase=phase, update=update, strategy=strategy, **facts)
-        print(printable(f"\n{text}"), file=sys.stderr, flush=True)
-        repeat_after_launcher(text)
+        print_last(printable(f"\n{text}"))
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"

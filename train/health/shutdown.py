@@ -17,7 +17,7 @@ from collections.abc import Callable
 import psutil
 
 from train.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, leave, record_code
-from train.recipe.last_message import repeat_after_launcher
+from train.recipe.last_message import print_last
 
 EXIT_TO_BE_RESUMED = 85
 EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end: an anomaly, a full disk
@@ -123,8 +123,7 @@ class StartingRank:
             message = f"stopped by {name} while the run was starting: the same command starts it again"
         if self._rank == 0 and code != EXIT_TERMINATED:
             self._record(code, message)
-            os.write(sys.stderr.fileno(), f"\n{message}\n".encode())
-            repeat_after_launcher(message, after_signal=True)
+            print_last(message, after_signal=True)
         leave(code)
 
     def _code_of_sigterm(self) -> int:

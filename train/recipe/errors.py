@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from train.recipe.last_message import repeat_after_launcher
+from train.recipe.last_message import print_last, repeat_last
 
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
@@ -131,8 +131,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
                 _HOOKS["tell"](message, EXIT_USER_ERROR)
                 _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 message = f"[rank {rank}] {message}"
-            print(message, file=sys.stderr, flush=True)
-            repeat_after_launcher(message)
+            print_last(message)
             _HOOKS["tell"](message, EXIT_USER_ERROR)
             return EXIT_USER_ERROR
         except NothingToDo as message:
@@ -151,14 +150,13 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             record_code(EXIT_FAILED if code is None else code, named)
             _HOOKS["tell"](named, EXIT_FAILED if code is None else code)
             if code is None:
-                repeat_after_launcher(f"{named} (its traceback is above)")
+                repeat_last(f"{named} (its traceback is above)")
                 raise
             return code
         except KeyboardInterrupt:
             if int(os.environ.get("RANK", "0")) == 0:
                 message = "interrupted while the run was starting: its folder is unchanged"
-                print(f"\n{message}", file=sys.stderr, flush=True)
-                repeat_after_launcher(message, after_signal=True)
+                print_last(message, after_signal=True)
             record_code(EXIT_INTERRUPTED)
             return EXIT_INTERRUPTED
 

@@ -1,11 +1,13 @@
-"""Print the last message of a failed run again, after the output of its launcher.
+"""Print the last message of a failed run below the output of its launcher, once.
 
-`accelerate launch` prints a traceback of its own, about thirty lines, below the messages of its processes.
+`accelerate launch` and torchrun print a traceback of their own, up to forty lines, when a process fails.
 
-* With several processes torchrun prints a summary at the end, with the content of a process's error file: the message
-  is written there.
-* With one process, and after Ctrl-C, there is no summary. On a terminal a small process, this file, waits until the
-  launcher has ended and prints the message again (not with `--quiet`, where the launcher prints nothing).
+* With several processes the traceback ends with the content of the process's error file, which has the message.
+* Otherwise, and on a terminal, a small process, this file, waits until the launcher has ended and prints the message.
+  Where it would not live as long (the launcher is the first process of a container) and with `--quiet`, the message is
+  printed at once.
+
+`zerofit launch` prints no traceback: there the message is printed at once too.
 """
 
 import contextlib
@@ -16,57 +18,73 @@ import subprocess
 import sys
 import time
 
-LONGEST_S = 120.0  # torchrun waits 30 s for its processes by default
-TRACEBACK_BYTES = 200  # at least
-
-
-def _written(pid: int) -> int:
-    """Bytes that a process has written so far; 0 if unknown."""
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as file:
-        return int(next(line.split()[1] for line in file if line.startswith("wchar")))
-    return 0
-
-
 LAUNCHER = os.getppid()
-WRITTEN_BEFORE = _written(LAUNCHER)
+LONGEST_S = 120.0  # torchrun waits 30 s for its processes by default
+AGENT = "train/tools/launch/agent.py"  # the launcher that `zerofit launch` starts
+BELOW = "its message is the last one below"
 
 
-def repeat_after_launcher(text: str, after_signal: bool = False) -> None:
-    """Make `text`, which has been printed, the last message on the terminal as well. Never fails.
+def print_last(text: str, after_signal: bool = False, file=None) -> None:
+    """Print `text` as the last message; of the rank with number 0 where it is not in the launcher's own output.
 
     Args:
-        after_signal: the launcher got the same signal, and ends without a summary.
+        after_signal: the launcher got the same signal, and ends without the content of error files.
+        file: where it is printed if that is done at once; stderr by default.
     """
+    if not _leave_to_launcher(text, after_signal):
+        print(text, file=file or sys.stderr, flush=True)
+
+
+def repeat_last(text: str) -> None:
+    """The same for what is on the screen already: without a launcher there is nothing to do. Never fails."""
+    _leave_to_launcher(text, after_signal=False)
+
+
+def _leave_to_launcher(text: str, after_signal: bool) -> bool:
+    """Whether the text will be printed later, or by another process."""
     with contextlib.suppress(OSError):
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file:  # as torch/distributed/elastic/multiprocessing/errors reads it
-            error = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
-            with open(file, "w", encoding="utf-8") as opened:
-                json.dump(error, opened)
-        # The launcher of one process prints only its traceback; if that is out already, `text` is below it.
-        is_last = not after_signal if file else _written(LAUNCHER) >= WRITTEN_BEFORE + TRACEBACK_BYTES
-        if not is_last and os.environ.get("RANK", "0") == "0" and os.isatty(2) and _prints_a_traceback(LAUNCHER):
+        pid, file = os.getppid(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+        words = _command(pid)
+        if not prints_a_traceback(words):
+            return False
+        lives = pid != 1 and _parent(pid) != 1
+        waits = lives and os.environ.get("RANK", "0") == "0" and (after_signal or not file or os.isatty(2))
+        if waits:
             subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(LAUNCHER), text],
+                [sys.executable, "-I", "-S", __file__, str(pid), text],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
+        if file:  # as torch/distributed/elastic/multiprocessing/errors reads it
+            extra = {"timestamp": str(int(time.time()))}
+            with open(file, "w", encoding="utf-8") as opened:
+                json.dump({"message": {"message": BELOW if waits else text, "extraInfo": extra}}, opened)
+        return waits or bool(file and not after_signal)
+    return False
 
 
-def _prints_a_traceback(pid: int) -> bool:
-    """Whether this process' parent is alive and is an `accelerate launch` without --quiet (known on Linux only)."""
-    if os.getppid() != pid:
-        return False
+def _command(pid: int) -> list[str]:
+    """The command line of a process (known on Linux only)."""
     with open(f"/proc/{pid}/cmdline") as file:
-        words = file.read().split("\0")
-    return is_accelerate_launch(words) and not {"--quiet", "-q"} & set(words)
+        return file.read().rstrip("\0").split("\0")
+
+
+def _parent(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def prints_a_traceback(words: list[str]) -> bool:
+    """Whether a command is a launcher that prints a traceback when its process fails."""
+    if any(word.endswith(AGENT) for word in words[:3]):
+        return False
+    is_torchrun = any(word.endswith(("torchrun", "torch.distributed.run", "distributed/run.py")) for word in words[:3])
+    return is_torchrun or (is_accelerate_launch(words) and not {"--quiet", "-q"} & set(words))
 
 
 def is_accelerate_launch(words: list[str]) -> bool:
-    """Whether a command is `accelerate launch`, under one of its names or as `zerofit launch` starts it."""
-    alone = (
-        "accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py",
-        "train/tools/launch/agent.py",
-    )  # fmt: skip
+    """Whether a command is `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch`, or what
+    `zerofit launch` runs it with."""
+    alone = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py", AGENT)
     first = words[:3]  # Python, -m and the program at most
     return any(word.endswith(alone) for word in first) or (
         "launch" in words and any("accelerate" in word for word in words)
@@ -79,10 +97,12 @@ def wait_and_print(pid: int, text: str) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has
             ended = select.poll()
             ended.register(os.pidfd_open(pid), select.POLLIN)
-            if not ended.poll(1000 * LONGEST_S):
-                return
+            ended.poll(1000 * LONGEST_S)
         os.write(2, f"\n{text}\n".encode())
 
 
 if __name__ == "__main__":
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a scheduler, to all processes of the job
     wait_and_print(int(sys.argv[1]), sys.argv[2])

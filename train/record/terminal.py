@@ -1,5 +1,7 @@
 """How far a run has come, and what a person sees of it: a bar at a terminal, else a line now and then."""
 
+import errno
+import io
 import os
 import sys
 import time
@@ -9,6 +11,32 @@ from train.recipe.errors import printable
 
 AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
 READABLE = 28  # characters of a path that tell which one it is
+
+
+class _Lasting(io.FileIO):
+    """A descriptor to write to, which leads nowhere when nobody reads it any more (`| head`, a closed terminal)."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_the_terminal() -> None:
+    """Let this process go on when what it prints is no longer read."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        lasting = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(
+            lasting, stream.encoding, stream.errors, line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        ))  # fmt: skip
 
 
 def say(*lines: str, main: bool = True) -> None:

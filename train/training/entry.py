@@ -12,6 +12,7 @@ from train.recipe.help import wants_help
 from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, output_folder
 from train.record.exit_code import ExitCode, find_folder
+from train.record.terminal import outlive_the_terminal
 from train.record.timeline import Timeline
 from train.strategy.builds import check_compiled_code
 from train.training.rank_meeting import MEETING
@@ -20,6 +21,7 @@ from train.training.rank_meeting import MEETING
 def run_program(task: str, main: Callable[[], int]) -> None:
     """Run a task as a program, and end this process. How it ends is in environment.json, whatever happens."""
     if not wants_help(sys.argv):
+        outlive_the_terminal()
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
         exit_code.forget()
         record_codes_with(exit_code.write)

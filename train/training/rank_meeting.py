@@ -7,13 +7,12 @@ rank prepares its data, a thread of it gives signs of life, and ends the rank wh
 import contextlib
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Mapping
 
 from train.recipe.errors import leave, printable, record_code
-from train.recipe.last_message import LAUNCHER, repeat_after_launcher
+from train.recipe.last_message import LAUNCHER, print_last
 from train.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
 
 CONNECT_S = 20.0  # to say why this rank ends before it has come
@@ -118,8 +117,7 @@ class RankMeeting:
             time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
         else:
             record_code(end.code, end.report())
-            print(printable(end.report()), file=sys.stderr, flush=True)
-            repeat_after_launcher(end.report())
+            print_last(printable(end.report()))
         leave(end.code)
 
 

@@ -19,7 +19,7 @@ from train.health.out_of_memory import host_advice, resident_bytes
 from train.health.shutdown import ShutdownHandler, StopReason
 from train.health.watchdog import Watchdog
 from train.recipe.errors import UserError, explain_failures_with
-from train.recipe.last_message import repeat_after_launcher
+from train.recipe.last_message import print_last
 from train.recipe.options import TrainingRecipe
 from train.recipe.schedule import make_schedule
 from train.record.environment import describe_environment
@@ -305,8 +305,8 @@ class Trainer:
         if self.stopped:
             self.watchdog.phase("leave", patience=math.inf)
             why = why_stopped(self.ending, self.length.num_updates, self.state, self.checkpoints, self.recipe.on_fault)
-            self.say("", *why)
-            repeat_after_launcher("\n".join(why), after_signal=self.ending.reason.is_signal)
+            if self.is_main:
+                print_last("\n".join(["", *why]), after_signal=self.ending.reason.is_signal, file=sys.stdout)
             return
         self.watchdog.phase("export", patience=LONG)
         loads_best = self.best.loads and self.state.best.update is not None

@@ -21,15 +21,27 @@ from train.strategy.gpus import check_devices, num_devices
 from train.strategy.pairs import find_strategies
 from train.tools.launch.options import LaunchOptions
 from train.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
-from train.tools.launches import LAUNCHER, TRAIN
+from train.tools.launch.supervise import Supervisor
+from train.tools.launches import TRAIN
 from train.tools.tool_recipe import TASKS
 
 WHAT = "zerofit launch recipes/clm/NAME.yaml, or zerofit launch train/clm.py --config FILE"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the devices, the machines and the command line, and run it in place of this process."""
-    options, program = read_options(list(argv or []))
+    """Print the devices, the machines and the command line, and run it. Returns the exit code of the run."""
+    argv = list(argv or [])
+    with Supervisor(argv) as supervisor:
+        return launch(argv, supervisor)
+
+
+def launch(argv: list[str], supervisor: Supervisor) -> int:
+    """The same, watched over by a supervisor.
+
+    Raises:
+        UserError: a mistake in the options; the machines cannot be told.
+    """
+    options, program = read_options(argv)
     machines = choose_machines(options)
     check_devices()
     devices = num_devices()
@@ -48,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"devices   {devices_text}{others}: {processes} process{'es' if processes > 1 else ''}")
     print(f"machines  {machines.count}: {machines.source}")
     print(shlex.join(["accelerate", "launch", *layout, *program]), flush=True)
-    if not options.dry_run:
-        os.execve(sys.executable, [*LAUNCHER, *layout, *program], environment_of_launcher())
-    return 0
+    if options.dry_run:
+        return 0
+    return supervisor.run(layout, program, environment_of_launcher())
 
 
 def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:

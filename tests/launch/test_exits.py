@@ -1,0 +1,107 @@
+"""How launches end, for the one who has started them: exit code, record, and the last words."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from helpers import ROOT, environment, launch_command
+
+
+def zerofit(*words) -> list[str]:
+    return [sys.executable, "-m", "train.cli", "launch", *map(str, words)]
+
+
+def recorded(folder):
+    return json.loads((folder / "environment.json").read_text())["exit_code"]
+
+
+def on_a_screen(command: list[str]) -> tuple[int, list[str]]:
+    """(exit code, lines) of a command at a terminal, until nobody has it any more."""
+    master, slave = pty.openpty()
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=slave, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        shown = b""
+        try:
+            while read := os.read(master, 65536):
+                shown += read
+        except OSError:
+            pass
+    os.close(master)
+    return process.returncode, shown.decode().split("\r\n")
+
+
+@pytest.fixture(scope="module")
+def options(llama, material, cache) -> list:
+    return [
+        "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--block_size", "64",
+        "--per_device_train_batch_size", "4", "--max_train_steps", "3000", "--cache_dir", cache,
+        "--validation_split_percentage", "0",
+    ]  # fmt: skip
+
+
+def test_a_mistake_in_several_processes_is_the_last_thing_on_the_screen(tmp_path):
+    command = zerofit("--num_processes", "2", "train/clm.py", "--output_dir", tmp_path / "run", "--learnin_rate", "1")
+    code, lines = on_a_screen(command)
+    message = "error: --learnin_rate is not an option. Did you mean learning_rate?"
+    assert code == 2
+    assert recorded(tmp_path / "run") == 2
+    assert [line for line in lines if line][-1] == message
+    assert lines.count(message) == 1
+    assert not any("Traceback" in line or "torch/distributed" in line for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_so_it_is_under_accelerate_launch(tmp_path, processes):
+    strategy = "ddp" if processes > 1 else "single"
+    command = launch_command(tmp_path / "run", "--learnin_rate", "1", strategy=strategy, processes=processes)
+    code, lines = on_a_screen(command)
+    message = "error: --learnin_rate is not an option. Did you mean learning_rate?"
+    assert code == 1
+    assert [line for line in lines if line][-1] == message
+    assert lines.count(message) == 1
+
+
+def test_a_signal_reaches_the_ranks_and_the_code_comes_back(options, tmp_path):
+    """Nobody reads what is printed after the first update: the run goes on without a terminal."""
+    command = zerofit("--num_processes", "2", "train/clm.py", "--output_dir", tmp_path / "run", *options)
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        said = ""
+        while "update " not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        process.stdout.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 85, said
+    assert recorded(tmp_path / "run") == 85
+    assert (tmp_path / "run" / "checkpoints" / "latest").is_dir()
+
+
+def test_a_stop_before_there_is_a_rank_is_on_record(tmp_path):
+    command = zerofit("--num_processes", "2", "train/clm.py", "--output_dir", tmp_path / "run")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 85
+    assert recorded(tmp_path / "run") == 85
+
+
+@pytest.mark.long
+def test_the_ranks_end_with_a_launcher_that_is_killed(options, tmp_path):
+    command = zerofit("--num_processes", "1", "train/clm.py", "--output_dir", tmp_path / "run", *options)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert any("update " in line for line in iter(process.stdout.readline, ""))
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert not psutil.wait_procs(below, timeout=60)[1]
+    assert recorded(tmp_path / "run") == 85
