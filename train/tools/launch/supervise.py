@@ -43,6 +43,7 @@ class Supervisor:
     def __init__(self, argv: list[str]):
         self._exit_code = exit_code_of(argv)
         self._process: subprocess.Popen | None = None
+        self._is_starting = False
         self._stopped: int | None = None  # before there was a rank
         self._is_launch = not wants_help(argv) and "--dry_run" not in argv
 
@@ -68,7 +69,10 @@ class Supervisor:
         """
         command = [*LAUNCHER, *layout, *program]
         # A session of its own: Ctrl-C at a terminal reaches this process only, which passes it on once.
+        self._is_starting = True
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        if self._stopped is not None:
+            self._receive(self._stopped, None)
         code = self._process.wait()
         recorded = self._exit_code.read().get("exit_code") if self._exit_code.is_main else None
         if recorded is not None:
@@ -81,7 +85,9 @@ class Supervisor:
         """Pass a signal on to the ranks, which are the launcher's children. It ends by itself when they have."""
         if self._process is None:
             self._stopped = number
-            raise SystemExit(self._leave())
+            if not self._is_starting:
+                raise SystemExit(self._leave())
+            return
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if ranks := psutil.Process(self._process.pid).children():
                 for rank in ranks:
