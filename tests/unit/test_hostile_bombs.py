@@ -1,16 +1,22 @@
 """Files of others that would take all time or memory end in one sentence; large files of honest people do not."""
 
+import resource
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import refusal
 from train.data.sources import read_source
 from train.model.adapter_folder import open_adapter
+from train.model.chat import apply_template
 from train.model.folders import read_json
 from train.model.pretrained_io import read_config
+from train.recipe import limits
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
 from train.record.run_folder import RunFolder
@@ -63,3 +69,32 @@ def test_json_that_is_nested_too_deeply(tmp_path):
     assert str(tmp_path) in refusal(read_config, "model", str(tmp_path))
     assert "deepspeed.json" in refusal(read_json, tmp_path / "deepspeed.json")
     assert "prompts.jsonl" in refusal(read_prompts, SimpleNamespace(prompt_file=str(tmp_path / "prompts.jsonl")))
+
+
+# ------------------------------------------------------------------------------------------------------ chat templates
+
+
+@pytest.fixture
+def tokenizer():
+    words = models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="a", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("template", [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**10 }}", "{{ 9 ** (9 ** 9) }}", "{{ (messages | length + 8) ** (9 ** 9) }}", "{{ 'a' | center(10**10) }}",
+    "{% set x = namespace(a='aaaaaaaa') %}{% for b in range(99) %}{% set x.a = x.a + x.a %}{% endfor %}",
+])  # fmt: skip
+def test_a_template_that_takes_all_time_or_memory(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(limits, "LONGEST_S", 0.3)
+    monkeypatch.setattr(limits, "LARGEST_BYTES", 300 * 2**20)
+    before, tokenizer.chat_template = resource.getrlimit(resource.RLIMIT_DATA), template
+    assert "--chat_template" in refusal(apply_template, tokenizer, [{"role": "user", "content": "a"}])
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+
+
+def test_a_template_that_is_long_but_honest(tokenizer):
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    content = "text " * 10**6
+    assert len(apply_template(tokenizer, [{"role": "user", "content": content}] * 4)) == 4 * len(content)

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from train.recipe.errors import UserError, first_line, nearest
+from train.recipe.limits import BeyondLimits, limited
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "\ue0f1{}\ue0f2"  # for an answer: private-use characters, which no template compares or strips
@@ -126,9 +127,16 @@ def apply_template(tokenizer, messages: list[Message], add_generation_prompt: bo
 
     Raises:
         BadTemplate: the template is not valid, or refuses the conversation.
+        UserError: it takes too much time or memory for one conversation.
     """
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        with limited():
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except BeyondLimits as error:
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path!r} {error} for one conversation. Name another one with "
+            f"--chat_template ({', '.join(known_templates())}, or a .jinja file)"
+        ) from None
     except Exception as error:  # an expression in a template can raise anything
         line, syntax = getattr(error, "lineno", None), isinstance(error, TemplateSyntaxError)
         frames = [
