@@ -29,9 +29,11 @@ def limited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (min([used + LARGEST_BYTES, *limits]), hard))
     if is_main:
         handler = signal.signal(signal.SIGVTALRM, _stop)
-        signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S, LONGEST_S)
     try:
         yield
+    except _Stop:
+        raise BeyondLimits(f"takes longer than {LONGEST_S:g} s") from None
     except MemoryError:
         raise BeyondLimits(f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory") from None
     finally:
@@ -41,5 +43,9 @@ def limited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+class _Stop(BaseException):
+    """No Exception, which the code might catch."""
+
+
 def _stop(*_) -> None:
-    raise BeyondLimits(f"takes longer than {LONGEST_S:g} s")
+    raise _Stop
