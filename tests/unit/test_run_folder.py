@@ -102,7 +102,7 @@ def test_a_hole_in_the_record_is_said(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], "{broken", *lines[5:]]) + "\n")
     (note,) = restart(tmp_path, 7, tmp_path)
-    assert "metrics.jsonl lacks 3-5 of 7 updates (its line 3 is not JSON)" in note
+    assert "metrics.jsonl has no line for update 3-5 of 7 (its line 3 is not JSON)" in note
     assert [line["update"] for line in RunFolder(tmp_path).metrics.read()] == [1, 2, 6, 7]
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"update": {update}}}\n' for update in range(1, 9)))
     assert restart(tmp_path, 7, tmp_path) == []
@@ -218,6 +218,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
     put(tmp_path, ("victim",))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
+    assert "holds what no run has written: .lock" in refusal(plan, tmp_path / "run", "--overwrite_output_dir")
     assert "cannot be written" in refusal(RunFolder(tmp_path / "run").lock)
     assert left(tmp_path, ("victim",))
 

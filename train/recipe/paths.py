@@ -50,8 +50,10 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
         missing = missing_corpus(str(Path(prefix).expanduser()))
         problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
     checkpoints = output / "checkpoints"  # may be a mount, or belong to somebody else
-    folders = [(output_option, output), *([(output_option, checkpoints)] if checkpoints.exists() else [])]
-    for option, folder in (*folders, ("cache_dir", recipe.cache_dir)):
+    why = None
+    for option, folder in ((output_option, output), (output_option, checkpoints), ("cache_dir", recipe.cache_dir)):
+        if folder == checkpoints and (why or not checkpoints.exists()):
+            continue
         why = cannot_be_written(Path(folder).expanduser()) if folder else None
         problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
     if problems:

@@ -29,7 +29,9 @@ class JsonlFile:
         if not missing:
             return None
         why = f" (its line {broken[0]} is not JSON)" if broken else ""
-        return f"{self.path} lacks {ranges(missing)} of {updates:,} updates{why}: the record has a hole, the run none"
+        return (
+            f"{self.path} has no line for update {ranges(missing)} of {updates:,}{why}; the run itself lacks nothing"
+        )
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. NaN and infinity are written as such: they are never hidden."""

@@ -254,7 +254,7 @@ class RunFolder:
 def _is_in_the_way(name: str) -> bool:
     """Whether a run would have to replace this file, or write behind this link."""
     is_checkpoint = re.match(rf"{CHECKPOINTS}/(update_\d{{8}}|(best|latest)$)", name)
-    return name in NAMES or name == CHECKPOINTS or name.partition("/")[0] == MODEL or bool(is_checkpoint)
+    return name in {*NAMES, LOCK, CHECKPOINTS} or name.partition("/")[0] == MODEL or bool(is_checkpoint)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
