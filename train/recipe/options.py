@@ -142,7 +142,9 @@ class RunOptions(Recipe):
         None, "The run folder; by default outputs/ and the name of the recipe.", common=True
     )
     overwrite_output_dir: bool = option(
-        False, "Replace another run in output_dir. A run with the same recipe resumes all the same."
+        False,
+        "Replace another run in output_dir; files that no run has written stay. A run with the same recipe resumes all "
+        "the same.",
     )
     logging_steps: int = option(
         10,

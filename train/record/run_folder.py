@@ -14,7 +14,7 @@ import yaml
 
 from train.recipe.base import Recipe
 from train.recipe.errors import UserError
-from train.recipe.files import atomic_file, open_without_links, sync, temporary_path
+from train.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
 from train.recipe.parsing import BoundedLoader
 from train.record.jsonl import JsonlFile
 from train.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
@@ -158,7 +158,7 @@ class RunFolder:
         Raises:
             UserError: the folder cannot be written.
         """
-        with self._writing():
+        with self.writing():
             self._clear(updates, resumed_from)
             self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
             hole = self.metrics.start(updates)
@@ -172,12 +172,13 @@ class RunFolder:
         Raises:
             UserError: the folder cannot be written.
         """
-        with self._writing():
+        with self.writing():
             self._clear(0, None)
             self._describe(options, strategy, environment)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Make and lock the folder. Raises UserError where the disk fails while the block writes."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
@@ -239,11 +240,15 @@ class RunFolder:
         """The folder to write model/ in, which gets its name at the end of the block: complete, or not there."""
         partial = temporary_path(self.model)
         partial.mkdir()
-        yield partial
-        for below in (path for path in partial.rglob("*") if path.is_file()):
-            sync(below)
-        self.written.add(f"{MODEL}/{name}" for name in files_below(partial, partial))
-        partial.rename(self.model)
+        try:
+            yield partial
+            for below in (path for path in partial.rglob("*") if path.is_file()):
+                sync(below)
+            self.written.add(f"{MODEL}/{name}" for name in files_below(partial, partial))
+            partial.rename(self.model)
+        except BaseException:
+            remove(partial)
+            raise
         sync(self.path)
 
     def _write(self, name: str, text: str) -> None:

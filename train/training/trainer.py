@@ -314,23 +314,22 @@ class Trainer:
         if not self.is_main:
             deque(weights, maxlen=0)  # takes part in gathering them
             return
-        self.folder.metrics.close()
-        if loads_best:
-            best = self.checkpoints.directory.best
-            for file in best.glob("predictions*.jsonl"):  # of the model that is exported
+        task, best = self.task, self.checkpoints.directory.best
+        with self.folder.writing():
+            self.folder.metrics.close()
+            for file in best.glob("predictions*.jsonl") if loads_best else ():  # of the model that is exported
                 with self.folder.new_file(file.name, "wb") as written:
                     written.write(file.read_bytes())
-        with self.folder.new_model() as place:
-            if loads_best:
-                shutil.copytree(best / "model", place, dirs_exist_ok=True)
-            else:
-                self.exporter.write(weights, self.state.held_out, place)
+            with self.folder.new_model() as place:
+                if loads_best:
+                    shutil.copytree(best / "model", place, dirs_exist_ok=True)
+                else:
+                    self.exporter.write(weights, self.state.held_out, place)
+            with self.folder.new_file("loss.png", "wb") as picture:
+                plot_run(self.folder.metrics.read(), picture, self.folder.path.name, task.unit, task.figures[0])
         figures = self.state.best.figures if loads_best else self.state.held_out
         updates = self.state.best.update if loads_best else self.state.updates
         self.environment["held_out"] = {"update": updates, **figures} if figures else {}
-        task = self.task
-        with self.folder.new_file("loss.png", "wb") as picture:
-            plot_run(self.folder.metrics.read(), picture, self.folder.path.name, task.unit, task.figures[0])
         made = self.state.updates - self.checkpoints.resumed_at
         self.say("", *summary(
             self.state, made, self.seconds, self.throughput, self.checkpoints.writer.records, self.best,
