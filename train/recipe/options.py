@@ -143,8 +143,8 @@ class RunOptions(Recipe):
     )
     overwrite_output_dir: bool = option(
         False,
-        "Replace another run in output_dir; files that no run has written stay. A run with the same recipe resumes all "
-        "the same.",
+        "Replace another run in output_dir; files that no run has written stay. A run with the same recipe resumes "
+        "all the same.",
     )
     logging_steps: int = option(
         10,
