@@ -138,7 +138,7 @@ def test_the_line_to_mend(script, said):
     ("body", "said"),
     [
         ('"wandb": {"enabled": true,\n  "project": $PROJECT}\n', 'line 5 of the script ("project": arxiv}): a text'),
-        ('"bf16": {"enabled": true},\n', 'line 4 of the script ("bf16": {"enabled": true},): take the comma'),
+        ('"bf16": {"enabled": true},\n', 'line 4 of the script ("bf16": {"enabled": true},): remove the comma'),
         ('"steps_per_print": 1\n"bf16": {"enabled": true}\n', 'line 4 of the script ("steps_per_print": 1): a comma'),
     ],
 )

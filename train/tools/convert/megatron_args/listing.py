@@ -5,6 +5,7 @@ import re
 
 from train.recipe.errors import UserError
 from train.recipe.parsing import parse_json
+from train.strategy.json_mistakes import what_to_mend
 from train.tools.convert.megatron_args.shell import Command
 
 DIFF = re.compile(r'\s*[<>]\s+(--|\w+=|export |["}])')  # redirections do not begin like that
@@ -62,20 +63,8 @@ def read_json(text: str, name: str, lines: list[str]) -> dict:
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
-        at = error.pos
-        if text[at : at + 1] != ",":  # of a comma too many, newer versions of Python tell the place of the comma
-            at = len(text[:at].rstrip()) - 1 if "value" not in error.msg else at
-        line = text.count("\n", 0, at) + 1
-        shown = text.splitlines()[line - 1].strip() if text.strip() else ""
-        if text[at : at + 1] == ",":
-            remedy = "take the comma at its end away"
-        elif "delimiter" in error.msg:
-            remedy = "a comma is missing at its end"
-        elif "value" in error.msg:
-            remedy = "a text needs quotes"
-        else:
-            remedy = error.msg
-        raise ValueError(f"{_place(text, line, name, lines)} ({shown}): {remedy}") from None
+        line, wrong = what_to_mend(text, error)
+        raise ValueError(f"{_place(text, line, name, lines)} {wrong}") from None
 
 
 def _place(text: str, line: int, name: str, lines: list[str]) -> str:
