@@ -19,5 +19,5 @@ def what_to_mend(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
     else:
         wrong = error.msg
     line = text.count("\n", 0, at) + 1
-    shown = text.splitlines()[line - 1].strip() if text.strip() else "empty"
+    shown = text.splitlines()[line - 1].strip()[:80] if text.strip() else "empty"
     return line, f"({shown}): {wrong}"
