@@ -67,6 +67,15 @@ def test_more_processes_than_devices():
     assert "Use --num_processes 2" in said, "gpu_ids leaves one on each of two machines"
 
 
+def test_a_cpu_that_is_slow_in_bf16():
+    cpu = change(devices=(), kind="cpu", present={}, bf16_slowdown=12.4)
+    ((level, said),) = judged(cpu, Needs(processes=1, precision="bf16"))
+    assert level == "warning"
+    assert "12 times" in said
+    assert "--precision fp32" in said
+    assert judged(cpu, Needs(processes=1, precision="fp32")) == []
+
+
 def test_processes_without_cores():
     ((level, said),) = judged(change(devices=(), kind="cpu", present={}, cores=2), Needs(processes=4))
     assert level == "warning"

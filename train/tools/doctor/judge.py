@@ -82,6 +82,10 @@ def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> li
         findings.append(Finding(
             WARNING, f"precision = bf16, and a {', a '.join(without)} does not compute in it: torch emulates it, "
             "slowly", "Use --precision fp16"))  # fmt: skip
+    if needs.precision == "bf16" and machine.bf16_slowdown:
+        findings.append(Finding(
+            WARNING, f"precision = bf16: its products take {machine.bf16_slowdown:.0f} times as long as fp32 on this "
+            "CPU", "Use --precision fp32"))  # fmt: skip
     for number, device in enumerate(machine.devices):
         if device.free < NO_MEMORY_FREE * device.total:
             findings.append(Finding(

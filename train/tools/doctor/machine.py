@@ -60,6 +60,7 @@ class Machine:
 
     Attributes:
         kind: of the devices; cpu where there are none.
+        bf16_slowdown: times that bf16 takes of fp32 on its CPU, where that matters.
         present: {maker: GPUs that the operating system has}, whether or not torch sees them.
         shm: of /dev/shm; None: there is none.
         compiler: the C++ compiler; None: it is not found.
@@ -77,6 +78,7 @@ class Machine:
     built_for: str
     kind: str = "cpu"
     devices: tuple[Device, ...] = ()
+    bf16_slowdown: float | None = None
     present: dict[str, int] = field(default_factory=dict)
     driver: str = ""
     compiler: str | None = None
@@ -118,6 +120,8 @@ def inspect_machine(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed:
     """
     import torch
 
+    from train.strategy.devices import bf16_slowdown
+
     free, total = host_memory()
     operations, problem, toolkit = {}, None, ""
     if looks_at_deepspeed:
@@ -137,6 +141,7 @@ def inspect_machine(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed:
         built_for=built_for(torch),
         kind=kind,
         devices=tuple(devices),
+        bf16_slowdown=None if devices else bf16_slowdown(),
         present=gpus_of_the_machine(),
         driver=_driver(),
         compiler=compiler,
