@@ -74,7 +74,7 @@ def _measure(processes: int) -> dict:
             errors = [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"calibrate: it has not ended in {LIMIT_S} s. Try again when the machine is idle"
+                f"calibrate: the measurement did not end within {LIMIT_S} s. Try again when the machine is idle"
             ) from None
         finally:
             for worker in workers:

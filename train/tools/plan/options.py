@@ -17,9 +17,12 @@ class DevicesOptions(Recipe):
     """How many devices there are"""
 
     num_gpus: int = option(
-        1, "GPUs of all machines together, one process each.", positive=True, aliases=("num_processes", "world_size"),
+        1,
+        "GPUs of all machines together, one process each; also --world_size.",
+        positive=True,
+        aliases=("num_processes", "world_size"),
         common=True,
-    )  # fmt: skip
+    )
     calibrate: bool = option(
         False,
         "Measure this machine first (matrix products, memory, links, the host's Adam; under a minute), with num_gpus "
@@ -54,7 +57,9 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
         "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3; all: every pair there is.",
         common=True,
     )
-    gpus_per_node: int = option(8, "GPUs of one machine.", positive=True, aliases=("local_world_size",), common=True)
+    gpus_per_node: int = option(
+        8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
+    )
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
     gpu_memory: str | None = option(
         None,
@@ -69,16 +74,16 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
     )
     lengths: list[str] | None = option(  # noqa: RUF009
         None,
-        "Find the longest rows that fit, at per_device_train_batch_size of the recipe, or else 1: auto (multiples of "
-        "1024 up to the model's positions), or the lengths in question: 8k,16k,32k.",
+        "Find the longest rows that fit with the recipe's per_device_train_batch_size, or 1: auto (multiples of "
+        "1024 up to the model's positions), or the lengths to try: 8k,16k,32k.",
         common=True,
     )
-    max_batch_size: int = option(4096, "No larger micro-batch is tried.", positive=True)
+    max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
     max_global_batch_size: int | None = option(
-        None, "For each strategy the fastest global batch of at most so many samples.", positive=True, common=True
+        None, "Find each strategy's fastest global batch of at most this many samples.", positive=True, common=True
     )
     tokens: float | None = option(
-        None, "Say how many days and GPU-hours it takes to train on so many tokens: 100e9.", positive=True, common=True
+        None, "Add the days and GPU-hours of training on this many tokens: 100e9.", positive=True, common=True
     )
     mean_length: float | None = option(
         None,
@@ -88,8 +93,8 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
     )
     architecture: str | None = option(
         None,
-        "The model's shape by a name that is known offline, or a folder with a config.json, where the weights that "
-        "the recipe names are not at hand.",
+        "The model's shape, where the recipe's weights are not at hand: a name that is known offline, or a folder "
+        "with a config.json.",
     )
     top: int = option(10, "Rows of the table.", positive=True)
     write: str | None = option(
@@ -131,15 +136,15 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
             found.append("no device: set --gpu, e.g. --gpu h100-80gb, or --gpu_memory, e.g. --gpu_memory 80GiB")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
             found.append(
-                f"num_gpus = {self.num_gpus} is no multiple of gpus_per_node = {self.gpus_per_node}: set --num_gpus "
-                f"{self.num_gpus // self.gpus_per_node * self.gpus_per_node} or another --gpus_per_node"
+                f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}: set "
+                f"--num_gpus {self.num_gpus // self.gpus_per_node * self.gpus_per_node} or another --gpus_per_node"
             )
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
         found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
         if self.mean_length and not self._pads:
-            found.append(f"mean_length = {self.mean_length:g} has no effect: rows are packed, and full. Remove it")
+            found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found
 
     @property

@@ -173,7 +173,7 @@ def _timing(
 def _objection(resolved: Resolved, gpu: Gpu | None, on_gpu: bool) -> str:
     """Why a strategy cannot run on this device; empty if it can."""
     if resolved.precision == "bf16" and gpu is not None and not gpu.has_bf16:
-        return f"precision = bf16: a {gpu.name} has none. Use --precision fp16"
+        return f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"
     if resolved.precision == "fp16" and not on_gpu:
         return "precision = fp16 needs a GPU. Use --precision bf16 or fp32"
     return ""

@@ -159,18 +159,19 @@ class Planner:
         return [size for size in sizes if total is None or total % (size * replicas) == 0]
 
     def no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
-        least = layout.data_size * (sizes[0] if sizes else 1)
+        minimum = layout.data_size * (sizes[0] if sizes else 1)
         several = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
         holders = f"{layout.data_size} GPUs" if layout.replica_size == 1 else several
         if self.recipe.max_global_batch_size:
             return (
-                f"max_global_batch_size = {self.recipe.max_global_batch_size}: {sizes[0] if sizes else 1} on each of "
-                f"{holders} are more. Set --max_global_batch_size to at least {least}, or a smaller --num_gpus"
+                f"max_global_batch_size = {self.recipe.max_global_batch_size}: micro-batches of "
+                f"{sizes[0] if sizes else 1} on {holders} exceed it. Set --max_global_batch_size to at least "
+                f"{minimum}, or a smaller --num_gpus"
             )
         return (
-            f"global_batch_size = {self.recipe.global_batch_size} cannot be made of "
+            f"global_batch_size = {self.recipe.global_batch_size} cannot be divided into "
             f"{'micro-batches of ' + ', '.join(map(str, sizes)) if sizes else 'whole micro-batches'} on "
-            f"{holders}: set --global_batch_size to a multiple of {least}"
+            f"{holders}: set --global_batch_size to a multiple of {minimum}"
         )
 
     # ---------------------------------------------------------------------------------------------------------- search

@@ -69,7 +69,7 @@ class Report:
             lines += self._bound([group[0] for group in shown])
             lines += self._parts(shown[0][0])
         lines += self._misfits() + self._refusals()
-        offloaded = [one for one in self.rows if one.disk_bytes]
+        offloaded = [one for one, *_ in shown if one.disk_bytes]
         lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
         lines.append(f"A checkpoint takes {size(self.planner.checkpoint_bytes)} of disk.")
         text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
@@ -82,7 +82,7 @@ class Report:
                 *_TIMES * timed, *_SPANS * bool(spans))  # fmt: skip
         cells = [
             (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
-             size(one.peak.device), *[size(one.host_bytes) if one.host_bytes else "-"] * hosted,
+             _size(one.peak.device), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
              *_times(one) * timed, *(_span(one, spans) if spans else ()))
             for one in rows
         ]  # fmt: skip
@@ -99,9 +99,15 @@ class Report:
         return [*lines, ""]
 
     def _misfits(self) -> list[str]:
-        """The smallest of each strategy that nothing fits of; of named micro-batches, each that does not fit."""
-        misfits = [one.smallest_misfit for one in self.outcomes
-                   if one.smallest_misfit and (self.is_named or not one.largest)]  # fmt: skip
+        """The smallest of each strategy that nothing fits of, in the layout that lacks least; of named micro-batches,
+        each layout that one does not fit in."""
+        misfits = [one.smallest_misfit for one in self.outcomes if one.smallest_misfit]
+        if not self.is_named:
+            fitting, nearest = {one.strategy for one in self.outcomes if one.largest}, {}
+            for one in sorted(misfits, key=lambda one: one.lacking):
+                if one.strategy not in fitting:
+                    nearest.setdefault(one.strategy, one)
+            misfits = [one for one in misfits if nearest.get(one.strategy) is one]
         lines = []
         for group in _alike(misfits):
             what = f"rows of {group[0].length:,} tokens" if self.lengths else f"micro-batch {group[0].micro_batch}"
@@ -176,6 +182,11 @@ def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
 def _place(one: Prediction) -> dict[str, Any]:
     found = one.to_dict()
     return {name: found[name] for name in ("strategy", "layout", "length", "per_device_train_batch_size")}
+
+
+def _size(count: float) -> str:
+    """In the table, which 80 columns hold."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 10 * 2**30 else size(count)
 
 
 def _times(one: Prediction) -> tuple[str, ...]:
