@@ -10,7 +10,9 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
+from train.health.out_of_memory import EXIT_OUT_OF_MEMORY
 from train.health.shutdown import StopReason
+from train.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
 from train.record.exit_code import ExitCode, find_folder
 from train.record.run_folder import RunFolder
 
@@ -182,3 +184,45 @@ def test_sigterm_of_a_launcher_whose_other_rank_has_died_is_no_stop(tmp_path, de
         rank.communicate()
     assert recorded(folder).get("exit_code") == code
     assert codes[0] == (143 if dead else 85)
+
+
+def resume_page() -> str:
+    return (ROOT / "docs" / "resume.md").read_text()
+
+
+def documented() -> dict[str, str]:
+    """{exit code: what a job script does} of the table in docs/resume.md."""
+    table = resume_page().partition("| how the run ended |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) == 9
+    return {code: action for _, code, action in rows}
+
+
+def test_the_page_has_every_code():
+    codes = {0, EXIT_USER_ERROR, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_OUT_OF_MEMORY}
+    codes |= {reason.exit_code(saved) for reason in StopReason for saved in (False, True)}
+    assert set(documented()) == {*map(str, codes), "none"}
+
+
+def test_the_job_script_does_what_the_table_says(tmp_path):
+    """With a launch that leaves a code, and a scheduler that notes what it is asked for."""
+    (block,) = (text for text in resume_page().split("```\n") if "scontrol" in text)
+    (tmp_path / "srun").write_text("#!/bin/sh\nmkdir -p outputs/run; cp code.json outputs/run/environment.json\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho requeue >> asked\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="1")
+
+    def requeues(code: str, launches: int) -> int:
+        """How often the scheduler is asked in so many launches that end with this code."""
+        record = {"command": []} if code == "none" else {"command": [], "exit_code": int(code), "exit_reason": "error"}
+        (tmp_path / "code.json").write_text(json.dumps(record, indent=2))
+        (tmp_path / "asked").write_text("")
+        for _ in range(launches):
+            subprocess.run(["bash", "-c", block], cwd=tmp_path, env=variables, check=False)
+        return (tmp_path / "asked").read_text().count("requeue")
+
+    expected = {"done": 0, "requeue": 5, "requeue three times": 3}
+    for code, action in documented().items():
+        requeues("0", 1)  # forgets earlier crashes
+        assert requeues(code, 5) == expected[action], code
