@@ -63,7 +63,14 @@ def test_the_run_folder(scratch):
     assert environment["seconds_to_first_update"]["first update"] > 0
     assert any("accelerate" in word for word in environment["command"])
     assert (output / "model" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
-    for word in ("documents", "tokens trained on", "truncated", "padding", "loss      ", "a sample of what it writes"):
+    for word in (
+        "documents",
+        "tokens trained on",
+        "tokens truncated",
+        "padding",
+        "loss      ",
+        "a sample of what it writes",
+    ):
         assert word in shown
 
 

@@ -79,7 +79,7 @@ def test_a_cpu_that_is_slow_in_bf16():
 def test_processes_without_cores():
     ((level, said),) = judged(change(devices=(), kind="cpu", present={}, cores=2), Needs(processes=4))
     assert level == "warning"
-    assert "4 processes on 2 cores" in said
+    assert "4 processes oversubscribe 2 cores" in said
 
 
 def test_a_gpu_that_is_hidden():

@@ -100,7 +100,7 @@ def test_a_run_asks_before_it_reads_anything(machine, monkeypatch):
 
 def test_what_the_log_says(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert gpus.describe_device(torch.device("cpu")) == "CPU, 2 threads a process"
+    assert gpus.describe_device(torch.device("cpu")) == "CPU, 2 threads per process"
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -82,5 +82,5 @@ def test_ranks_that_split_a_layer_draw_the_same_and_stages_do_not():
 
 
 def test_a_world_that_cannot_be_divided_is_refused():
-    with pytest.raises(UserError, match=r"3 processes are no multiple of .* = 2"):
+    with pytest.raises(UserError, match=r"num_processes = 3 is not a multiple of .* = 2"):
         ParallelLayout(3, 0, tensor=2)

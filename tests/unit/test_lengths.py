@@ -101,7 +101,7 @@ def test_the_report_says_what_limits_the_length(capsys, tmp_path):
         (["--lengths", "1k", "--batch_sizes", "2"], "batch_sizes has no effect with lengths = 1k"),
         (
             ["--lengths", "1k", "--global_batch_size", "3"],
-            "global_batch_size = 3 (--global_batch_size) is no multiple",
+            "global_batch_size = 3 (--global_batch_size) is not a multiple",
         ),
     ],
 )

@@ -373,7 +373,7 @@ def test_what_a_run_refuses_beside_degrees_is_left_out_of_the_pair(tmp_path):
 def test_what_the_processes_do_not_divide_becomes_zero_3():
     done = typed(f"torchrun --nproc_per_node 2 {MINIMAL} --tensor-model-parallel-size 4")
     assert (done.layout.strategy, done.layout.tensor) == ("zero3", 1)
-    assert "2 processes are no multiple of 4" in done.flags.rows["tensor_model_parallel_size"].words
+    assert "num_processes = 2 is not a multiple of 4" in done.flags.rows["tensor_model_parallel_size"].words
 
 
 def test_a_degree_that_is_left_over_is_not_said_to_become_zero_3_beside_a_pipeline():

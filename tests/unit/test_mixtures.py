@@ -163,7 +163,7 @@ def test_experts_that_are_divided(family):
 
 def test_a_model_without_experts_has_none_to_divide():
     config = tiny_model("llama").config
-    assert "a llama has no experts to divide. Use fsdp2.yaml" in refusal(check_experts, config, 2, "ep.yaml")
+    assert "a llama is not a mixture of experts. Use fsdp2.yaml" in refusal(check_experts, config, 2, "ep.yaml")
 
 
 @pytest.mark.parametrize(("sharding", "options", "words"), [

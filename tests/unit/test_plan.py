@@ -487,7 +487,7 @@ def test_a_cpu_without_kernels_for_bf16_is_said(capsys, monkeypatch):
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
         (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
         (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
-        (["--gpu", "h100-80gb", "--num_gpus", "1", "--strategies", "sp"], "1 processes are no multiple of"),
+        (["--gpu", "h100-80gb", "--num_gpus", "1", "--strategies", "sp"], "num_processes = 1 is not a multiple of"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):

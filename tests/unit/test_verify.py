@@ -201,10 +201,10 @@ def test_a_global_batch_is_that_of_the_processes():
     short = shorten(options, cls)
     assert short.values["global_batch_size"] == 24
     assert "gradient_accumulation_steps" not in short.values
-    assert "is no multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
+    assert "is not a multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
         shorten, *options_of("--num_processes", "3")
     )
-    assert "is no multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
+    assert "is not a multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
         shorten, *options_of("--resumed_processes", "3")
     )
 

@@ -12,6 +12,7 @@ from train.checkpoint.shards import read_progress
 from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
+from train.recipe.words import counted
 from train.record.run_folder import GIVEN_FOR, OLDER, RunFolder, differences, differing_options, identity
 from train.record.written_files import CHECKPOINTS
 
@@ -82,7 +83,7 @@ class EarlierRuns:
         size, before = recorded.get("global_batch_size"), next(filter(None, map(recorded.get, GIVEN_FOR)), None)
         if size is None or before in (None, replicas) or recipe.source("global_batch_size"):
             return replicas, None
-        recipe.adopt("global_batch_size", size, f"the run that resumes, of {before} processes")
+        recipe.adopt("global_batch_size", size, f"the run that resumes, of {counted(before, 'process')}")
         recipe.adopt("gradient_accumulation_steps", None, "")
         return before, (
             f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "

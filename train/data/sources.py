@@ -16,6 +16,7 @@ from train.recipe.cache import cache_root
 from train.recipe.data_options import SourceOptions
 from train.recipe.errors import UserError, first_line
 from train.recipe.paths import FILE_OPTIONS, find_files
+from train.recipe.words import counted
 
 HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
 PREDICT = "predict"  # the part of predict_file, without labels
@@ -43,7 +44,9 @@ class Source:
         files = self.files.get(part)
         if not files:
             return f"the {part} split"
-        return str(files[0]) + (f" and {len(files) - 1} more files, counted as one" if len(files) > 1 else "")
+        return str(files[0]) + (
+            f" and {counted(len(files) - 1, 'more file')}, counted as one" if len(files) > 1 else ""
+        )
 
 
 def read_source(

@@ -248,7 +248,7 @@ def _of_state(s: Situation) -> list[Remedy]:
     applicable = []
     for stage in range(s.stage + 1, 3 if s.quantised else 4) if sharers > 1 and s.pipeline == 1 else ():
         saved = round(sum(gains[step] for step in range(s.stage + 1, stage + 1)))
-        what = f"shared by {sharers} processes: {parts[stage]}"
+        what = f"sharded over {sharers} processes: {parts[stage]}"
         if stage == 3 or s.phase != "load":
             applicable.append(Remedy(_pair(_with_offload(s, stage)), what, saved if known else None))
     if s.where == "device" and not s.on_cpu and s.tensor * s.sequence * s.pipeline == 1:

@@ -86,7 +86,7 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
         remedies += [f"the number of processes could be {_listed(processes)}"] if counts else []
         remedies = remedies or [f"make it a multiple of {one_pass}"]
         raise UserError(
-            f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is no multiple of "
+            f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
             f"per_device_train_batch_size * {what} = {micro} * {replicas} = {one_pass}: "
             f"{', or '.join(remedies)}"
         )

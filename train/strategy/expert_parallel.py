@@ -26,7 +26,7 @@ def check_experts(config, ranks: int, source: str) -> None:
     stated = f"{source}: expert parallelism on {ranks} processes"
     experts = getattr(config, "num_experts", None)
     if not experts or not _patterns(config):
-        raise UserError(f"{stated}, and a {config.model_type} has no experts to divide. Use fsdp2.yaml")
+        raise UserError(f"{stated}, and a {config.model_type} is not a mixture of experts. Use fsdp2.yaml")
     if experts % ranks:
         possible = [size for size in range(2, experts + 1) if experts % size == 0]
         raise UserError(

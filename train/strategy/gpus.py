@@ -123,7 +123,7 @@ def describe_device(device) -> str:
 
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        return f"CPU, {threads} thread{'s' if threads > 1 else ''} a process"
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''} per process"
     there = torch.accelerator.device_count()
     used = min(there, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return f"{used} x {device_name(device)}" + (f" of the {there} that this machine has" if used < there else "")

@@ -29,8 +29,9 @@ class ParallelLayout:
     def __post_init__(self):
         if self.world_size % self.replica_size:
             raise UserError(
-                f"{self.world_size} processes are no multiple of tensor x pipeline x sequence = {self.tensor} x "
-                f"{self.pipeline} x {self.sequence} = {self.replica_size}. Start a multiple of {self.replica_size}"
+                f"num_processes = {self.world_size} is not a multiple of tensor x pipeline x sequence = {self.tensor} "
+                f"x {self.pipeline} x {self.sequence} = {self.replica_size}. Use --num_processes {self.replica_size}, "
+                "or a multiple of it"
             )
 
     @property

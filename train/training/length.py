@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from train.data.order import samples_of_run
 from train.recipe.options import TrainingRecipe
+from train.recipe.words import counted
+from train.record.terminal import rounded
 from train.strategy.batches import BatchSizes
 
 
@@ -27,6 +29,12 @@ class RunLength:
     def ends_an_epoch(self, update: int) -> bool:
         """Whether some epoch was completed by this update (counted from 1)."""
         return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
+
+    @property
+    def describe(self) -> str:
+        """For the log."""
+        epochs = counted(rounded(self.epoch(self.num_updates)), "epoch")
+        return f"{counted(self.num_updates, 'update')}, {epochs}"
 
     def is_last(self, update: int) -> bool:
         return update == self.num_updates

@@ -8,6 +8,7 @@ from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.run_state import RunState
 from train.health.shutdown import StopReason
 from train.recipe.options import TrainingRecipe
+from train.recipe.words import counted
 from train.record.meters import ThroughputMeter
 from train.record.terminal import duration, rounded
 from train.training.best_metric import BestMetricTracker
@@ -67,7 +68,7 @@ def compiled() -> str:
     from torch._dynamo.utils import counters
 
     number = counters["stats"]["unique_graphs"]
-    return f"compiled    {number} graph{'s' * (number != 1)}: parts of the model, and some again for other shapes"
+    return f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
 
 
 def summary(
@@ -92,7 +93,7 @@ def summary(
     lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
     if saves:
         size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
-        number = f"{len(saves)} checkpoints" if len(saves) > 1 else "1 checkpoint"
+        number = counted(len(saves), "checkpoint")
         lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
     if with_adapter:
         lines.append("frozen      weights are what they were, bit for bit")
@@ -122,7 +123,7 @@ def about_evaluations(evaluations: list[dict[str, float]]) -> list[str]:
 
 def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputMeter) -> str:
     if not made:
-        return f"trained     {state.updates:,} updates, all of them before: there was nothing left to train"
+        return f"trained     {counted(state.updates, 'update')}, all of them before: there was nothing left to train"
     tokens_per_s = throughput.typical()
     flops_per_s = tokens_per_s * throughput.flops_per_token
     mfu = f", MFU {flops_per_s / throughput.peak:.1%}" if throughput.peak else ""
@@ -130,6 +131,7 @@ def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputM
     padded = f", {padding:.1%} of all positions padding" if padding else ""
     of_them = f" ({made:,} of them now)" if made != state.updates else ""
     return (
-        f"trained     {state.updates:,} updates{of_them} in {duration(seconds)}, median {tokens_per_s:,.0f} tokens/s, "
+        f"trained     {counted(state.updates, 'update')}{of_them} in {duration(seconds)}, "
+        f"median {tokens_per_s:,.0f} tokens/s, "
         f"{rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padded}"
     )

@@ -26,7 +26,7 @@ from train.record.environment import describe_environment
 from train.record.meters import MemoryMeter
 from train.record.plot import plot_run
 from train.record.recorder import RunRecorder
-from train.record.terminal import Bar, rounded, say
+from train.record.terminal import Bar, say
 from train.record.timeline import Timeline
 from train.record.trackers import start_trackers
 from train.strategy.deepspeed_schedule import with_schedule
@@ -197,8 +197,7 @@ class Trainer:
             f"strategy  {self.strategy.describe}",
             f"device    {describe_device(self.engine.device)}",
             *lines,
-            f"run       {length.num_updates:,} updates, {rounded(length.epoch(length.num_updates))} epochs; "
-            f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
+            f"run       {length.describe}; learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}",
             f"folder    {self.folder.path}",
             *(f"note      {note}" for note in [*self.strategy.notes, *self.notes]),
         )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from train.recipe.words import counted
 from train.record.terminal import size
 from train.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
 from train.tools.compare.machine import PROGRAM_BYTES
@@ -67,7 +68,7 @@ def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> li
     usable = min(there, needs.visible) if needs.visible is not None else there
     if there and needs.examined and needs.processes > usable:
         findings.append(Finding(
-            ERROR, f"{needs.processes} processes on this machine, which has {usable} device{'s' * (usable != 1)}",
+            ERROR, f"{counted(needs.processes, 'process')} on this machine, which has {counted(usable, 'device')}",
             f"Use --num_processes {usable * needs.num_machines}"))  # fmt: skip
     if there and needs.examined and needs.processes < usable:
         findings.append(Finding(
@@ -75,7 +76,7 @@ def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> li
             f"--num_processes {usable * needs.num_machines} uses all of them"))  # fmt: skip
     if not there and needs.processes > machine.cores:
         findings.append(Finding(
-            WARNING, f"{needs.processes} processes on {machine.cores} cores wait for each other",
+            WARNING, f"{counted(needs.processes, 'process')} oversubscribe {counted(machine.cores, 'core')}",
             f"Use --num_processes {machine.cores * needs.num_machines} or less"))  # fmt: skip
     without = sorted({device.name for device in machine.devices if device.has_bf16 is False})
     if needs.precision == "bf16" and without:
@@ -156,7 +157,7 @@ def _memory(machine: Machine, needs: Needs) -> list[Finding]:
     total = program + (needs.host_bytes or 0)
     if not needs.examined or total <= machine.memory_free:
         return findings
-    parts = f"about {size(total)} of host memory: {size(program)} for {needs.processes} process{'es' * several}" + (
+    parts = f"about {size(total)} of host memory: {size(program)} for {counted(needs.processes, 'process')}" + (
         f", {size(needs.host_bytes)} for the state that they keep there" if needs.host_bytes else "")  # fmt: skip
     if total > machine.memory_total:
         findings.append(Finding(

@@ -14,6 +14,7 @@ from typing import Any
 from train.recipe.errors import first_line
 from train.recipe.files import is_shared
 from train.recipe.paths import cannot_be_written
+from train.recipe.words import counted
 from train.record.terminal import size
 from train.strategy.build_locks import abandoned_locks, extensions_folder
 from train.strategy.gpus import gpus_of_the_machine
@@ -98,7 +99,7 @@ class Machine:
         tools = [f"C++ {self.compiler or 'not found'}", f"ninja {self.ninja or 'not found'}"]
         tools += [f"CUDA toolkit {self.cuda_toolkit}"] if self.cuda_toolkit else []
         lines = [
-            ("devices", "; ".join(devices) or f"no accelerator, {self.cores} cores"),
+            ("devices", "; ".join(devices) or f"no accelerator, {counted(self.cores, 'core')}"),
             ("torch", f"{self.torch}, built for {self.built_for}"
              + (f", driver {self.driver}" if self.driver else "")),
             ("memory", f"{size(self.memory_free)} free of {size(self.memory_total)}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from train.data.rendering import Prompt, Renderer
 from train.recipe.errors import UserError
+from train.recipe.words import counted
 from train.record.terminal import StatusLine, duration
 from train.strategy.gpus import num_devices
 from train.strategy.host_memory import usable_cores
@@ -127,7 +128,8 @@ def check_processes(asked: Asked, options: GenerateOptions) -> None:
     devices, processes = num_devices(), options.processes
     if 0 < devices < processes:
         raise UserError(
-            f"num_processes = {processes}: this machine has {devices} devices. Use --num_processes {devices}"
+            f"num_processes = {processes}: this machine has {counted(devices, 'device')}. "
+            f"Use --num_processes {devices}"
         )
     if options.tensor_parallel > 1:
         check_shares(asked.source, options)
@@ -163,7 +165,7 @@ def _launch(options: GenerateOptions, argv: list[str], journal: Journal, size: i
                    "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}  # fmt: skip
     shared = f", {options.tensor_parallel} share each layer" if options.tensor_parallel > 1 else ""
     drawn = f", drawn with seed {options.seed}" if options.samples else ""
-    say(f"{options.processes} processes{shared}{drawn}; their output is {log}")
+    say(f"{counted(options.processes, 'process')}{shared}{drawn}; their output is {log}")
 
     def watched(launch) -> bool:
         time.sleep(SHOWN_EVERY_S)

@@ -23,6 +23,7 @@ from train.data.encodings import proposal
 from train.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from train.recipe.megatron_flags import PREPARE_HINTS
 from train.recipe.parse import parse_recipe
+from train.recipe.words import counted
 from train.record.terminal import say
 from train.tools.prepare.encode import InputPart, Setup, encoder_of
 from train.tools.prepare.memo_rules import allows_memo, nasty_texts
@@ -247,9 +248,9 @@ class PrepareJob:
         read = sum(file.size for file in self.files)
         ways = {"memo": "word memo", "whole": "whole documents", "slow": "a slow tokenizer"}
         lines.append(
-            f"read {len(self.files):,} files of {size(read)} in {duration(seconds)} ({seconds:.1f} s): "
-            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {self.options.processes} workers, "
-            f"{ways[self.setup.way]}; {self.num_bad:,} bad lines"
+            f"read {counted(len(self.files), 'file')} of {size(read)} in {duration(seconds)} ({seconds:.1f} s): "
+            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {counted(self.options.processes, 'worker')}, "
+            f"{ways[self.setup.way]}; {counted(self.num_bad, 'bad line')}"
         )
         if self.setup.end is None and self.tokenizer.eos_token_id is not None:
             lines.append(

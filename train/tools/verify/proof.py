@@ -10,6 +10,7 @@ from random import Random
 from statistics import median
 
 from train.recipe import UserError
+from train.recipe.words import counted
 from train.record.jsonl import JsonlFile
 from train.record.terminal import duration, say, table
 from train.tools.launches import Trial, failure, launched, mistake
@@ -117,7 +118,7 @@ class Proof:
             if folder == REFERENCE and refused:
                 raise UserError(f"{about}: {refused}")
             return Outcome(strategy, [num_processes], failed)
-        say(f"{about}: {self.options.updates} updates, {seconds:.0f} s")
+        say(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
         return self._compared(Outcome(strategy, [num_processes]), trial.output, self.output / REFERENCE)
 
     def _disturbed(self, strategy: str) -> Outcome:
@@ -166,7 +167,7 @@ class Proof:
         return "\n\n".join([*blocks, self._verdict()])
 
     def _verdict(self) -> str:
-        after = f"{self.options.updates} updates, {duration(time.monotonic() - self.began)}"
+        after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
         if not self.is_well:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
         kills = sum(each.killed.kills for each in self.resumed)

@@ -146,7 +146,7 @@ def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
         return "rows are not split together with another kind of parallelism: "
     size = layout.replica_size * split[name]
     if layout.world % size:
-        return f"{layout.world} processes are no multiple of {size}: "
+        return f"num_processes = {layout.world} is not a multiple of {size}: "
     setattr(layout, kinds[name], split[name])
     return ""
 
