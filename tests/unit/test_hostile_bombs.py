@@ -1,17 +1,23 @@
 """Files of others that would take all time or memory end in one sentence; large files of honest people do not."""
 
+import gzip
 import resource
 import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
-from tokenizers import Tokenizer, models
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import refusal
 from train.data.sources import read_source
+from train.data.text.prepare import tokenize_texts
 from train.model.adapter_folder import open_adapter
 from train.model.chat import apply_template
 from train.model.folders import read_json
@@ -77,7 +83,9 @@ def test_json_that_is_nested_too_deeply(tmp_path):
 @pytest.fixture
 def tokenizer():
     words = models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="a", unk_token="<unk>")
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.mark.parametrize("template", [
@@ -98,3 +106,49 @@ def test_a_template_that_is_long_but_honest(tokenizer):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     content = "text " * 10**6
     assert len(apply_template(tokenizer, [{"role": "user", "content": content}] * 4)) == 4 * len(content)
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+def test_records_that_are_nested_too_deeply(tmp_path, name):
+    """pyarrow would end the process: it has no stack left."""
+    content = f'{{"text": "a"}}\n{{"text": {DEEP}{"]" * len(DEEP)}}}\n'.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert f"{name}, line 2" in refusal(source_of, tmp_path / name)
+
+
+def test_a_line_that_is_too_long(tmp_path):
+    line = b'{"text": "' + b"a" * (40 * 10**6) + b'"}\n'
+    (tmp_path / "x.jsonl").write_bytes(line)
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(line))
+    assert (tmp_path / "bomb.jsonl.gz").stat().st_size < 50_000
+    for name in ("x.jsonl", "bomb.jsonl.gz"):
+        assert name in refusal(source_of, tmp_path / name)
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "' + b"a b " * (5 * 10**6 // 4) + b'"}\n')
+    assert len(source_of(tmp_path / "x.jsonl").parts["train"][0]["text"]) == 5 * 10**6
+
+
+def test_too_many_columns(tmp_path):
+    for count in (20_000, 500):
+        names = [f"c{number}" for number in range(count)]
+        parquet.write_table(pa.table({name: ["a"] for name in names}), tmp_path / f"{count}.parquet")
+        (tmp_path / f"{count}.csv").write_text(f"{','.join(names)}\n{','.join('a' * count)}\n")
+    for name in ("20000.parquet", "20000.csv"):
+        assert "20,000 columns" in refusal(source_of, tmp_path / name)
+    for name in ("500.parquet", "500.csv"):
+        assert len(source_of(tmp_path / name).parts["train"].column_names) == 500
+
+
+def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):
+    table = Dataset.from_dict({"text": ["a " * 10**5, "a a"]})
+    assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [10**5 + 1, 3]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 << 20))
+    assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)
+
+
+def test_a_regular_expression_without_end(tokenizer, tmp_path):
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+    table = Dataset.from_dict({"text": [f"{'a' * 40}b"]})
+    assert "tokenizer_name" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.parquet as parquet
 from datasets import Features, Value
 
 from train.data.encodings import open_bytes, proposal
-from train.recipe.columns import ending_of, find_delimiter, head_of
+from train.recipe.columns import HEAD_BYTES, ending_of, find_delimiter, head_of
 from train.recipe.errors import UserError
-from train.recipe.parsing import parse_json
+from train.recipe.parsing import TOO_DEEP, parse_json
 
+LONGEST_LINE = 32 << 20  # bytes
+MOST_COLUMNS = 4096
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
@@ -71,6 +74,36 @@ def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> di
     return {**kwargs, "sep": delimiter} if delimiter else kwargs
 
 
+def check_size(path: Path, kind: str) -> None:
+    """Raises UserError if a file cannot be read in bounded time and memory: too many columns, or a line that is too
+    long or nested too deeply. Of lines the beginning of the file is read."""
+    if kind == "parquet":
+        check_columns(path, parquet.read_schema(path).names)
+    if ending_of(path) != ".jsonl":
+        return
+    with open_bytes(path) as file:
+        head = file.read(LONGEST_LINE + 1)
+    if len(head) > LONGEST_LINE and b"\n" not in head:
+        raise UserError(
+            f"{path}: its first line is longer than {LONGEST_LINE >> 20} MiB. A .jsonl has a record in each line: cut "
+            "this one into several"
+        )
+    for number, line in enumerate(head[:HEAD_BYTES].splitlines() or [b""], 1):
+        try:
+            parse_json(line)
+        except json.JSONDecodeError as error:
+            if error.msg == TOO_DEEP:
+                raise UserError(f"{path}, line {number}: its record is {TOO_DEEP}") from None
+        except UnicodeDecodeError:  # which is said where the file is read
+            return
+
+
+def check_columns(path: Path, names: list[str]) -> None:
+    """Raises UserError if there are too many."""
+    if len(names) > MOST_COLUMNS:
+        raise UserError(f"{path} has {len(names):,} columns, and {MOST_COLUMNS:,} can be read. Keep those you need")
+
+
 def check_fields(path: Path, kwargs: dict) -> None:
     """Raises UserError if there is no record, or the first has more fields than the header: pandas would drop the
     first of them."""
@@ -84,6 +117,7 @@ def check_fields(path: Path, kwargs: dict) -> None:
         rows = filter(None, lines)
         header = kwargs.get("names") or next(rows, [])
         record = next(rows, None)
+    check_columns(path, header)
     if record is None:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
     if len(record) > len(header):

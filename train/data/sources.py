@@ -9,7 +9,15 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from train.data.file_formats import BUILDERS, check_fields, format_of, text_features, unreadable, with_delimiter
+from train.data.file_formats import (
+    BUILDERS,
+    check_fields,
+    check_size,
+    format_of,
+    text_features,
+    unreadable,
+    with_delimiter,
+)
 from train.data.plain_files import plain_files
 from train.data.stdlib import EMBEDDED, read_stdlib
 from train.recipe.cache import cache_root
@@ -115,6 +123,8 @@ def _used_parts(parts: dict[str, Dataset], recipe) -> dict[str, Dataset]:
 
 def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs: dict, reader) -> Dataset:
     try:
+        for path in paths:
+            check_size(path, kind)
         table = reader(paths) if reader and kind in ("json", "text") else None
         if table is not None:
             return table

@@ -3,11 +3,13 @@
 import functools
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset, Features, List, Value
 
 from train.recipe.cache import made_by_this_launch
+from train.recipe.errors import UserError, first_line
 
 IDS = List(Value("int32"))  # a column of token ids
 
@@ -32,7 +34,8 @@ def encode_table(
     """
     text = " ".join(map(str, (dataset._fingerprint, features, code_hash(), *key)))
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return dataset.map(
+    encoded = partial(
+        dataset.map,
         encode,
         with_indices=with_indices,
         batched=True,
@@ -45,6 +48,14 @@ def encode_table(
         new_fingerprint=name,
         desc="Tokenising",
     )
+    try:
+        return encoded()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the tokenizers library, which is no Exception
+            raise
+        raise UserError(
+            f"the tokenizer fails on a text of the data: {first_line(error)}. Name another one with tokenizer_name"
+        ) from None
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import yaml
 
 from train.recipe.errors import UserError
 
+TOO_DEEP = "nested too deeply"
 DEEPEST = 50  # lists and maps in each other
 LONGEST_ALIAS = 1000  # characters of a value that is repeated
 
@@ -24,7 +25,7 @@ class BoundedLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"*{event.anchor} repeats more than a short value: write it "
                                               "out", event.start_mark)  # fmt: skip
         if self.depth == DEEPEST:
-            raise yaml.composer.ComposerError(None, None, "nested too deeply", event.start_mark)
+            raise yaml.composer.ComposerError(None, None, TOO_DEEP, event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -48,4 +49,4 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+        raise json.JSONDecodeError(TOO_DEEP, "", 0) from None

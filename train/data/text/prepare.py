@@ -1,7 +1,10 @@
 """Text for the causal task: from records to packed samples."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import psutil
 from datasets import Dataset, Features
 
 from train.data.pack import DatasetStats, PackedBlocks, SampleSet, SeparateDocuments, TextData
@@ -13,6 +16,9 @@ from train.model.tokenizer import get_tokenizer, padding_token
 from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.errors import UserError
 from train.recipe.tasks import ClmRecipe
+
+GROUP = 4 << 20  # characters
+BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
 
 
 def prepare_text(recipe: ClmRecipe, config, source: Source, unit: str, block_size: int) -> TextData:
@@ -83,6 +89,31 @@ def _samples(recipe: ClmRecipe, documents: Documents, block_size: int, tokenizer
     return blocks
 
 
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Texts in groups that are tokenised at once, of about GROUP characters."""
+    group, size = [], 0
+    for text in texts:
+        if group and size + len(text) > GROUP:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    yield group
+
+
+def _ids_of(tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text, int32. Raises UserError if the memory is too small for a long one."""
+    needed, free = BYTES_PER_CHARACTER * max(map(len, texts)), psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"a text has {max(map(len, texts)):,} characters: to tokenise it takes {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free. Cut it into several records, or name a --document_separator"
+        )
+    return [
+        np.array(row, np.int32) for row in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+    ]
+
+
 def tokenize_texts(
     dataset: Dataset, tokenizer, append_eos: bool, cache: Path, workers: int | None = None, overwrite: bool = False
 ) -> Dataset:
@@ -95,11 +126,11 @@ def tokenize_texts(
         texts = [text for text in batch["text"] if text and not text.isspace()]
         if not texts:
             return {"input_ids": []}
-        ids = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = [row for group in _groups(texts) for row in _ids_of(tokenizer, group)]
         if append_eos:
             end = tokenizer.eos_token_id
-            ids = [row if row and row[-1] == end else [*row, end] for row in ids]
-        return {"input_ids": [row for row in ids if row]}
+            ids = [row if len(row) and row[-1] == end else np.append(row, np.int32(end)) for row in ids]
+        return {"input_ids": [row for row in ids if len(row)]}
 
     columns = Features({"input_ids": IDS})
     return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache, workers, overwrite)
