@@ -388,3 +388,21 @@ def test_a_build_is_announced_where_there_is_something_to_build(tmp_path, monkey
     assert shown[0].count("note: DeepSpeed's cpu_adam is being compiled") == 1
     assert str(folder) in shown[0]
     assert shown[1] == ""
+
+
+def test_the_lock_of_a_build_that_has_just_begun_stays(tmp_path, monkeypatch):
+    """Between the look at the open files and the removal another run has removed the lock, and builds."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "op").mkdir()
+    lock = tmp_path / "op" / "lock"
+    lock.touch()
+    os.utime(lock, (1, 1))
+
+    def look() -> set[str]:
+        lock.unlink()
+        lock.touch()
+        return set()
+
+    monkeypatch.setattr("train.strategy.build_locks._open_files", look)
+    assert drop_abandoned_locks() == []
+    assert lock.exists()

@@ -57,12 +57,17 @@ def abandoned_locks(since: float = 0.0) -> list[str]:
 
 
 def drop_abandoned_locks() -> list[str]:
-    """Remove such locks. Returns their paths."""
-    locks = abandoned_locks()
-    for lock in locks:
+    """Remove such locks. Returns their paths.
+
+    Another run may do the same meanwhile and begin to build: the lock that it makes is another file.
+    """
+    before, dropped = {os.path.realpath(path): made for path, made in lock_files().items()}, []
+    for lock in abandoned_locks():
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(lock)
-    return locks
+            if os.stat(lock).st_mtime == before.get(lock):
+                os.unlink(lock)
+                dropped.append(lock)
+    return dropped
 
 
 def extensions_folder() -> str:

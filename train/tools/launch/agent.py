@@ -23,6 +23,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import psutil
+import yaml
 from accelerate.commands import launch
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -80,6 +81,8 @@ def main() -> int:
         problem = error
     except ConnectionError as error:  # accelerate: the port is in use
         problem = UserError(first_line(error))
+    except yaml.YAMLError as error:  # with the file and the line
+        problem = UserError(f"--config_file is not valid YAML: {' '.join(str(error).split())}")
     except ChildFailedError as error:
         return _positive(error.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as error:

@@ -79,6 +79,8 @@ class Supervisor:
             return recorded
         if self._stopped is not None:
             return self._leave()
+        if code == EXIT_USER_ERROR:
+            self._write(code, "the launcher has refused to start")
         return code if code >= 0 else 128 - code
 
     def _receive(self, number: int, frame) -> None:
