@@ -88,6 +88,7 @@ def share(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_find_what_the_model_finds(folder):
     forked(__file__, folder, processes=RANKS)
     right, whole = loss_and_gradients(model_of(folder), "full", batch())
