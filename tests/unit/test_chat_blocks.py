@@ -183,7 +183,8 @@ def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
         assert f"2 of 3 {part} samples are skipped" in message
         assert "block_size = 1" in message
         assert "99% of them complete" in message
-        assert "67%; to train anyway, say --allow_data_loss" in message
+        assert "67%: " in message
+        assert "To train anyway, say --allow_data_loss" in message
         assert len(prepare(path, *flags, *held_out, "--allow_data_loss").train)
 
 

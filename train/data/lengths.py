@@ -89,7 +89,7 @@ def report_data_loss(
             remedy = f". The model has {positions} positions, and no more"
     message = f"{lost:,} of {total:,} {what}"
     if stops and fraction > STOPPED and not recipe.allow_data_loss:
-        raise UserError(f"{message}{remedy}. That is {fraction:.0%}; to train anyway, say --allow_data_loss")
+        raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")
     if fraction > WARNED:
         return [f"WARNING   {fraction:.0%}: {message}{remedy}"]
     return [f"note      {message}"] if lost else []
