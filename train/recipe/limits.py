@@ -39,7 +39,7 @@ def limited() -> Iterator[None]:
     finally:
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, handler)
+            signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 

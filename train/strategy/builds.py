@@ -22,8 +22,11 @@ def check_compiled_code() -> None:
     Raises:
         UserError: others decide what is in one of them.
     """
-    triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
-    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # torch/_inductor/runtime
+    triton = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
+    user = "unknown"
+    with suppress(KeyError, OSError):  # in a container a user may have no name
+        user = getpass.getuser()
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{user}"  # torch/_inductor/runtime
     folders = {
         "TORCH_EXTENSIONS_DIR": extensions_folder(),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor,
