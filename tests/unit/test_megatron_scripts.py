@@ -224,6 +224,7 @@ def test_a_script_sees_and_changes_nothing_outside(tmp_path):
             kill -9 -1 $PPID
             (builtin exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]} && run connected)
             (enable -f {victim} x && run loaded)
+            run $((9**9**9)) > bomb
             run "$SECRET"
         """
         words = runs(script, {"SECRET": "none"})
@@ -248,6 +249,19 @@ def test_a_script_sees_and_changes_nothing_outside(tmp_path):
 def test_a_script_that_does_not_end(script):
     with pytest.raises(UserError, match=r"has not ended after \d+ s|starts none"):
         calls_in(script, {})
+
+
+def test_a_script_that_forges_its_record():
+    with pytest.raises(UserError, match="writes into the record"):
+        calls_in("echo /here/x >> /.calls/order\npython pretrain_gpt.py", {})
+
+
+def test_control_characters_of_a_script_do_not_reach_the_terminal(tmp_path, capsys):
+    script = tmp_path / "x.sh"
+    script.write_text("python preprocess_data.py --input $'a\\e]0;b' --output-prefix p --vocab-file v --merge-file m")
+    assert zerofit(["convert", "megatron-args", str(script)]) == 0
+    assert "\\x1b]0;b" in (shown_text := capsys.readouterr().out)
+    assert "\x1b" not in shown_text
 
 
 def test_a_machine_that_confines_nothing_takes_the_command_line_instead(tmp_path, monkeypatch, capsys):

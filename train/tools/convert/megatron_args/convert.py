@@ -16,7 +16,7 @@ from pathlib import Path
 
 from train.model.configuration import load_configuration
 from train.model.pretrained_io import silence_libraries
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, printable
 from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe
 from train.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of, calls_in
@@ -43,14 +43,14 @@ def main(argv: list[str]) -> int:
     name, calls, given = _calls(positional, words)
     folder = Path(options.output or f"outputs/{name}-converted")
     for note in calls[0].doubts:
-        print(f"note: {note}\n", flush=True)
+        print(printable(f"note: {note}\n"), flush=True)
     made: list[str] = []
     for call in calls:
         if call.program not in PREPARATION:
             continue
         line, flags = convert_preparation(call, options.tokenizer_name, made)
         _show(call, flags)
-        print(f"\n{line}\n", flush=True)
+        print(printable(f"\n{line}\n"), flush=True)
     training = [call for call in calls if call.program not in PREPARATION]
     if training:
         _convert(training[0], folder, name, options, given)
@@ -101,7 +101,8 @@ def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, 
     else:
         check(done, name)
         lines = [write(done, name, folder)]
-    print("\n".join(["", *closing(done, folder / "recipe.yaml", call.program == SEARCH), "", *lines]), flush=True)
+    shown = ["", *closing(done, folder / "recipe.yaml", call.program == SEARCH), "", *lines]
+    print(printable("\n".join(shown)), flush=True)
 
 
 def write(done: Converted, name: str, folder: Path) -> str:

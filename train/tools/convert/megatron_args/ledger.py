@@ -4,6 +4,7 @@ import shutil
 import textwrap
 from dataclasses import dataclass, field
 
+from train.recipe.errors import printable
 from train.recipe.megatron_flags import TYPED, fate_of
 from train.recipe.parse import is_flag
 from train.tools.convert.megatron_args.calls import Call, missing
@@ -142,7 +143,7 @@ def table(rows: list[Row]) -> str:
             flag = flags[index] if index < len(flags) else ""
             text = words[index] if index < len(words) else ""
             lines.append(f"  {flag:<{WIDTH}} {'' if index else row.fate:<15} {text}".rstrip())
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def summary(rows: list[Row]) -> str:

@@ -9,6 +9,7 @@ are made as bash misses them: the script is run again until it misses nothing.
 import os
 import re
 import shlex
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from train.tools.convert.megatron_args.unknown import CLOSE, OPEN, UNKNOWN, unkn
 
 STUBS = Path(__file__).with_name("stubs.sh")
 BLANK = "\ue002"
-RUNS = 200
+ALL_RUNS = 30  # seconds
 PLACEHOLDER = re.compile(r"\b(\w+)=(<[A-Za-z][^<>\n]*>[^\s;]*)")  # NAME=<Specify path>/file, as scripts are published
 UNSET = re.compile(r"line \d+: \$?(\w+): (.*)")
 REQUIRED = re.compile(r"\$\{(\w+):?\?")  # ${NAME:?message}
@@ -73,25 +74,24 @@ class Shell:
         script = PLACEHOLDER.sub(self._fill_in, "\n".join(self.lines))
         try:
             with Sandbox() as sandbox:
-                for _ in range(RUNS):
+                end, again = time.monotonic() + ALL_RUNS, True
+                while again and time.monotonic() < end:
                     result = self._run(sandbox, script)
-                    if not self._learn(result["stderr"]):
-                        break
+                    again = result["in_time"] and self._learn(result["stderr"])
         except Unconfined as error:
             raise UserError(
                 f"a script is run by bash, confined to namespaces of Linux, which are not available ({error}). Type "
                 "what it starts after --: zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py"
             ) from None
-        if not result["in_time"]:
-            raise UserError(f"the script has not ended after {SECONDS} s. Give what it starts after --")
+        if again or not result["in_time"]:
+            raise UserError(f"the script has not ended after {SECONDS} s. Type what it starts after --")
         if broken := BROKEN.search(result["stderr"]):
             raise UserError(f"line {broken[1]} of the script: bash says {broken[2]}")
         self.files = {path: self._named(text) for path, text in result["files"].items()}
-        recorded = result["files"].get("/.calls/order", "").split()
-        tests = [line.split() for line in result["files"].get("/.calls/tests", "").splitlines()]
-        self.doubts = {name: f"line {line} of the script tests ${name}, which is not known, and was not met. Say "
-                       f"{name}=value where it matters" for line, name in reversed(tests)}  # fmt: skip
-        self.commands = [self._command(result["files"][path].split("\0")) for path in recorded]
+        try:
+            self._read_record(result["files"])
+        except (KeyError, ValueError):
+            raise UserError("the script writes into the record of commands. Type what it starts after --") from None
         return self
 
     def file(self, path: str) -> str | None:
@@ -103,6 +103,12 @@ class Shell:
         """The first line that sets a variable."""
         sets = re.compile(rf"\b{name}\+?=")
         return next((number for number, line in enumerate(self.lines, 1) if sets.search(line)), None)
+
+    def _read_record(self, files: dict[str, str]) -> None:
+        tests = [line.split() for line in files.get("/.calls/tests", "").splitlines()]
+        self.doubts = {name: f"line {line} of the script tests ${name}, which is not known, and was not met. Say "
+                       f"{name}=value where it matters" for line, name in reversed(tests)}  # fmt: skip
+        self.commands = [self._command(files[path].split("\0")) for path in files.get("/.calls/order", "").split()]
 
     def _fill_in(self, found: re.Match) -> str:
         line = found.string.count("\n", 0, found.start()) + 1
