@@ -120,7 +120,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
 
 
 def _say_processes(flags: Ledger, call: Call, world: int) -> None:
-    said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N"
+    said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N, of all machines"
     for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES) or "")):
         unknown = unknown_in(value)
         if unknown and not (what == "processes" and call.stated):
