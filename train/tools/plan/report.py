@@ -133,7 +133,7 @@ class Report:
             return []
         by_positions = usable_positions(self.planner.subject.config) == self.lengths[-1]
         why = "the model's max_position_embeddings" if by_positions else "the longest of --lengths"
-        return [f"{self.lengths[-1]:,} tokens, {why}, and not memory limit {', '.join(names)}.", ""]
+        return [f"Not memory but {self.lengths[-1]:,} tokens ({why}) limit: {', '.join(names)}.", ""]
 
     def describe_model(self) -> str:
         """One line: the model's shape and rows."""
