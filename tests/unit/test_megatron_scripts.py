@@ -247,7 +247,7 @@ def test_a_script_sees_and_changes_nothing_outside(tmp_path):
     ],
 )
 def test_a_script_that_does_not_end(script):
-    with pytest.raises(UserError, match=r"has not ended after \d+ s|starts none"):
+    with pytest.raises(UserError, match=r"has not ended in \d+ s|starts none"):
         calls_in(script, {})
 
 

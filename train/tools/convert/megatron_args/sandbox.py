@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 NAMESPACES = ("--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
-SECONDS, MEMORY, FILE, FOLDER = 3, 256 << 20, 1 << 20, "16m"  # of a run; bytes; of all files
+SECONDS, CPU_SECONDS = 10, 3  # of a run; of each of its processes
+MEMORY, FILE, FOLDER = 256 << 20, 1 << 20, "16m"  # bytes of a process, of a file, of all files
 NOBODY = 65534
 SHELL = ".bash"  # the folder of bash and its libraries
 HOME = "here"  # where scripts run
@@ -123,7 +124,7 @@ def _run(root: Path, bash: list[str], files: dict, folders: list, command: list,
 
 
 def _confine(root: Path, processes: int) -> None:
-    limits = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_FSIZE: FILE,
+    limits = {resource.RLIMIT_CPU: CPU_SECONDS, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_FSIZE: FILE,
               resource.RLIMIT_NPROC: processes, resource.RLIMIT_CORE: 0}  # fmt: skip
     os.chroot(root)
     os.chdir(f"/{HOME}")
@@ -142,7 +143,10 @@ def _wait() -> bool:
     end, in_time = time.monotonic() + SECONDS, True
     while True:
         try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                in_time = False  # more than CPU_SECONDS
+            if process == 0:
                 if time.monotonic() > end:
                     in_time = False
                     os.kill(-1, signal.SIGKILL)

@@ -19,7 +19,7 @@ from train.tools.convert.megatron_args.unknown import CLOSE, OPEN, UNKNOWN, unkn
 
 STUBS = Path(__file__).with_name("stubs.sh")
 BLANK = "\ue002"
-ALL_RUNS = 30  # seconds
+ALL_RUNS = 60  # seconds
 PLACEHOLDER = re.compile(r"\b(\w+)=(<[A-Za-z][^<>\n]*>[^\s;]*)")  # NAME=<Specify path>/file, as scripts are published
 UNSET = re.compile(r"line \d+: \$?(\w+): (.*)")
 REQUIRED = re.compile(r"\$\{(\w+):?\?")  # ${NAME:?message}
@@ -84,7 +84,7 @@ class Shell:
                 "what it starts after --: zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py"
             ) from None
         if again or not result["in_time"]:
-            raise UserError(f"the script has not ended after {SECONDS} s. Type what it starts after --")
+            raise UserError(f"the script has not ended in {SECONDS} s. Type what it starts after --")
         if broken := BROKEN.search(result["stderr"]):
             raise UserError(f"line {broken[1]} of the script: bash says {broken[2]}")
         self.files = {path: self._named(text) for path, text in result["files"].items()}
