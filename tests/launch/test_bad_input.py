@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
         "outside.csv": f"text,label\n{fox},yes\n{fox},maybe\n",
         "unlabelled.csv": f"text,label\n{fox},yes\n{fox},no\n{fox},\n",
         "comma.csv": f"text,label\n{fox}, indeed,yes\n{fox}, not,no\n",
-        "semicolon.csv": f"text;label\n{fox};yes\n",
+        "colon.csv": f"text:label\n{fox}:yes\n",
         "silent.csv": f"text,label\n{fox},yes\n{fox},no\n  ,no\n",
         "columns.csv": f"first,second,third\n{fox},{fox},1\n",
         "seven.csv": f"sentence,label\n{fox},1\n{fox},7\n",
@@ -81,7 +81,7 @@ CASES = {
         ["--dataset_name", "no_such_org/no_such_set"], ["dataset_name = 'no_such_org/no_such_set'", "train_file"],
     ),
     "a hub model without a network": (
-        ["--config_name", "no_such_org/no_such_model"], ["config_name = 'no_such_org/no_such_model'", "gpt2-xl"],
+        ["--config_name", "no_such_org/no_such_model"], ["config_name = 'no_such_org/no_such_model'", "no network"],
     ),
     "a model folder that is not there": (
         ["--config_name", "./no/such"], ["config_name = './no/such'", "no such folder"],
@@ -127,7 +127,7 @@ CLS_CASES = {
         ["trained for 2 labels", "3 labels (a, b, c)", "--ignore_mismatched_sizes"],
     ),
     "a text with a comma": (["--train_file", "{folder}/comma.csv"], ["comma.csv", "3 fields", "2 columns"]),
-    "another separator": (["--train_file", "{folder}/semicolon.csv"], ["is the file separated by ';'"]),
+    "another separator": (["--train_file", "{folder}/colon.csv"], ["'text:label'", "--delimiter"]),
     "a label that is the text": (["--text_columns", "label"], ["label_column = 'label' is a text column too"]),
     "held-out files of a hub's data": (
         ["--dataset_name", "imdb", "--validation_file", "{folder}/good.csv"], ["validation_file goes with train_file"],
