@@ -160,8 +160,8 @@ class ChatOptions(Recipe):
     messages_column: str | None = option(None, "Column of the turns; by default `messages` or a similar name.")
     chat_template: str | None = option(
         None,
-        "Chat template: chatml, llama-2-chat, instruction, instruction-ja, none (the answer directly after the "
-        "prompt), or a .jinja file; by default the tokenizer's own template.",
+        "Chat template: chatml, llama-2-chat, instruction, instruction-ja, none (the answer follows the prompt), or "
+        "a .jinja file; by default the tokenizer's own.",
         common=True,
     )
     system_prompt: str | None = option(None, "System prompt for conversations without one.")
