@@ -128,7 +128,10 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
         words += ["--strategy", strategy]
         (pair,) = find_strategies([strategy]).values()
         processes = processes or yaml.safe_load(pair.read_text())["num_processes"]
-    return _rank_server().run(words, rank_environments(environment(), processes, machines), cwd, timeout)
+    done = _rank_server().run(words, rank_environments(environment(), processes, machines), cwd, timeout)
+    # In any group ranks may wait for one that reads or writes a checkpoint: COLLECTIVE_TIMEOUT.
+    assert all(seconds >= 24 * 3600 for seconds in done.group_timeouts), done.group_timeouts
+    return done
 
 
 def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:

@@ -46,14 +46,20 @@ class RankServer:
             words: the program and its arguments.
             ranks: the environment of each rank.
             timeout: in seconds; after them all are killed.
+
+        Returns: what came of it; its `group_timeouts` are those of all process groups that the ranks have made.
         """
         with tempfile.TemporaryDirectory() as logs:
             request = {"words": words, "ranks": ranks, "cwd": str(cwd), "logs": logs, "timeout": timeout}
             print(json.dumps(request), file=self._server.stdin, flush=True)
             codes = json.loads(self._server.stdout.readline())
-            out, err = ("\n".join(file.read_text(errors="replace") for file in sorted(Path(logs).glob(f"*.{name}")))
-                        for name in ("out", "err"))  # fmt: skip
-        return subprocess.CompletedProcess(words, next(filter(None, codes), 0), out, err)
+            out, err, groups = (
+                "\n".join(file.read_text(errors="replace") for file in sorted(Path(logs).glob(f"*.{name}")))
+                for name in ("out", "err", "groups")
+            )
+        done = subprocess.CompletedProcess(words, next(filter(None, codes), 0), out, err)
+        done.group_timeouts = [float(seconds) for seconds in groups.split()]
+        return done
 
 
 def rank_environments(environment: dict[str, str], processes: int | None, machines: int = 1) -> list[dict[str, str]]:
@@ -111,6 +117,20 @@ def _launch(request: dict) -> list[int]:
     return codes
 
 
+def _record_groups(file: Path) -> None:
+    """Write down the timeout of every process group that this rank makes, in seconds."""
+    from torch.distributed import distributed_c10d
+
+    make = distributed_c10d._new_process_group_helper
+
+    def recorded(*args, timeout, **kwargs):
+        with file.open("a") as lines:
+            print(timeout.total_seconds(), file=lines)
+        return make(*args, timeout=timeout, **kwargs)
+
+    distributed_c10d._new_process_group_helper = recorded
+
+
 def _become_rank(request: dict, rank: int, environment: dict[str, str]) -> None:
     code = 1
     try:
@@ -118,6 +138,7 @@ def _become_rank(request: dict, rank: int, environment: dict[str, str]) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{request['logs']}/rank{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        _record_groups(Path(request["logs"], f"rank{rank}.groups"))
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(request["cwd"])

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from helpers import ROOT, launch, metrics, updates
+from helpers import ROOT, launch, launched, metrics, updates
 from safetensors.torch import load_file
 
 TEXT = ROOT / "docs" / "lora.md"
@@ -22,6 +22,7 @@ RUN = ["--model_type", "llama", "--config_overrides",
 LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
     "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2), "fsdp2": (2, 2, 1),
 }  # fmt: skip
+GROUPS = {"sp": 2, "zero3_hpz": 2, "fsdp2": 1}  # that a rank makes at least
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,11 @@ def start(cache):
 
     def started(strategy, output, *more) -> None:
         micro_batch, processes, machines = LAYOUTS[strategy]
-        launch(output, *RUN, *more, "--per_device_train_batch_size", micro_batch, "--cache_dir", cache,
-               strategy=strategy, processes=processes, machines=machines)  # fmt: skip
+        done = launched(output, *RUN, *more, "--per_device_train_batch_size", micro_batch, "--cache_dir", cache,
+                        strategy=strategy, processes=processes, machines=machines)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-6000:]
+        if strategy in GROUPS and not torch.accelerator.is_available():
+            assert len(done.group_timeouts) >= GROUPS[strategy] * processes  # `launched` looks at each
 
     return started
 

@@ -5,14 +5,9 @@ import functools
 import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import ModuleType
 
 from train.strategy.layout import ParallelLayout
-
-# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
-# that is read or written, an export. A rank that hangs is found by its watchdog.
-COLLECTIVE_TIMEOUT = timedelta(hours=24)
 
 
 @functools.cache
@@ -20,8 +15,7 @@ def sequence_groups(layout: ParallelLayout):
     """DeepSpeed's module of the groups that split rows; the first call makes them, on all ranks together."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    with patient_groups():
-        parallel_state_sp.initialize_sequence_parallel(layout.sequence)
+    parallel_state_sp.initialize_sequence_parallel(layout.sequence)
     return parallel_state_sp
 
 
@@ -31,7 +25,7 @@ def layer_groups(layout: ParallelLayout):
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
     topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data_size)
-    with patient_groups(), contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
         return PipelineParallelGrid(topology=topology)
 
 
@@ -44,14 +38,6 @@ def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager:
     # accelerate 1.15 calls it without an mpu (accelerator.py, _prepare_deepspeed).
     groups = layer_groups(layout) if layout.tensor > 1 else sequence_groups(layout)
     return replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
-
-
-def patient_groups() -> AbstractContextManager:
-    """The context in which process groups are made that wait for each other as long as a rank may take."""
-    import torch
-
-    patient = functools.partial(torch.distributed.new_group, timeout=COLLECTIVE_TIMEOUT)
-    return replaced(torch.distributed, "new_group", patient)
 
 
 @contextlib.contextmanager

@@ -8,18 +8,21 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch.distributed import distributed_c10d
 
 from train.recipe.errors import UserError
 from train.strategy.build_locks import drop_abandoned_locks
 from train.strategy.builds import announce_builds
 from train.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
 from train.strategy.gpus import idle_devices
-from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from train.strategy.meeting import serve_store
 from train.strategy.named import RENDEZVOUS
 from train.strategy.strategy import Strategy
 
+# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
+# that is read or written, an export. A rank that hangs is found by its watchdog.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
 FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
 
 
@@ -42,6 +45,8 @@ def start_processes(
     warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     strategy.check_precision()
+    # What a group without a timeout of its own has, as DeepSpeed makes them: NCCL's is 10 minutes.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     launch, notes, on_cpu = strategy.launch, [], not torch.accelerator.is_available()
     if on_cpu:
         tell_deepspeed_of_a_cpu()

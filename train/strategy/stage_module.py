@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 
 from train.data.collate import Batch
 from train.model.stages import is_tied, whole_model
-from train.strategy.grid import layer_groups, patient_groups, replaced
+from train.strategy.grid import layer_groups, replaced
 from train.strategy.layout import ParallelLayout
 
 AtTheEnd = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -36,7 +36,7 @@ class StageModule(PipelineModule):
     def __init__(self, model: torch.nn.Module, layout: ParallelLayout):
         groups = layer_groups(layout)
         known = replaced(deepspeed_module, "PipelineParallelGrid", lambda **_: groups)
-        with known, patient_groups(), contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
+        with known, contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
             super().__init__(
                 layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform",
                 dynamic_shape=True,

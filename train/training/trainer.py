@@ -31,9 +31,8 @@ from train.record.timeline import Timeline
 from train.record.trackers import start_trackers
 from train.strategy.deepspeed_schedule import with_schedule
 from train.strategy.gpus import describe_device
-from train.strategy.grid import COLLECTIVE_TIMEOUT
 from train.strategy.machines import check_same
-from train.strategy.processes import start_processes
+from train.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
 from train.training.best_metric import make_best_tracker
 from train.training.configuration import check_model, resolve
 from train.training.length import run_length
