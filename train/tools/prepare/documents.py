@@ -21,7 +21,7 @@ from train.tools.prepare.encode import InputPart
 
 PART = 1 << 20  # bytes; a longer line or document is a part by itself
 JSON, PARQUET, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet",), (".csv", ".tsv")
-TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/sources.py
+TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, train/data/file_formats.py
 ROWS = 256  # of a .parquet file, read at a time
 UNITS = ("line", "paragraph", "file")
 BOM = b"\xef\xbb\xbf"
