@@ -1,6 +1,7 @@
 """Strategy pairs: every file through the real parsers, "auto" filled in, contradictions refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -96,6 +97,28 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     parsed = DeepSpeedConfig({**resolved, **one_process})
     assert parsed.zero_optimization_stage == zero["stage"]
     assert parsed.bfloat16_config.enabled == (precision == "bf16")
+    assert synchronisations(parsed.timers_config, monkeypatch) == 0
+
+
+def synchronisations(timers, monkeypatch) -> int:
+    """How often DeepSpeed's timer waits for the device in five passes."""
+    from deepspeed.utils import timer
+
+    waits = []
+    device = SimpleNamespace(synchronize=lambda: waits.append(1))
+    monkeypatch.setattr(timer, "get_accelerator", lambda: device)
+    throughput = timer.ThroughputTimer(timers, batch_size=4)
+    for _ in range(5):
+        throughput.start()
+        throughput.stop(global_step=True, report_speed=False)
+    return len(waits)
+
+
+def test_a_user_may_ask_deepspeed_for_its_throughput(tmp_path, monkeypatch):
+    from deepspeed.utils.config import get_timers_config
+
+    resolved, _ = resolve(tmp_path, {"timers": {"throughput": {"enabled": True}}}, recipe())
+    assert synchronisations(get_timers_config(resolved), monkeypatch) == 6
 
 
 # --------------------------------------------------------------------------------------------- what a user's JSON says
