@@ -2,6 +2,8 @@
 holds its own weights only, and what cannot be done is refused."""
 
 from functools import partial
+from itertools import product
+from math import comb
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 from helpers import TINY, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from train.model.configuration import load_configuration
 from train.model.export import export_model
 from train.model.families import BY_MODEL_TYPE
 from train.model.loss import install_loss
-from train.model.stages import check_stages, keep_stage, layers_of, whole_model
+from train.model.stages import check_stages, cut_layers, keep_stage, whole_model
 from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe
 from train.strategy.degrees import check_degrees, idle_note, idle_share, read_pipeline_degree
@@ -150,13 +153,37 @@ def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at
         export_model(model, iter(()), tokenizer, tmp_path / "none", "")
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (48, 8), (5, 4)])
-def test_every_layer_is_in_one_stage_and_stages_are_even(layers, stages):
-    shares = [layers_of(layers, stage, stages) for stage in range(stages)]
-    assert [layer for share in shares for layer in share] == list(range(layers))
-    sizes = {len(share) for share in shares}
-    assert max(sizes) - min(sizes) <= 1
-    assert min(sizes) >= 1
+@pytest.mark.parametrize(("shape", "stages", "cut", "slowest", "mean"), [
+    ("llama-3-8b", 2, [17, 15], 17.4, 17.2),  # 16 and 16: 18.4
+    ("llama-3-8b", 4, [8, 9, 9, 6], 9.0, 8.6),  # 8 each: 10.4
+    ("llama-3.2-1b", 2, [10, 6], 10.3, 10.2),  # 8 each: 12.3
+    ("llama-3.2-1b", 4, [5, 5, 5, 1], 5.3, 5.1),  # 4 each: 8.3
+])  # fmt: skip
+def test_stages_of_published_shapes_have_even_shares(shape, stages, cut, slowest, mean):
+    """In layers; the head of Llama-3-8B is worth 2.4 of them, that of Llama-3.2-1B 4.3."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_configuration(ClmRecipe(config_name=shape)))
+    found = [len(layers) for layers in cut_layers(model, stages)]
+    assert found == cut
+    head = model.lm_head.weight.numel() / sum(p.numel() for p in model.model.layers[0].parameters())
+    work = [*found[:-1], found[-1] + head]
+    assert (max(work), sum(work) / stages) == (pytest.approx(slowest, abs=0.05), pytest.approx(mean, abs=0.05))
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (5, 4), (9, 4)])
+@pytest.mark.parametrize("vocab_size", [16, 400, 1200])  # 0.1, 2 and 5.8 layers
+def test_every_layer_is_in_one_stage_and_no_cut_is_more_even(layers, stages, vocab_size):
+    model = tiny_model("gpt2", n_layer=layers, n_embd=16, vocab_size=vocab_size)
+    cut = cut_layers(model, stages)
+    assert [layer for share in cut for layer in share] == list(range(layers))
+    head = vocab_size * 16 / sum(p.numel() for p in model.transformer.h[0].parameters())
+
+    def slowest(sizes):
+        return max(*sizes[:-1], sizes[-1] + head)
+
+    possible = [sizes for sizes in product(range(1, layers), repeat=stages) if sum(sizes) == layers]
+    assert len(possible) == comb(layers - 1, stages - 1)
+    assert slowest([len(share) for share in cut]) == pytest.approx(min(map(slowest, possible)))
 
 
 def test_a_tied_weight_is_written_by_the_first_stage_alone():

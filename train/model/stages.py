@@ -6,6 +6,7 @@ the head and the loss.
 """
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -28,9 +29,27 @@ class Nothing(nn.Module):
         return torch.zeros((), device=ids.device)
 
 
-def layers_of(num_layers: int, stage: int, stages: int) -> range:
-    """The layers of a stage; where they are not the same number everywhere, later stages have one more."""
-    return range(num_layers * stage // stages, num_layers * (stage + 1) // stages)
+def cut_layers(model: nn.Module, stages: int) -> list[range]:
+    """The layers of each stage of a causal model, cut so that the slowest stage has the fewest FLOPs that whole layers
+    allow. They are counted by weights: the head is worth V x H over a layer's.
+
+    Of equal cuts that one is taken whose last stage has most layers: earlier stages keep more micro-batches (1F1B), so
+    spare layers go to the later ones of these as well.
+
+    Args:
+        model: all of it; its weights may be on "meta".
+        stages: at least 2.
+    """
+    layers = getattr(model.base_model, family_of(model.config).stage_plan.layers)
+    count, head = len(layers), model.get_output_embeddings().weight.numel()
+    head_in_layers = head * count / sum(parameter.numel() for parameter in layers.parameters())
+
+    def slowest(last: int) -> float:
+        return max(-(-(count - last) // (stages - 1)), last + head_in_layers)
+
+    before = count - min(range(count - stages + 1, 0, -1), key=slowest)
+    edges = [before * stage // (stages - 1) for stage in range(stages)]
+    return [range(*ends) for ends in itertools.pairwise([*edges, count])]
 
 
 def check_stages(config, stages: int, source: str) -> None:
@@ -61,7 +80,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) ->
     plan, body = family_of(model.config).stage_plan, model.base_model
     is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
     layers = getattr(body, plan.layers)
-    for index in set(range(len(layers))).difference(layers_of(len(layers), stage, stages)):
+    for index in set(range(len(layers))).difference(cut_layers(model, stages)[stage]):
         layers[index] = Passed()
     if not is_first:
         for name in plan.before:

@@ -7,8 +7,10 @@ an update's (deepspeed/runtime/pipe/schedule.py, TrainSchedule).
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from train.model.families.family import StagePlan
-from train.model.stages import layers_of
+from train.model.stages import cut_layers
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.operations import EXCHANGES
 from train.tools.plan.steps import Step
@@ -39,12 +41,16 @@ class Stage:
 WHOLE = Stage(0, 1, 0)  # no pipeline
 
 
-def stages_of(layout: ParallelLayout, num_layers: int) -> list[Stage]:
-    """Those of which one needs most: the first, the last, and the first of those with most layers."""
+def stages_of(layout: ParallelLayout, model: torch.nn.Module) -> list[Stage]:
+    """Those of which one needs most: the first, the last, and the first of those with most layers.
+
+    Args:
+        model: all of it, on "meta".
+    """
     if layout.pipeline == 1:
         return [WHOLE]
-    every = [Stage(number, layout.pipeline, len(layers_of(num_layers, number, layout.pipeline)))
-             for number in range(layout.pipeline)]  # fmt: skip
+    cut = cut_layers(model, layout.pipeline)
+    every = [Stage(number, layout.pipeline, len(layers)) for number, layers in enumerate(cut)]
     longest = max(every, key=lambda stage: stage.layers)
     return list(dict.fromkeys((every[0], longest, every[-1])))
 

@@ -77,7 +77,7 @@ class Subject:
 
     def stages(self, layout: ParallelLayout) -> list[Stage]:
         """Those of a pipeline that may need most; one that stands for the model where there is no pipeline."""
-        return stages_of(layout, self.num_layers)
+        return stages_of(layout, self.full)
 
     @property
     def num_layers(self) -> int:
