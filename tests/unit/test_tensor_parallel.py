@@ -7,6 +7,7 @@ import os
 import sys
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,18 @@ def figures_of(model, join) -> dict:
     return found
 
 
+def exchanges_of(model) -> list[float]:
+    """All-reduces of hidden states in each layer: in the forward pass of the body, and in its backward pass."""
+    counts, reduce = [], torch.distributed.all_reduce
+    with mock.patch.object(torch.distributed, "all_reduce", side_effect=reduce) as reduced:
+        hidden = model.base_model(batch_of()["input_ids"]).last_hidden_state
+        counts.append(sum(call.args[0].shape == hidden.shape for call in reduced.call_args_list) - 1)  # embeddings
+        reduced.reset_mock()
+        hidden.sum().backward()
+        counts.append(sum(call.args[0].shape == hidden.shape for call in reduced.call_args_list))
+    return [count / model.config.num_hidden_layers for count in counts]
+
+
 def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
     """Of each weight, whether the share that is drawn alone is the share of the weight that is drawn in full."""
     family, changes = MODELS[name]
@@ -117,7 +130,8 @@ def share(rank: int, folder: str) -> None:
     for name in MODELS:
         model = model_of(name)
         split_model(model, tensor)
-        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor)}
+        exchanged = exchanges_of(model)
+        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor), "exchanged": exchanged}
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     os._exit(0)
@@ -147,6 +161,12 @@ def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
         (counted, held), ((parameters, _), total) = found["parameters"], expected["parameters"]
         assert counted == (parameters, parameters), "the whole model counts"
         assert total / 2 < held < 0.55 * total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_exchanges_twice_in_each_pass(ranks, name):
+    """Shoeybi et al. 2019: however many layers that are cut by columns read one input."""
+    assert [rank[name]["exchanged"] for rank in ranks] == [[2, 2], [2, 2]]
 
 
 def test_what_is_not_cut_has_the_same_gradient_on_all_ranks_bit_for_bit(ranks):

@@ -45,6 +45,27 @@ def _sum(tensor: torch.Tensor, group) -> torch.Tensor:
     return total
 
 
+class SharedInput:
+    """What the column layers of one module read, such as query, key and value: where it is the same tensor, its
+    gradients are added up first and exchanged once.
+
+    Args:
+        readers: these layers; the tensor is let go when all of them have read it.
+    """
+
+    def __init__(self, tensor: TensorGroup, readers: int):
+        self._group, self._readers, self._left = tensor.group, readers, 0
+        self._source = self._copied = None
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs is not self._source:
+            self._source, self._copied, self._left = inputs, Copied.apply(inputs, self._group), self._readers
+        copied, self._left = self._copied, self._left - 1
+        if not self._left:
+            self._source = self._copied = None
+        return copied
+
+
 class ColumnLinear(nn.Module):
     """A linear layer that is cut by its outputs.
 
@@ -52,15 +73,17 @@ class ColumnLinear(nn.Module):
 
     Args:
         layer: an nn.Linear, or transformers' Conv1D, whose weight is transposed; its parameters are cut already.
+        shared: what reads the input; None: no other layer does.
     """
 
-    def __init__(self, layer: nn.Module, tensor: TensorGroup):
+    def __init__(self, layer: nn.Module, tensor: TensorGroup, shared: SharedInput | None = None):
         super().__init__()
         self.weight, self.bias, self.tensor = layer.weight, layer.bias, tensor
+        self.shared = shared or SharedInput(tensor, 1)
         self.is_transposed = is_transposed(layer)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._product(Copied.apply(inputs, self.tensor.group), self.bias)
+        return self._product(self.shared(inputs), self.bias)
 
     def _product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(inputs, self.weight.t() if self.is_transposed else self.weight, bias)

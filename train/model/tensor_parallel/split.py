@@ -7,6 +7,7 @@ from train.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
 from train.model.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
+    SharedInput,
     SharedNorm,
     VocabularyEmbedding,
     VocabularyHead,
@@ -48,11 +49,14 @@ def split_problem(config, size: int, otherwise: str) -> str | None:
 def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
     """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group."""
     plan = family_of(model.config).tensor_plan
+    shared: dict[str, SharedInput] = {}
     for path, layer in list(model.named_modules()):
         owner, _, name = path.rpartition(".")
         if name in plan.columns:
             _cut_columns(layer, tensor, plan.columns[name])
-            setattr(model.get_submodule(owner), name, ColumnLinear(layer, tensor))
+            module = model.get_submodule(owner)
+            readers = sum(hasattr(module, each) for each in plan.columns)
+            setattr(module, name, ColumnLinear(layer, tensor, shared.setdefault(owner, SharedInput(tensor, readers))))
         elif name in plan.rows:
             weight = layer.weight
             cut_parameter(weight, cut_for(weight.shape, 0 if is_transposed(layer) else 1, tensor.rank, tensor.size))
