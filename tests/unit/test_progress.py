@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from train.record.terminal import READABLE, Bar, fitted, rounded, screen_width, shortened, table
+from train.record.terminal import READABLE, Bar, columns_of, fitted, rounded, screen_width, shortened, table
 
 LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
@@ -21,11 +21,11 @@ bar.close()
 """
 
 
-def at_a_terminal(columns: int, code: str) -> str:
+def at_a_terminal(columns: int, code: str, **variables: str) -> str:
     """What a program writes to a terminal of that width."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (40, columns))
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | variables
     with subprocess.Popen([sys.executable, "-c", code], stdin=its, stdout=its, stderr=its, env=environment) as program:
         os.close(its)
         shown = b""
@@ -59,6 +59,13 @@ def test_a_terminal_shows_whole_figures_the_worthiest_first(columns, there, not_
     assert -1 not in places, last
     assert places == sorted(places)
     assert not [part for part in not_there if part in last], last
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_follows_a_bar_begins_a_line(unbuffered):
+    outliving = "from train.record.terminal import outlive_the_terminal\noutlive_the_terminal()"
+    shown = at_a_terminal(80, f"{outliving}\n{RUN}\nprint('next', flush=True)", PYTHONUNBUFFERED=unbuffered)
+    assert "\r\nnext" in shown, shown[-200:]
 
 
 def test_a_log_has_whole_lines(capsys):
@@ -108,6 +115,11 @@ def test_a_long_table_is_narrowed_and_goes_on_below():
     assert len(paths[1].split()[0]) >= READABLE
     cells = " ".join(folded)
     assert all(cells.count(f"column {n}") == 1 for n in range(9))
+
+
+def test_columns_are_aligned_below_wide_characters():
+    lines = table([("class", "f1"), ("その他", "0.5"), ("a", "0.25"), ("長い名前", "1")]).splitlines()
+    assert [columns_of(line) for line in lines] == [2 + 8 + 2 + 4] * 4, lines
 
 
 def test_the_end_of_a_path_stays():

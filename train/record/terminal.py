@@ -5,6 +5,7 @@ import io
 import os
 import sys
 import time
+import unicodedata
 from typing import Any, TextIO
 
 from train.recipe.errors import printable
@@ -32,7 +33,9 @@ def outlive_the_terminal() -> None:
     """Let this process go on when what it prints is no longer read."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        lasting = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+        lasting = _Lasting(stream.fileno(), "w", closefd=False)
+        if not stream.write_through:  # PYTHONUNBUFFERED: the interpreter leaves out this buffer as well
+            lasting = io.BufferedWriter(lasting)
         setattr(sys, name, io.TextIOWrapper(
             lasting, stream.encoding, stream.errors, line_buffering=stream.line_buffering,
             write_through=stream.write_through,
@@ -73,6 +76,11 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
 
 
+def columns_of(text: str) -> int:
+    """The columns that a text takes on a screen: two for each wide character (kanji, kana, ...)."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
 def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
     """Rows as aligned columns: the first to the left, the others to the right.
 
@@ -81,7 +89,7 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
             read, it continues below itself.
     """
     rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
-    first, *others = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    first, *others = [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
     if width is not None:
         left = width - 2 - sum(others) - 2 * len(others)
         first = min(first, left if left >= READABLE else max(READABLE, width // 2))
@@ -92,7 +100,7 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
             blocks.append([])
             room = 2 + wide
         blocks[-1].append(column)
-    names = [shortened(row[0], first).ljust(first) for row in rows]
+    names = [name + " " * (first - columns_of(name)) for name in (shortened(row[0], first) for row in rows)]
     shown = ("\n".join(
         "  " + "  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)]).rstrip()
         for name, row in zip(names, rows)) for block in blocks)  # fmt: skip
