@@ -116,6 +116,12 @@ def test_state_that_no_device_holds():
         ({"ninja": None}, "cpu_adam", "ninja is not on PATH"),
         ({"compiler": None}, "cpu_adam", "there is no C++ compiler"),
         ({"cuda_toolkit": "not found"}, "fused_adam", '"torch_adam": true'),
+        (
+            {"cuda_toolkit": "not found", "operations": {"async_io": TO_COMPILE}},
+            "async_io",
+            "set CUDA_HOME; or use --strategy zero3_offload",
+        ),
+        ({"operations": {"async_io": IMPOSSIBLE}}, "async_io", "libaio-dev); or use --strategy zero3_offload"),
         ({"operations": {"cpu_adam": IMPOSSIBLE}}, "cpu_adam", "DeepSpeed has no cpu_adam for this machine"),
         ({"deepspeed_problem": "CUDAMismatchException: 11.8"}, "cpu_adam", "DeepSpeed cannot be imported"),
     ],

@@ -6,7 +6,7 @@ import math
 from train.model.parameters import decay_groups
 from train.model.tensor_parallel.cut import join_shares
 from train.strategy.buckets import fill_bucket_size
-from train.strategy.disk import check_async_io, keeps_optimizer_on_disk, own_folder, remove
+from train.strategy.disk import keeps_optimizer_on_disk, own_folder, remove
 from train.strategy.disk_state import DiskState
 from train.strategy.engine import Engine
 from train.strategy.grid import initializing_deepspeed
@@ -25,7 +25,6 @@ class DeepSpeedEngine(Engine):
         fill_bucket_size(zero, model)
         self._folder = None
         if keeps_optimizer_on_disk(zero):
-            check_async_io()
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
         if "optimizer" in config:  # DeepSpeed builds it from the JSON

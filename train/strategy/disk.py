@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from train.recipe.errors import UserError
-from train.recipe.files import open_without_links
+from train.recipe.files import is_shared, open_without_links
 
 PREFIX = "zerofit-"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
@@ -45,17 +45,43 @@ def keeps_optimizer_on_disk(zero: dict) -> bool:
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
 
 
+def shared_disk_note(zero: dict) -> str | None:
+    """Of a resolved zero_optimization section whose optimizer is on a file system of several machines."""
+    path = keeps_optimizer_on_disk(zero) and zero["offload_optimizer"]["nvme_path"]
+    if not path or not is_shared(Path(path).expanduser()):
+        return None
+    return (
+        f"zero_optimization.offload_optimizer.nvme_path = {path!r} is on a file system that other machines share, and "
+        "each update reads and writes 32 bytes a parameter there. Name a folder of a disk of the machine itself"
+    )
+
+
 def check_async_io() -> None:
-    """
+    """Before a model is loaded.
+
     Raises:
         UserError: DeepSpeed cannot compile what reads and writes the disk.
     """
+    import torch
+    from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import CUDA_HOME
 
+    device, instead = (
+        'zero_optimization.offload_optimizer.device = "nvme": DeepSpeed',
+        "or use --strategy zero3_offload",
+    )
+    if installed_ops.get("async_io"):
+        return
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
-            'zero_optimization.offload_optimizer.device = "nvme": DeepSpeed compiles async_io against libaio, whose '
-            "headers are not here. Install them (apt install libaio-dev), or use --strategy zero3_offload"
+            f"{device} compiles async_io against libaio, whose headers are not here. Install them (apt install "
+            f"libaio-dev), {instead}"
+        )
+    if torch.version.cuda and torch.cuda.is_available() and CUDA_HOME is None:  # it joins paths to it
+        raise UserError(
+            f"{device} compiles async_io against a CUDA toolkit, and CUDA_HOME names none. Install CUDA "
+            f"{torch.version.cuda} and set CUDA_HOME, {instead}"
         )
 
 
@@ -63,7 +89,8 @@ def own_folder(below: str) -> Path:
     """A new folder of this process; those of processes that were killed are removed.
 
     DeepSpeed names its files after parameters and ranks alone: two runs in one folder would read each other's state.
-    A process holds a lock beside its folder, which the system drops when it ends, however it ends.
+    A process holds a lock beside its folder, which the system drops when it ends, however it ends. On a file system
+    without locks nothing is removed.
     """
     base = Path(below).expanduser().resolve()
     base.mkdir(parents=True, exist_ok=True)
@@ -73,7 +100,8 @@ def own_folder(below: str) -> Path:
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(dir=base, prefix=PREFIX, suffix=".partial")
-    fcntl.flock(handle, fcntl.LOCK_EX)  # before others see it as a lock
+    with suppress(OSError):  # some network file systems have none
+        fcntl.flock(handle, fcntl.LOCK_EX)  # before others see it as a lock
     _LOCKS.append(handle)
     folder = Path(name).rename(Path(name).with_suffix(".lock")).with_suffix("")
     folder.mkdir()

@@ -14,6 +14,7 @@ from train.recipe.errors import UserError
 from train.strategy.build_locks import drop_abandoned_locks
 from train.strategy.builds import announce_builds
 from train.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
+from train.strategy.disk import check_async_io, keeps_optimizer_on_disk
 from train.strategy.gpus import idle_devices
 from train.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from train.strategy.meeting import serve_store
@@ -61,6 +62,8 @@ def start_processes(
         announce_builds()
         spare_deepspeed_on_a_cpu()
         kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
+        if keeps_optimizer_on_disk(strategy.deepspeed["zero_optimization"]):
+            check_async_io()
         kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
     # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
     # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.

@@ -15,6 +15,7 @@ from train.strategy.degrees import (
     read_sequence_degree,
     take_tensor_degree,
 )
+from train.strategy.disk import shared_disk_note
 from train.strategy.fsdp import ALONE, check_fsdp
 from train.strategy.gpus import check_devices
 from train.strategy.launch import Launch, check_launch, find_launch
@@ -94,7 +95,9 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         return None
     recipe.precision = precision
     if recipe.trains:
-        notes += filter(None, [idle_note(pipeline, batches.accumulation)])
+        notes += filter(
+            None, [idle_note(pipeline, batches.accumulation), shared_disk_note(resolved["zero_optimization"])]
+        )
     strategy = Strategy(
         launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
     )

@@ -13,6 +13,7 @@ from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding
 SMALL_SHM = 512 * 2**20  # ds_report's limit
 FULL_DISK = 2**30
 NO_MEMORY_FREE = 0.9
+LIBAIO = "Install libaio's headers (apt install libaio-dev)"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
     level = ERROR if needs.examined else WARNING
     needed = needs.operations if needs.examined else tuple(machine.operations)
     missing = [name for name in needed if machine.operations.get(name) == IMPOSSIBLE] if needs.examined else []
-    findings = [Finding(ERROR, f"DeepSpeed has no {name} for this machine", _without(name)) for name in missing]
+    findings = [Finding(ERROR, f"DeepSpeed has no {name} for this machine",
+                        LIBAIO + _or_without([name]) if name == "async_io" else _without(name))
+                for name in missing]  # fmt: skip
     compiled = [name for name in needed if machine.operations.get(name) == TO_COMPILE]
     names = " and ".join(compiled)
     if compiled and not machine.ninja:
@@ -121,10 +124,11 @@ def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
         findings.append(Finding(
             level, f"there is no C++ compiler (c++, or CXX), and DeepSpeed compiles {names} at the first run",
             f"Install g++ 9 or newer (apt install g++, module load gcc){_or_without(compiled)}"))  # fmt: skip
-    if "fused_adam" in compiled and machine.kind == "cuda" and machine.cuda_toolkit == "not found":
+    with_toolkit = [name for name in compiled if name in ("fused_adam", "async_io")]
+    if with_toolkit and machine.kind == "cuda" and machine.cuda_toolkit == "not found":
         findings.append(Finding(
-            level, "there is no CUDA toolkit (nvcc), and DeepSpeed compiles fused_adam with it at the first run",
-            f"Install it and set CUDA_HOME{_or_without(['fused_adam'])}"))  # fmt: skip
+            level, f"there is no CUDA toolkit (nvcc), and DeepSpeed compiles {' and '.join(with_toolkit)} with it at "
+            "the first run", f"Install it and set CUDA_HOME{_or_without(with_toolkit)}"))  # fmt: skip
     if compiled and needs.examined and not findings:
         findings.append(Finding(NOTE, f"DeepSpeed compiles {names} at the first run: up to two minutes, once for this "
                              "machine"))  # fmt: skip
@@ -136,7 +140,7 @@ def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
 def _without(name: str) -> str:
     """How to do without an operation of DeepSpeed."""
     if name == "async_io":
-        return "Install libaio's headers (apt install libaio-dev), or use --strategy zero3_offload"
+        return "Use --strategy zero3_offload"
     return (
         'Write "torch_adam": true in optimizer.params of the JSON' if name.endswith("adam") else "Use --strategy ddp"
     )
