@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 LIBRARIES = (
@@ -86,7 +87,7 @@ def serve() -> None:
         reading, writing = os.pipe()
         if not (launcher := os.fork()):
             with os.fdopen(writing, "w") as pipe:
-                json.dump(_launch(json.loads(line)), pipe)
+                json.dump(fork_ranks(json.loads(line)), pipe)
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading) as pipe:
@@ -95,11 +96,17 @@ def serve() -> None:
         print(codes, file=answers, flush=True)
 
 
-def _launch(request: dict) -> list[int]:
-    running = {}
+def fork_ranks(request: dict, prepare: Callable[[int], None] = lambda rank: None) -> list[int]:
+    """Fork ranks and wait for their end: their exit codes.
+
+    Args:
+        request: as RankServer.run writes it.
+        prepare: called in each rank before the program.
+    """
+    running, parent = {}, os.getppid()
     for rank, environment in enumerate(request["ranks"]):
         if not (pid := os.fork()):
-            _become_rank(request, rank, environment)
+            _become_rank(request, rank, environment, prepare)
         running[pid] = rank
     codes, deadline = [-signal.SIGKILL] * len(running), time.monotonic() + request["timeout"]
     while running:
@@ -109,7 +116,7 @@ def _launch(request: dict) -> list[int]:
             codes[running.pop(pid)] = code
             if code:
                 deadline = min(deadline, time.monotonic() + LEFT_TO_END_S)
-        elif time.monotonic() > deadline or os.getppid() == 1:  # the server has been killed
+        elif time.monotonic() > deadline or os.getppid() != parent:  # the server has been killed
             for pid in running:
                 os.killpg(pid, signal.SIGKILL)
         else:
@@ -131,7 +138,7 @@ def _record_groups(file: Path) -> None:
     distributed_c10d._new_process_group_helper = recorded
 
 
-def _become_rank(request: dict, rank: int, environment: dict[str, str]) -> None:
+def _become_rank(request: dict, rank: int, environment: dict[str, str], prepare: Callable[[int], None]) -> None:
     code = 1
     try:
         os.setsid()
@@ -144,6 +151,7 @@ def _become_rank(request: dict, rank: int, environment: dict[str, str]) -> None:
         os.chdir(request["cwd"])
         sys.argv = request["words"]
         sys.path[:1] = [str(Path(sys.argv[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(":"))]
+        prepare(rank)
         runpy.run_path(request["words"][0], run_name="__main__")
         code = 0
     except SystemExit as end:

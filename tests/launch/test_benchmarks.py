@@ -15,6 +15,7 @@ SMALL = {
     "the start": ["loop_speed", "--startup", "--rounds", "1", "--output", "{tmp}/startup.json"],
     "corpus_startup": ["corpus_startup", "--tokens", "1e5", "--output", "{tmp}/corpora.md"],
     "prepare_speed": ["prepare_speed", "--rounds", "1", "--workers", "1", "--megabytes", "1", "--memory", "1"],
+    "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
     "kills": ["kills", "--strategies", "ddp", "--kills", "1", "--updates", "8", "--folder", "{tmp}"],
     "continual": ["continual", "--updates", "4", "--output", "{tmp}"],
     "generation": ["generation", "--model", "{tmp}/t5", "--data", "{material}/dialogue/talks.json", "--examples", "5",
@@ -36,7 +37,7 @@ SMALL = {
     "plan_time": ["plan_time", "--only", "ddp lora"],
     "recomputation": ["recomputation", "--rounds", "1", "--layers", "2", "--rows", "1"],
 }  # fmt: skip
-LIBRARIES = {"candidates", "provenance", "startup"}  # that others import
+LIBRARIES = {"candidates", "fault_cases", "provenance", "startup"}  # that others import
 
 
 def test_every_benchmark_is_run():
