@@ -162,7 +162,8 @@ class Bench:
             if case.ends:
                 wrong += wrong_losses(losses(run), self.losses, case.hole)
             after = contents(run, case.kept)
-            return wrong + [f"{name} has changed or is gone" for name in case.kept if after.get(name) != before[name]]
+            return wrong + [f"{name} has changed or is gone" for name in case.kept
+                            if name not in after or after[name] != before.get(name, after[name])]  # fmt: skip
 
     def compared(self, case: Case, run: Path, seen: Seen, before: dict[str, bytes]) -> list[str]:
         """What differs from the table at the end of the faulty launch."""
