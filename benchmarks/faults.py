@@ -50,7 +50,7 @@ RECIPE = {
 PROGRAM = """import os, runpy, sys
 sys.path.insert(0, {benchmarks!r})
 import fault_cases as cases
-cases.meet(cases.CASES[{number}], int(os.environ["RANK"]), cases.Path({run!r}))
+cases.meet(cases.CASES[{number}], int(os.environ.get("RANK", "0")), cases.Path({run!r}))
 sys.argv[0] = {program!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -156,7 +156,7 @@ class Bench:
             (place / "filler").unlink(missing_ok=True)
             if case.ends and case.code != 0:
                 seen = self.fork(Case("the same command", 0, forked=case.forked), run)
-                wrong += [f"the same command, typed again, ends with {seen.codes}: {seen.text[-600:]}"] * any(
+                wrong += [f"the same command, typed again, ends with {seen.codes}: {seen.text[-4000:]}"] * any(
                     seen.codes
                 )
             if case.ends:
@@ -168,7 +168,7 @@ class Bench:
     def compared(self, case: Case, run: Path, seen: Seen, before: dict[str, bytes]) -> list[str]:
         """What differs from the table at the end of the faulty launch."""
         wrong, found = [], recorded(run)
-        if found.get("exit_code") != case.code and run.is_dir():
+        if found.get("exit_code") != case.code and not run.is_file():
             wrong.append(f"exit_code {found.get('exit_code')} is on record, and not {case.code}")
         if case.exits and seen.codes != list(case.exits):
             wrong.append(f"it ended with {seen.codes}, and not {list(case.exits)}")
@@ -184,7 +184,7 @@ class Bench:
             after, ours = contents(run, case.kept), ("environment.json", ".lock")
             changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
             wrong += [f"{name} was changed by a run that was refused" for name in changed if name not in ours]
-        return [*wrong, seen.text[-600:]] if wrong else []
+        return [*wrong, seen.text[-4000:]] if wrong else []
 
 
 def contents(run: Path, kept: tuple[str, ...] = ()) -> dict[str, bytes]:

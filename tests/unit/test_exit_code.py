@@ -105,14 +105,23 @@ def test_the_first_failure_is_the_cause(tmp_path):
     assert recorded(tmp_path) == {"zerofit_commit": "a", "exit_code": 87, "exit_reason": "out of memory"}
 
 
-def test_an_old_code_does_not_stay_on_a_full_disk(tmp_path, monkeypatch):
-    def is_full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def is_full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_an_old_code_does_not_stay_on_a_full_disk(tmp_path, monkeypatch):
     stale(tmp_path)
-    monkeypatch.setattr(RunFolder, "write_environment", is_full)
+    monkeypatch.setattr(RunFolder, "_write", is_full)
     ExitCode(tmp_path).forget()
     assert not (tmp_path / "environment.json").exists()
+
+
+def test_the_end_of_a_run_finds_room_on_a_full_disk(tmp_path, monkeypatch):
+    """There is none for a second environment.json, but for another one in its place."""
+    folder, write = RunFolder(stale(tmp_path)), RunFolder._write
+    monkeypatch.setattr(RunFolder, "_write", lambda *args: (is_full if folder.environment() else write)(*args))
+    folder.write_environment({"exit_code": 86})
+    assert recorded(tmp_path) == {"exit_code": 86}
 
 
 def test_what_could_not_be_saved_is_not_requeued():

@@ -10,13 +10,14 @@ import torch
 from train.checkpoint.run_state import RunState
 from train.data.collate import Batch
 from train.health.anomaly import AnomalyDetector
+from train.health.shutdown import StopReason
 from train.recipe import ClmRecipe
 from train.strategy.batches import BatchSizes
 from train.strategy.engine import Engine as RealEngine
 from train.strategy.layout import ParallelLayout
 from train.training.best_metric import BestMetricTracker
 from train.training.length import run_length
-from train.training.loop import train
+from train.training.loop import reason_to_stop, train
 from train.training.run import Ending, Run
 from train.training.step import Signals, TrainStep
 from train.training.summary import about_evaluations
@@ -171,3 +172,20 @@ def test_training_and_evaluation_are_told_apart():
     clocks = [{"evaluation_seconds": seconds, "evaluation_samples_per_s": 90 / seconds} for seconds in (70, 3)]
     assert about_evaluations(clocks) == ["evaluated   2 times in 1:13, the last in 3 s: 30 samples/s"]
     assert about_evaluations(clocks[1:]) == ["evaluated   once in 3 s: 30 samples/s"]
+
+
+def test_a_save_that_failed_stops_where_it_was_asked_for():
+    """Also one that failed while training paused for it."""
+    quiet = SimpleNamespace(checkpoint_failed=False, stop_reason=StopReason.NONE)
+
+    def reason(action: str, failed: bool, is_last: bool = False) -> StopReason:
+        run = SimpleNamespace(
+            checkpoints=SimpleNamespace(last_failed=failed), best=SimpleNamespace(is_exhausted=False),
+            length=SimpleNamespace(is_last=lambda update: is_last),
+            task=SimpleNamespace(recipe=SimpleNamespace(on_save_failure=action)),
+        )  # fmt: skip
+        return reason_to_stop(run, SimpleNamespace(signals=quiet, update=3))
+
+    assert reason("stop", failed=True) is StopReason.CHECKPOINT_FAILED
+    assert reason("stop", failed=False) is reason("continue", failed=True) is StopReason.NONE
+    assert reason("stop", failed=True, is_last=True) is StopReason.NONE

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import refusal
+from safetensors import SafetensorError
 
 from train.checkpoint.directory import ASKED, BEST, CheckpointDirectory
 from train.checkpoint.resume import START_OVER, EarlierRuns
@@ -341,3 +342,8 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch):
     file.add({"update": 4})
     file.close()
     assert [line["update"] for line in file.read()] == [1, 2, 3, 4]
+
+
+def test_weights_that_the_disk_has_no_room_for_are_one_message(tmp_path):
+    with pytest.raises(UserError, match="cannot be written: .*No space left"), RunFolder(tmp_path).writing():
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

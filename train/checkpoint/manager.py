@@ -171,7 +171,12 @@ class CheckpointManager:
     @property
     def saved_latest(self) -> bool:
         """Whether the state of the latest update is in a checkpoint."""
-        return self._saved_update == self.state.updates and not self.writer.last_failed
+        return self._saved_update == self.state.updates and not self.last_failed
+
+    @property
+    def last_failed(self) -> bool:
+        """Whether the last save that has ended has failed; known on all ranks."""
+        return self.writer.last_failed
 
     def is_due_by_clock(self) -> bool:
         return bool(self._interval_s) and time.time() >= self._saved_at + self._interval_s

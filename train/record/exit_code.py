@@ -74,7 +74,7 @@ class ExitCode:
                 environment.pop("exit_code")
                 environment.pop("exit_reason", None)
                 if environment:
-                    self._replace(environment)
+                    self.folder.write_environment(environment)
                 else:  # of a launch that ended before it was a run
                     (self.folder.path / "environment.json").unlink()
 
@@ -89,18 +89,13 @@ class ExitCode:
             if "exit_code" in environment or not self._is_ours(environment) or (self.is_main and self._is_at_work()):
                 return
             self.folder.path.mkdir(parents=True, exist_ok=True)
-            self._replace({**environment, "exit_code": code, **({"exit_reason": reason} if reason else {})})
+            self.folder.write_environment(
+                {**environment, "exit_code": code, **({"exit_reason": reason} if reason else {})}
+            )
 
     def read(self) -> dict:
         """environment.json; empty where there is none."""
         return self.folder.environment()
-
-    def _replace(self, environment: dict) -> None:
-        try:
-            self.folder.write_environment(environment)
-        except OSError:  # a full disk: an old code may not stay, and its own room is enough for the new one
-            (self.folder.path / "environment.json").unlink()
-            self.folder.write_environment(environment)
 
     def _is_ours(self, environment: dict) -> bool:
         """Whether the folder is a run's, or may become one."""

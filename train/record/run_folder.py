@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
+from safetensors import SafetensorError
 
 from train.recipe.base import Recipe
-from train.recipe.errors import UserError
+from train.recipe.errors import UserError, first_line
 from train.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
 from train.recipe.parsing import BoundedLoader
 from train.record.jsonl import JsonlFile
@@ -183,8 +184,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
             yield
-        except OSError as error:
-            raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {error.strerror}") from None
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {why}") from None
 
     def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
@@ -210,7 +212,14 @@ class RunFolder:
                     file.write((resumed_from / lines.path.name).read_bytes())
 
     def write_environment(self, environment: dict[str, Any]) -> None:
-        self._write("environment.json", json.dumps(environment, indent=2) + "\n")
+        """Replace environment.json. On a full disk it is removed first: how a run ends must find room, and an old exit
+        code may not stay."""
+        text = json.dumps(environment, indent=2) + "\n"
+        try:
+            self._write("environment.json", text)
+        except OSError:
+            (self.path / "environment.json").unlink()
+            self._write("environment.json", text)
 
     def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
         """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""

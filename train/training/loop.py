@@ -112,10 +112,12 @@ def maybe_checkpoint(run: Run, result: StepResult, is_best: bool, held_out: dict
 
 def reason_to_stop(run: Run, result: StepResult) -> StopReason:
     """What ends the run before its last update, if anything; the same on all ranks."""
-    if result.signals.checkpoint_failed and run.checkpoints.wait() and run.task.recipe.on_save_failure == "stop":
-        return StopReason.CHECKPOINT_FAILED
+    if result.signals.checkpoint_failed:
+        run.checkpoints.wait()
     if run.length.is_last(result.update):
         return StopReason.NONE
+    if run.checkpoints.last_failed and run.task.recipe.on_save_failure == "stop":
+        return StopReason.CHECKPOINT_FAILED
     if not result.signals.stop_reason and run.best.is_exhausted:
         best = run.best
         run.recorder.note(

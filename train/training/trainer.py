@@ -340,7 +340,8 @@ class Trainer:
         if self.is_main:
             self.environment |= {"checkpoints": self.checkpoints.writer.records, "finished": not self.stopped}
             self.environment |= {"exit_code": code}  # accelerate launch makes 1 of any other than 0
-            self.folder.write_environment(self.environment)
+            with self.folder.writing():
+                self.folder.write_environment(self.environment)
         if not self.stopped:
             self.say(f"run folder  {self.folder.path}  (loss.png, metrics.jsonl, model/)")
         self.engine.close()
