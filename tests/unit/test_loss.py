@@ -93,12 +93,20 @@ def test_in_half_precision_the_sum_is_whole(dtype):
     assert difference < 2e-2
 
 
-@pytest.fixture(params=["as a CPU does it", "as a GPU does it"])
+def add_product(total, left, right, out_dtype, out):
+    assert max(left.stride()) % 8 == 0  # else cuBLAS is slow, as with a vocabulary of 50,257
+    return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
+
+
+@pytest.fixture(params=["as a CPU does it", "as a GPU does it", "as a GPU that does not add up"])
 def products(request, monkeypatch):
-    """Both ways of multiplying matrices of half precision; the CPU has no `out_dtype`."""
-    if request.param == "as a GPU does it":
-        monkeypatch.setattr(loss_module, "_has_half_matmul", lambda device: True)
+    """The ways of multiplying matrices of half precision, in chunks of 64 rows; the CPU has no `out_dtype`."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocab_size, on_gpu: 64)
+    if request.param != "as a CPU does it":
+        monkeypatch.setattr(loss_module, "has_half_matmul", lambda device: True)
         monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+        monkeypatch.setattr(torch, "addmm", add_product)
+        monkeypatch.setattr(loss_module, "adds_half_products", lambda device: "not" not in request.param)
 
 
 def in_chunks(hidden, weight, targets, scale):
@@ -109,11 +117,10 @@ def in_chunks(hidden, weight, targets, scale):
     return loss.detach(), [one.grad for one in inputs]
 
 
-def test_sums_over_many_chunks_are_of_fp32(products, monkeypatch):
+def test_sums_over_many_chunks_are_of_fp32(products):
     """bf16 in 64 chunks, scaled by what bf16 cannot hold (1 over the number of tokens): gradients are as far from the
     exact ones as one or two roundings to bf16 are, and not all in one direction. Under each policy of torch's own
     linear_cross_entropy the weight's is 0.98 % off and 0.57 % too small here."""
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16() for size in (4096, 500))
     targets = torch.randint(0, 500, (4096,), generator=generator)
@@ -130,8 +137,7 @@ def test_sums_over_many_chunks_are_of_fp32(products, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_with_a_bias(products, dtype, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
+def test_a_head_with_a_bias(products, dtype):
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
               for shape in ((200, 8), (50, 8), (50,))]  # fmt: skip
     targets = torch.arange(200) % 50
@@ -143,6 +149,41 @@ def test_a_head_with_a_bias(products, dtype, monkeypatch):
     for ours, right in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, exact)):
         assert ours.dtype == dtype
         assert (ours - right).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * right.norm()
+
+
+def test_a_device_that_does_not_add_up_in_fp32_is_found_out(monkeypatch):
+    cpu = torch.device("cpu")
+    adds = loss_module.adds_half_products.__wrapped__
+    assert not adds(cpu), "torch has it for other devices"
+    monkeypatch.setattr(torch, "addmm", add_product)
+    assert adds(cpu)
+    monkeypatch.setattr(torch, "addmm", lambda total, left, right, out_dtype, out: out.copy_(left @ right))
+    assert not adds(cpu), "it forgets what was there"
+
+
+@pytest.mark.parametrize(("vocab_size", "chunks"), [(32000, 4), (50257, 4), (128256, 4), (151936, 5), (262144, 8)])
+def test_on_a_gpu_the_heads_gradient_is_written_once_for_each_of_few_chunks(vocab_size, chunks, monkeypatch):
+    """Of 8,192 tokens. In chunks of 128 MiB, with a product beside the sum, it was 6 bytes an element 32 times."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert loss_module.chunk_rows(vocab_size, on_gpu=True) % 128 == 0
+    for name in ("has_half_matmul", "adds_half_products"):
+        monkeypatch.setattr(loss_module, name, lambda device: True)
+    written = []
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if getattr(result, "shape", None) == (vocab_size, 512) and not function.is_view:
+                written.append(result.numel() * result.itemsize)
+            return result
+
+    with FakeTensorMode():
+        hidden, weight = (torch.zeros(size, 512, dtype=torch.bfloat16).requires_grad_() for size in (8192, vocab_size))
+        with Writes():
+            loss_module._chunked(hidden, weight, None, torch.zeros(8192, dtype=torch.int64))
+    assert sum(written) == 4 * vocab_size * 512 * (1 + chunks)  # zeros, and the sum of each chunk
 
 
 def test_gradients_are_computed_where_they_are_wanted_only():

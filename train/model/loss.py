@@ -24,6 +24,7 @@ from train.recipe.errors import UserError
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
+GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the head's whole gradient is read and written
 
 
 def choose_loss(requested: str, device: torch.device) -> tuple[str, str]:
@@ -131,6 +132,14 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
         return _chunked(hidden, weight, bias, targets, getattr(self, "share", None))
 
 
+def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
+    """The rows of logits that are held at a time."""
+    if not on_gpu:
+        return max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
+    smallest, largest = GPU_CHUNK_ROWS
+    return min(max(GPU_CHUNK_BYTES // (4 * vocab_size) // 128 * 128, smallest), largest)
+
+
 @torch.compiler.disable  # it would unroll the loop
 def _chunked(hidden, weight, bias, targets, share=None) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
@@ -139,7 +148,7 @@ def _chunked(hidden, weight, bias, targets, share=None) -> torch.Tensor:
         share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
     """
     vocab_size = weight.shape[0] if share is None else max(share.sizes)  # the ranks' chunks have the same rows
-    rows = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
+    rows = chunk_rows(vocab_size, has_half_matmul(hidden.device))
     tensors = (hidden, weight, bias)
     needs_grad = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in tensors]
     return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share)
@@ -161,7 +170,7 @@ class _Chunked(torch.autograd.Function):
         )
         ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        if not _has_half_matmul(hidden.device):
+        if not has_half_matmul(hidden.device):
             weight = weight.float()
         for start in range(0, len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
@@ -179,13 +188,14 @@ class _Chunked(torch.autograd.Function):
             target = target[:, None]
             gradient = log_probabilities.exp_()  # of the logits: probabilities, less 1 at the target
             gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
-            gradient = gradient.to(hidden.dtype).to(weight.dtype)
+            if weight.dtype == torch.float32:
+                gradient = gradient.to(hidden.dtype).float()
+            else:
+                gradient = _aligned(gradient, weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[start : start + rows] = (gradient @ weight).masked_fill_(is_ignored, 0)
-            if grad_weight is not None and gradient.dtype == torch.float32:
-                grad_weight.addmm_(gradient.T, chunk.masked_fill(is_ignored, 0))
-            elif grad_weight is not None:
-                grad_weight += gradient.T @ chunk.masked_fill(is_ignored, 0)
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, chunk.masked_fill(is_ignored, 0))
             if grad_bias is not None:
                 grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
         if share is not None:
@@ -205,7 +215,7 @@ class _Chunked(torch.autograd.Function):
 
 
 @functools.cache
-def _has_half_matmul(device: torch.device) -> bool:
+def has_half_matmul(device: torch.device) -> bool:
     """Whether a device multiplies half-precision matrices with sums in fp32; asked of torch, but of a CPU, where this
     may be slow."""
     if device.type == "cpu":
@@ -216,6 +226,35 @@ def _has_half_matmul(device: torch.device) -> bool:
     except RuntimeError:  # NotImplementedError is a RuntimeError
         return False
     return True
+
+
+@functools.cache
+def adds_half_products(device: torch.device) -> bool:
+    """Whether a device adds products of half-precision matrices to a matrix in fp32, in place (torch before
+    pytorch/pytorch#167931 did not)."""
+    total, half = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 9).all())
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total (M, N), fp32, += left (M, K) @ right (K, N)."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif adds_half_products(total.device):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def _aligned(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix (N, V) in this precision, each of its rows at a multiple of 16 bytes also where V is odd: without
+    that cuBLAS has slow kernels only."""
+    rows, columns = matrix.shape
+    return matrix.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns].copy_(matrix)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -73,7 +73,8 @@ def operation_of(function: Any, args: tuple, kwargs: dict[str, Any], result: Any
     kind = RANDOM if name in RANDOMS else MATH if name.rstrip("_") in FUNCTIONS or name in FUNCTIONS else MEMORY
     if flops:
         kind = ATTENTION if "attention" in name else MATRIX
-    return Operation(kind, _is_half(args, result), flops, read + written)
+    factors = args[1:] if packet is aten.addmm else args
+    return Operation(kind, _is_half(factors, result), flops, read + written)
 
 
 def _flops(packet: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
@@ -83,6 +84,8 @@ def _flops(packet: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int
     if packet is FLASH_BACKWARD:
         flops = sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
         return flops // 2 if _is_causal(args, kwargs, 7) else flops
+    if packet is aten.addmm:  # its formula takes the `out_dtype` that may follow for the result
+        args, kwargs = args[:3], {}
     formula = flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=result) if formula is not None else 0
 

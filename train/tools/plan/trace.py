@@ -172,12 +172,12 @@ class Tracer:
     def _largest_traced(self) -> int:
         """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
         proportion to the batch."""
-        from train.model import loss as losses
+        from train.model.loss import chunk_rows
 
         head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
         if head is None or self.settings.loss != "chunked":
             return MOST_TRACED
-        rows = max(losses.SMALLEST_CHUNK, losses.CHUNK_BYTES // (4 * head.weight.shape[0]))
+        rows = chunk_rows(head.weight.shape[0], self.settings.gpu_kernels)
         return max(4, MOST_CHUNKS * rows * self.settings.sequence // (self.rows.target_length or self.rows.length))
 
     def trace(self, batch_size: int) -> list[Segment]:
@@ -229,11 +229,12 @@ class Tracer:
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
         linear = linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
-        multiplies = replaced(losses, "_has_half_matmul", lambda device: self.settings.gpu_kernels)
+        multiplies = replaced(losses, "has_half_matmul", lambda device: self.settings.gpu_kernels)
+        adds = replaced(losses, "adds_half_products", lambda device: True)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
         tokens = tokens_exchanged(self.settings.experts, ledger.note)
-        with collectives.in_place(), rows, tokens, grouped, linear, multiplies, self.mode, casts:
+        with collectives.in_place(), rows, tokens, grouped, linear, multiplies, adds, self.mode, casts:
             yield
 
 
