@@ -292,6 +292,19 @@ def test_an_old_gpu_and_a_kernel_that_is_wrong(gpu, flash, monkeypatch):
     assert "compute capability" in choose_attention(tiny_model("llama", None), None, "fp16", gpu)
 
 
+@pytest.mark.parametrize(("width", "copied"), [(16, False), (12, True)])
+def test_the_kernel_reads_heads_where_they_lie_unless_they_are_padded(monkeypatch, width, copied):
+    parts = [torch.randn(1, 16, 2, width).transpose(1, 2) for _ in range(3)]
+    given = []
+    monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: given.extend(args[:3]) or args[2])
+    output, _ = attention.varlen_attention(
+        None, *parts, None, cu_seq_lens_q=torch.tensor([0, 16], dtype=torch.int32), max_length_q=16
+    )
+    assert [part.shape for part in given] == 3 * [(16, 2, 16)]
+    assert [one.data_ptr() != other.data_ptr() for one, other in zip(given, parts)] == 3 * [copied]
+    assert torch.equal(output, parts[2].transpose(1, 2))
+
+
 @pytest.mark.parametrize("wanted", ["eager", "sdpa", HUB])
 def test_what_the_recipe_asks_for_stays(gpu, wanted):
     model = tiny_model("llama", wanted)

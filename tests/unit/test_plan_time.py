@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -60,6 +61,13 @@ def cost(function, *args, **kwargs) -> Operation | None:
 def test_a_product_costs_its_flops_and_its_three_matrices():
     left, right = torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 7, dtype=torch.bfloat16)
     assert cost(torch.ops.aten.mm.default, left, right) == (MATRIX, True, 2 * 3 * 5 * 7, 2 * (15 + 35 + 21))
+
+
+def test_a_product_of_halves_that_is_added_in_fp32_is_one_of_halves():
+    left, right = torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 7, dtype=torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        added = cost(torch.ops.aten.addmm.dtype, torch.zeros(3, 7), left, right, torch.float32)
+    assert added == (MATRIX, True, 2 * 3 * 5 * 7, 2 * (15 + 35) + 2 * 4 * 21)
 
 
 def test_views_and_empty_tensors_cost_nothing_and_lookups_what_they_return():

@@ -168,7 +168,8 @@ def varlen_attention(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     padded_width, width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts = [F.pad(part, (0, padded_width - part.shape[-1])) for part in (query, key, value)]
+    missing = [(part, padded_width - part.shape[-1]) for part in (query, key, value)]
+    parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
     output = _kernel()(

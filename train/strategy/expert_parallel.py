@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from train.recipe.errors import UserError
@@ -47,16 +47,21 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for name, module in model.named_modules() if matching.fullmatch(name)]
 
 
-def dispatch(experts: torch.nn.Module, mesh, half: torch.dtype | None) -> None:
+def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """This rank alone. Each call makes a process group for every rank."""
+    return init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
+
+
+def dispatch(experts: torch.nn.Module, mesh, alone, half: torch.dtype | None) -> None:
     """Let a module's tokens travel: its parameters are, or will be, DTensors with this rank's experts.
 
     Args:
         mesh: all ranks, in one dimension.
+        alone: this rank.
         half: the precision of the products, None: that of the weights.
     """
     from transformers.distributed.expert_parallel import AllToAllEP
 
-    alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
     experts.num_experts //= mesh.size()  # each rank sees its own
     exchange = AllToAllEP(experts, mesh, alone)
 

@@ -16,7 +16,7 @@ from train.model.parameters import true_shape
 from train.model.rows import rows_of
 from train.model.stages import whole_model, without_weights
 from train.strategy.engine import Engine, checksums, storages
-from train.strategy.expert_parallel import dispatch, experts_of
+from train.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from train.strategy.optimizers import adamw
 from train.strategy.state import RowState
 from train.strategy.torch_engine import gradient_norm
@@ -62,8 +62,9 @@ class FullyShardedEngine(Engine):
         for block in blocks:
             fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
         fully_shard(model, **common)
+        alone = mesh_of_one(mesh) if experts else None
         for module in experts:
-            dispatch(module, mesh, half)
+            dispatch(module, mesh, alone, half)
         replace_parameters(model, {
             name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
             for name, each in model.named_parameters()

@@ -58,7 +58,6 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
 
     with contextlib.ExitStack() as replacements:
         for place, name, other in (
-            (expert_parallel, "init_device_mesh", lambda *args, **kwargs: {"shared": Mesh(1)}),
             (library, "get_process_group_ranks", list),
             (library, "AllToAllEP", Balanced),
         ):
@@ -68,7 +67,7 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
                 stored = torch.float32 if whole.requires_grad else whole.dtype
                 own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
                 module._parameters[name] = torch.nn.Parameter(own, whole.requires_grad)
-            expert_parallel.dispatch(module, Mesh(ranks), None if dtype == torch.float32 else dtype)
+            expert_parallel.dispatch(module, Mesh(ranks), Mesh(1), None if dtype == torch.float32 else dtype)
 
 
 @contextlib.contextmanager
