@@ -15,7 +15,11 @@ from train.record.meters import ThroughputMeter, peak_flops, peak_of
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA RTX A6000", 155),
-        ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("Some future device", None),
+        ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA H20", 148), ("NVIDIA GeForce RTX 5090", 209), ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090 D", None), ("NVIDIA A10G", None),
+        ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("Some future device", None),
     ],
 )  # fmt: skip
 def test_peaks_by_name(name, tera):

@@ -13,13 +13,17 @@ import torch
 from train.strategy.devices import device_name
 
 # Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (of two forms, the SXM / OAM one);
-# of what torch sees as one device, which of an MI250X is one of its two dies.
+# of what torch sees as one device, which of an MI250X is one of its two dies. Where NVIDIA prints figures with
+# sparsity, their half: "GB200 NVL72" and "GB300 NVL72" 360 PFLOPS of 72, "HGX B200" and "HGX B300" 36 of 8, "H200 NVL"
+# 1,671 TFLOPS, "RTX 6000 Ada Generation" a quarter of 1,457 in FP8. "RTX Blackwell GPU Architecture" has the RTX 5090.
 PEAK_HALF = {
-    "B200": 2250e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
+    "GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "GH200": 989e12, "H20": 148e12,
+    "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12,
-    "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
-    "MI300X": 1307e12, "MI250X": 191.5e12,
+    "A6000": 155e12, "RTX 6000 Ada": 364e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "V100": 125e12, "T4": 65e12, "MI300X": 1307e12, "MI250X": 191.5e12,
 }  # fmt: skip
+OTHERS = re.compile(r" (MIG|Laptop|Max-Q|D)\b")  # a slice of a device, or a slower one with the same number
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -30,6 +34,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def model_of(name: str) -> str:
     """The model in the table of the device of this name; empty if it is not there (an A10G is no A10)."""
+    if OTHERS.search(name):
+        return ""
     models = (model for model in PEAK_HALF if re.search(rf"(?<![A-Za-z0-9]){model}(?![A-Za-z0-9])", name))
     return next(models, "")
 
