@@ -43,7 +43,7 @@ COMMANDS = (
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "train.tools.merge:main"),
     Command(
         "convert",
-        "Meta's Llama to transformers' and back; Megatron's flags to a recipe.",
+        "Meta's Llama to transformers and back; Megatron's flags to a recipe.",
         "train.tools.convert.convert:main",
     ),
     Command(
@@ -99,8 +99,9 @@ def _help() -> str:
     lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
     return "\n".join([
         "usage: zerofit COMMAND [--option value]", "", *lines, "",
-        "`zerofit COMMAND --help` shows the options of a command. Training is started by accelerate launch, torchrun",
-        "or zerofit launch: `python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
+        "`zerofit COMMAND --help` shows the options of a command.",
+        "Training is started by accelerate launch, torchrun or zerofit launch:",
+        "`python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
     ])  # fmt: skip
 
 

@@ -62,6 +62,18 @@ def test_an_unknown_command(start):
     assert not done.stdout
 
 
+def test_the_help_fits_eighty_columns(capsys):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= len(COMMANDS)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_recipe_without_its_option(capsys):
+    assert main(["doctor", "recipes/clm/stdlib-gpt2.yaml"]) == 2
+    assert "--config recipes/clm/stdlib-gpt2.yaml" in capsys.readouterr().err
+
+
 def test_a_command_like_none_of_ours(capsys):
     assert main(["--frobnicate"]) == 2
     shown = capsys.readouterr().err

@@ -353,7 +353,7 @@ def test_what_has_no_effect(folder, capsys):
         "report_name = x (--report_name) has no effect", "min_lr_ratio = 0.1",
         "num_warmup_steps = 5 (--num_warmup_steps) has no effect",
         "fsdp_config has no effect", "machine_rank has no effect",
-        "num_processes = 4 has no effect: --num_processes 2 goes before the file",
+        "num_processes = 4 has no effect: --num_processes 2 overrides the file",
         "stage3_max_live_parameters has no effect", "fp16.initial_scale_power has no effect",
         "activation_checkpointing has no effect",
     ):  # fmt: skip

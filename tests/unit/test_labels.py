@@ -11,6 +11,7 @@ from train.data.labelled.labels import (
     configure_labels,
     find_labels,
     in_model_order,
+    rare_labels,
     renamed_head,
 )
 from train.recipe import UserError
@@ -196,3 +197,12 @@ def test_a_head_that_goes_on_under_other_names_is_said():
     assert renamed_head(pretrained("neg", "pos"), Labels(("neg", "pos")), "some/model") is None
     assert renamed_head(pretrained("NEG", "POS"), Labels(("neg", "pos")), "some/model") is None
     assert renamed_head(pretrained("neg", "pos"), Labels(("alpha", "zeta")), None) is None, "from scratch"
+
+
+def test_an_index_taken_for_the_label():
+    names = tuple(map(str, range(100)))
+    assert "100 of 100" in rare_labels(Labels(names, number="id"), np.arange(100))[0]
+    assert "label_column = 'id'" in rare_labels(Labels(names, number="id"), np.append(np.arange(100), MISSING))[0]
+    assert not rare_labels(Labels(names), np.arange(200) // 2)
+    assert not rare_labels(Labels(names[:3]), np.arange(3))
+    assert not rare_labels(Labels(None), np.linspace(0, 1, 100, dtype=np.float32))

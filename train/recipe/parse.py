@@ -123,7 +123,9 @@ def _read_flags(argv: list[str], kinds: dict, aliases: dict, hints: dict, proble
         word = argv[position]
         position += 1
         if not word.startswith("--"):
-            problems.append(f"{word!r} is not an option. Options have the form --name value")
+            is_recipe = word.endswith((".yaml", ".yml"))
+            remedy = f"Name a recipe with --config {word}" if is_recipe else "Options have the form --name value"
+            problems.append(f"{word!r} is not an option. {remedy}")
             continue
         name, equals, text = word[2:].partition("=")
         written = name.replace("-", "_")

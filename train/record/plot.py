@@ -124,5 +124,6 @@ def plot_confusion(matrix, names: Sequence[str], file: IO[bytes]) -> None:
     style = {"parse_math": False, **({"family": font} if font else {})}
     axes.set_xticks(range(count), shown, rotation=90, **style)
     axes.set_yticks(range(count), shown, **style)
-    axes.set(xlabel="predicted", ylabel="label")
+    numbered = "" if font else ", by its number in model/config.json"
+    axes.set(xlabel=f"predicted{numbered}", ylabel=f"label{numbered}")
     figure.savefig(file)

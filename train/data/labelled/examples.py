@@ -10,7 +10,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from train.data.difficulty import score_column, scores_of
 from train.data.labelled import glue
 from train.data.labelled.choices import find_choices, prepare_choices
-from train.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, trained_labels
+from train.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, rare_labels, trained_labels
 from train.data.labelled.samples import ExampleData, HeldOut, encode_texts
 from train.data.lengths import choose_length, report_data_loss
 from train.data.records import bad_record
@@ -196,7 +196,7 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
             what = f"records of {where[name]} are skipped: {kinds}"
             notes += report_data_loss(recipe, len(bad), len(table), what)
         parts[name] = part
-    return labels, parts, notes
+    return labels, parts, notes + (rare_labels(labels, parts["train"].labels) if recipe.trains else [])
 
 
 def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:

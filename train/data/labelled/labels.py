@@ -10,7 +10,7 @@ from train.recipe.errors import UserError
 
 MISSING = -1
 NO_LABEL = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
-MOST_CLASSES = 1000
+MANY_CLASSES, MOST_CLASSES = 20, 1000
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def find_labels(values: list[Any], where: str, feature: Any, regression: bool | 
         return Labels(tuple(names))
     present = {value for value in values if not _is_missing(value)}
     if not present:
-        raise UserError(f"{where}: no record has a label. See that label_column names the right column")
+        raise UserError(f"{where}: no record has a label. Check that label_column names the right column")
     if regression or (
         regression is None and all(_is_number(v) for v in present) and not all(_is_whole(v) for v in present)
     ):
@@ -109,10 +109,25 @@ def find_labels(values: list[Any], where: str, feature: Any, regression: bool | 
     if len(names) < 2 or len(names) > MOST_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
         raise UserError(
-            f"{where} has {what}: there is nothing to classify. See that label_column names the right column"
+            f"{where} has {what}: there is nothing to classify. Check that label_column names the right column"
             + ("" if len(names) < 2 else ", or predict a number with --regression")
         )
     return Labels(names)
+
+
+def rare_labels(labels: Labels, encoded: np.ndarray) -> list[str]:
+    """A warning for the log where most of many classes have one record: the column is an index or a name, not a class.
+
+    Args:
+        encoded: the classes of the training data.
+    """
+    single = int((np.bincount(encoded[encoded != MISSING]) == 1).sum()) if labels.names else 0
+    if single <= MANY_CLASSES or 2 * single <= len(labels.names):
+        return []
+    return [
+        f"WARNING   {single:,} of {len(labels.names):,} labels have one record each. Check that label_column = "
+        f"{labels.number!r} names the right column"
+    ]
 
 
 def in_model_order(labels: Labels, config) -> Labels:

@@ -65,7 +65,7 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
     """A launch by accelerate.
 
     Args:
-        chosen: what goes before the YAML.
+        chosen: what overrides the YAML.
         num_devices: of this machine, where nobody says how many processes there are.
         shell: the environment in which the launch would be typed.
 
@@ -117,7 +117,7 @@ def _count(launch: Launch, chosen: Chosen, num_devices: int) -> None:
         setattr(launch, field_name, value)
         if of_yaml not in (None, value) and launch.sources[name].startswith("--"):
             launch.findings.append(
-                Finding(NOTE, f"{file}: {name} = {of_yaml} has no effect: --{name} {value} goes before the file")
+                Finding(NOTE, f"{file}: {name} = {of_yaml} has no effect: --{name} {value} overrides the file")
             )
     if launch.world_size % launch.num_machines:
         fits = launch.num_machines * max(1, launch.world_size // launch.num_machines)

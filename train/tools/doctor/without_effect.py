@@ -13,7 +13,7 @@ CONSTANT = ("constant", "constant_with_warmup")
 # {options: (when they have no effect, what would change that)}
 IDLE = {
     ("report_to", "report_name"): (lambda recipe: not recipe.with_tracking, "Set with_tracking"),
-    ("num_train_epochs",): (lambda recipe: recipe.max_train_steps, "max_train_steps goes before it: keep one of them"),
+    ("num_train_epochs",): (lambda recipe: recipe.max_train_steps, "max_train_steps overrides it: keep one of them"),
     ("warmup_ratio", "num_warmup_steps"): (
         lambda recipe: recipe.lr_scheduler_type == "constant",
         "constant_with_warmup has a warm-up, constant has none",
@@ -31,7 +31,7 @@ IDLE = {
         "Set predict_with_generate, or remove it",
     ),
     ("dataset_config_name",): (lambda recipe: not recipe.dataset_name, "It belongs to dataset_name"),
-    ("validation_split_percentage",): (lambda recipe: recipe.validation_file, "validation_file goes before it"),
+    ("validation_split_percentage",): (lambda recipe: recipe.validation_file, "validation_file overrides it"),
 }
 # {section of the YAML: the distributed_type that reads it}
 SECTIONS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
