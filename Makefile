@@ -52,7 +52,7 @@ test-real: $(READY)  ## the tests on published data and weights: make test-real 
 	$(if $(DATA),,$(error say where the data is: make test-real DATA=path))
 	ZEROFIT_REAL_DATA="$(abspath $(DATA))" $(BIN)/python -m pytest tests -m real $(ARGS)
 
-test-unit: $(READY)  ## the tests of single parts: seconds
+test-unit: $(READY)  ## the tests of single parts: a few minutes
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
 test-launch: $(READY) ## the tests that launch real runs with several processes
