@@ -1,6 +1,7 @@
 """Pipeline parallelism without launches: stages that are called one after another find what the full model finds, each
 holds its own weights only, and what cannot be done is refused."""
 
+from collections import deque
 from functools import partial
 from itertools import product
 from math import comb
@@ -20,6 +21,7 @@ from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe
 from train.strategy.degrees import check_degrees, idle_note, idle_share, read_pipeline_degree
 from train.strategy.layout import ParallelLayout
+from train.strategy.pipeline_engine import PipelineEngine
 from train.strategy.state import OptimizerState, Piece
 from train.training.configuration import check_layout
 
@@ -211,6 +213,70 @@ def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
         assert theirs[-1] is schedule.OptimizerStep
         assert commands(GradientSchedule, stage) == theirs[:-1]
         assert theirs.count(schedule.BackwardPass) == 4
+
+
+@pytest.fixture
+def ends(monkeypatch) -> tuple[PipelineEngine, PipelineEngine, list[torch.Size]]:
+    """The engines of two stages, of which the first sends hidden states and the second receives them, by DeepSpeed's
+    own code; and the shapes of all messages."""
+    from deepspeed.runtime.pipe import engine as theirs
+
+    messages, queue = [], deque()
+
+    def send(tensor, to):
+        messages.append(tensor.shape)
+        queue.append(tensor.clone())
+
+    class Inner(theirs.PipelineEngine):
+        num_stages, stage_id, prev_stage, next_stage = 2, 0, 0, 1
+        device, has_attention_mask, has_bool_tensors, is_pipe_partitioned = "cpu", False, False, False
+
+        def __init__(self, is_sender):
+            torch.nn.Module.__init__(self)
+            self.is_sender = is_sender
+            self.reset_activation_shape()
+
+        def wall_clock_breakdown(self):
+            return False
+
+        def set_dataiterator(self, batches):
+            self.hidden = [torch.randn(*ids.shape, 4) for ids, _ in batches]
+
+        def _exec_schedule(self, schedule):
+            self.pipe_buffers = {"outputs": self.hidden, "inputs": [None] * len(self.hidden)}
+            for buffer in range(len(self.hidden)):
+                self._exec_send_activations(buffer) if self.is_sender else self._exec_recv_activations(buffer)
+
+    monkeypatch.setattr(theirs.p2p, "send", send)
+    monkeypatch.setattr(theirs.p2p, "recv", lambda tensor, source: tensor.copy_(queue.popleft()))
+    engines = []
+    for is_sender in (True, False):
+        engine = PipelineEngine.__new__(PipelineEngine)
+        engine.engine, engine.stage = Inner(is_sender), SimpleNamespace(feed=lambda *about: None)
+        engines.append(engine)
+    return *engines, messages
+
+
+def test_stages_exchange_shapes_where_they_change_and_nowhere_else(ends):
+    """The receiving host waits for each of them."""
+    from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE
+
+    from train.strategy.stage_module import GradientSchedule
+
+    first, second, messages = ends
+    short, long = (2, 5), (2, 9)
+    for shapes, exchanged in (
+        ([long] * 4, 1), ([long] * 4, 0), ([long] * 2, 0), ([short] * 3, 1), ([short, long, short], 3),
+        ([short, long, long], 3), ([short] * 2, 1), ([short] * 2, 0),
+    ):  # fmt: skip
+        messages.clear()
+        batches = [SimpleNamespace(inputs={"input_ids": torch.zeros(shape)}) for shape in shapes]
+        for engine in (first, second):
+            engine._pass_through(GradientSchedule, batches, None, None)
+        assert [shape for shape in messages if len(shape) == 3] == [(*shape, 4) for shape in shapes]
+        assert messages.count((TENSOR_META_SIZE,)) == len(messages) - len(shapes) == exchanged
+        for sent, received in zip(first.engine.hidden, second.engine.pipe_buffers["inputs"], strict=True):
+            assert torch.equal(sent, received)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

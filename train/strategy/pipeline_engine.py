@@ -15,6 +15,8 @@ EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in 
 class PipelineEngine(DeepSpeedEngine):
     """ZeRO-1 across the replicas of a pipeline, through DeepSpeed's engine."""
 
+    _shapes: frozenset[torch.Size] = frozenset()  # (B, T) of the micro-batches that passed through last
+
     def _prepare(self, model, recipe):
         from train.strategy.stage_module import StageModule
 
@@ -61,7 +63,13 @@ class PipelineEngine(DeepSpeedEngine):
         return found
 
     def _pass_through(self, schedule, batches: Sequence[Batch], at_the_end, phase) -> None:
+        """All stages have the same micro-batches. So they agree, without a word, on when to exchange shapes, for which
+        the host waits: before the first one where all have a new shape in common, before each where they differ."""
         engine = self.engine
+        shapes = frozenset(batch.inputs["input_ids"].shape for batch in batches)
+        if shapes != self._shapes:
+            engine.reset_activation_shape()
+        engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
         self.stage.feed(batches, at_the_end, phase)
         engine.set_dataiterator((batch.inputs["input_ids"], None) for batch in batches)
         engine.total_loss, engine._compute_loss = None, True

@@ -37,10 +37,7 @@ class StageModule(PipelineModule):
         groups = layer_groups(layout)
         known = replaced(deepspeed_module, "PipelineParallelGrid", lambda **_: groups)
         with known, contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
-            super().__init__(
-                layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform",
-                dynamic_shape=True,
-            )  # fmt: skip
+            super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
             self._share_tied_weight(model, layout)
         self._is_first, self._is_last = layout.stage == 0, layout.stage == layout.pipeline - 1
         self._batches: Iterator[Batch] = iter(())
