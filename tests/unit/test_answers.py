@@ -31,7 +31,7 @@ from train.training.evaluation_only import EvaluationTrainer
 from train.training.generation import predict_texts, writing_settings
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
-           "watchdog_minutes", "trial"}  # fmt: skip
+           "watchdog_minutes", "rendezvous_minutes", "trial"}  # fmt: skip
 FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
 
 

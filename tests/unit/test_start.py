@@ -10,7 +10,6 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, environment, refusal
 
-from train.recipe.last_message import is_accelerate_launch
 from train.strategy import gpus
 from train.tools.launch import launch as start
 from train.tools.launch.schedulers import Machines, first_host, read_machines
@@ -169,15 +168,15 @@ def test_mistakes(machine, tmp_path):
         assert said in refusal(start.main, [*words, "--dry_run"])
 
 
-def test_it_becomes_the_launcher(machine, monkeypatch):
-    """Its signals and its exit code are the launcher's; the numbers of machines do not reach the processes."""
+def test_what_the_launcher_gets(machine, monkeypatch):
+    """The numbers of machines do not reach the processes."""
     machine(2, **DLC, PATH="/usr/bin")
     started = []
-    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
-    start.main([RECIPE])
-    ((program, words, variables),) = started
-    assert program == sys.executable
-    assert is_accelerate_launch(words)
+    monkeypatch.setattr(start.Supervisor, "run", lambda self, *given: started.append(given) or 0)
+    assert start.main([RECIPE]) == 0
+    ((layout, program, variables),) = started
+    assert "--num_machines" in layout
+    assert program[0].endswith("train/clm.py")
     assert not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} & variables.keys()
     assert variables["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
