@@ -178,3 +178,8 @@ def test_what_is_wrong_is_found(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises((Exception, SystemExit)):
         check(shlex.split(command))
+
+
+def test_an_option_for_ranks_too_may_stand_before_the_program():
+    _, program = read_options(["--rendezvous_minutes", "0.5", "train/clm.py", "--seed", "1"])
+    assert program == ["train/clm.py", "--seed", "1", "--rendezvous_minutes", "0.5"]

@@ -71,7 +71,7 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     Raises:
         UserError: there is no recipe and no program; anything that parse_recipe raises.
     """
-    launch_words, rest, words = [], [], list(argv)
+    launch_words, rest, passed_on, words = [], [], [], list(argv)
     names = {field.name for field in dataclasses.fields(LaunchOptions)}
     while words:
         word = words.pop(0)
@@ -81,7 +81,7 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
             taken = [word, *([words.pop(0)] if takes_value else [])]
             launch_words += taken
             if name == "rendezvous_minutes":  # of the machines here, of the ranks there
-                rest += taken
+                passed_on += taken
         else:
             rest.append(word)
     if wants_help(argv):
@@ -89,7 +89,7 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     options = parse_recipe(
         LaunchOptions, launch_words, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
     )
-    return options, program_of(rest, options.task)
+    return options, program_of([*rest, *passed_on] if rest else [], options.task)
 
 
 def program_of(words: list[str], task: str | None = None) -> list[str]:
