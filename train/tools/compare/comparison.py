@@ -200,8 +200,9 @@ class Comparison:
         flags = (*candidate.flags, *candidate.trial_flags, *flags, f"--{self.axis.option}", str(request.first))
         program = ("-m", "train.tools.compare.trial", options.task, str(request.write(folder)))
         trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
+        answered = self._report_trial if machine is self.machine else self._report_time
         launch = TrialLaunch(
-            trial, options.num_processes, request, candidate, key, self.journal, machine, self._report_trial,
+            trial, options.num_processes, request, candidate, key, self.journal, machine, answered,
             60 * options.trial_minutes, again,
         )  # fmt: skip
         ending = launch.run()
@@ -251,6 +252,10 @@ class Comparison:
             limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""
             rate = "" if self.machine.simulated else f", {rounded(line['samples_per_s'])} samples/s"
             say(f"  {line['size']:>6}  fits: {peak}{limit} MiB{rate}")
+
+    def _report_time(self, line: dict[str, Any]) -> None:
+        if line["event"] == "fits":
+            say(f"  {line['size']:>6}  {rounded(line['samples_per_s'])} samples/s")
 
     def _say_limit(self, candidate: Candidate) -> None:
         row = next(row for row in self.rows() if row.name == candidate.name)
