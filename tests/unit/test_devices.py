@@ -111,6 +111,7 @@ def test_with_a_gpu_threads_are_given_back_where_the_optimizer_is_offloaded(monk
     monkeypatch.setattr(processes, "Accelerator", lambda **options: SimpleNamespace(num_processes=1, device=CPU))
     monkeypatch.setattr(processes, "_deepspeed_plugin", lambda strategy: None)
     monkeypatch.setattr(processes, "drop_abandoned_locks", list)
+    monkeypatch.setattr(processes, "check_async_io", lambda *_: None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     zero = {"stage": 2} | ({"offload_optimizer": {"device": offload}} if offload else {})
     launch = Launch(1, 0, True, None, None, None, threads_are_the_users=of_user)

@@ -103,7 +103,7 @@ class Recorder:
 
 def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
     state, recorder = state or RunState(), Recorder()
-    checkpoints = SimpleNamespace(messages=list, save=lambda *_: None)
+    checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False)
     throughput = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0}, evaluations=[])
     memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
     step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
