@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from pathlib import Path
 
 from train.model.parameters import decay_groups
 from train.model.tensor_parallel.cut import join_shares
@@ -17,13 +18,14 @@ from train.strategy.state import FlatState, ShardedState
 class DeepSpeedEngine(Engine):
     """ZeRO of any stage, with or without offload."""
 
+    _folder: Path | None = None  # of this process, for an optimizer on a disk
+
     def _prepare(self, model, recipe):
         from accelerate.utils import DummyOptim, DummyScheduler
 
         config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
         zero = plugin["zero_optimization"]
         fill_bucket_size(zero, model)
-        self._folder = None
         if keeps_optimizer_on_disk(zero):
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
