@@ -67,9 +67,7 @@ def test_out_of_memory_on_one_rank(runs, tmp_path):
     assert total == pytest.approx(room, rel=0.02)
     assert free < asked < room
     table = re.search(r"held by this rank.*?:\n(.*?)\n +what would help", said, re.DOTALL)[1]
-    rows = {
-        name: bytes_of(amount) for name, amount in re.findall(r"^ +(\S.*?)  +([\d,.]+ \w+)$", table, re.MULTILINE)
-    }
+    rows = {name: bytes_of(amount) for name, amount in re.findall(r"^ +(\S.*?)  +([\d,.]+ \w+)$", table, re.MULTILINE)}
     assert len(rows) == 4
     assert rows["weights"] == pytest.approx(weights, rel=0.02)
     assert rows["gradients"] == pytest.approx(weights, rel=0.02)
