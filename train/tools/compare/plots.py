@@ -55,7 +55,7 @@ def throughput_plot(rows: list[Row], axis: Axis = BATCHES) -> str:
             best = max(lines, key=lambda line: line[axis.rate])
             axes.plot([best["size"]], [best[axis.rate]], "o", color=colour(index), markersize=11,
                       fillstyle="none")  # fmt: skip
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _svg(figure, axes)
 
 
