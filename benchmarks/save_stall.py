@@ -62,7 +62,7 @@ def measured(strategy: str, meanwhile: bool, options: argparse.Namespace) -> str
         )  # fmt: skip
         saves = json.loads((output / "environment.json").read_text())["checkpoints"]
     assert len(saves) == options.updates // EVERY
-    stood = statistics.mean(save["stood_still"] for save in saves[1:])
+    stood = statistics.mean(save["blocked_s"] for save in saves[1:])
     took = statistics.mean(save["seconds"] for save in saves[1:])
     busy, free = [], []
     for line in updates(lines)[EVERY:]:
@@ -71,7 +71,7 @@ def measured(strategy: str, meanwhile: bool, options: argparse.Namespace) -> str
     size = saves[-1]["bytes"] / 1e6
     how = "meanwhile" if meanwhile else "at once"
     return (
-        f"| {strategy} | {processes} | {how} | {size:,.0f} | {saves[0]['stood_still']:.2f} | {stood:.2f} | "
+        f"| {strategy} | {processes} | {how} | {size:,.0f} | {saves[0]['blocked_s']:.2f} | {stood:.2f} | "
         f"{took:.2f} | {slower} |"
     )
 

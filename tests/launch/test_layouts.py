@@ -108,10 +108,10 @@ def test_fsdp2_holds_its_rows_and_goes_on_where_one_process_has_left(runs, start
 def test_a_refused_update_moves_no_rows(cache, tmp_path):
     """A step so long that the next loss is no number."""
     flags = ["--per_device_train_batch_size", "2", "--cache_dir", cache, "--learning_rate", "1e12",
-             "--lr_scheduler_type", "constant", "--on_fault", "skip"]  # fmt: skip
+             "--lr_scheduler_type", "constant", "--on_anomaly", "skip"]  # fmt: skip
     kept = [word for word in RUN if word not in ("--learning_rate", "1e-3")]
     lines = launch(tmp_path / "run", *kept, *flags, strategy="fsdp2", processes=2)
-    assert [line.get("fault") for line in updates(lines)] == [None, *3 * ["loss is nan"]]
+    assert [line.get("anomaly") for line in updates(lines)] == [None, *3 * ["loss is nan"]]
     weights = load_file(tmp_path / "run" / "checkpoints" / "update_00000002" / "model" / "model.safetensors")
     assert len(weights) > 20
     assert all(weight.isfinite().all() for weight in weights.values())

@@ -219,18 +219,18 @@ def poisoned(llama, tmp_path_factory) -> list:
     ]  # fmt: skip
 
 
-def check_fault(output: Path, action: str) -> int:
-    """The last fault's record: the sample is named with its text, on the rank that had it. Returns the update."""
-    fault = [json.loads(line) for line in (output / "faults.jsonl").read_text().splitlines()][-1]
-    assert fault["action"] == action
-    assert fault["reason"] == "loss is nan"
-    broken = [part for part in fault["micro_batches"] if part["loss"] != part["loss"]]
-    assert len(fault["micro_batches"]) == 2
+def check_anomaly(output: Path, action: str) -> int:
+    """The last anomaly's record: the sample is named with its text, on the rank that had it. Returns the update."""
+    anomaly = [json.loads(line) for line in (output / "anomalies.jsonl").read_text().splitlines()][-1]
+    assert anomaly["action"] == action
+    assert anomaly["reason"] == "loss is nan"
+    broken = [part for part in anomaly["micro_batches"] if part["loss"] != part["loss"]]
+    assert len(anomaly["micro_batches"]) == 2
     assert len(broken) == 1, "one micro-batch only"
-    (index,) = [index for index in broken[0]["samples"] if fault["heads"][str(index)].startswith("Z Z Z")]
+    (index,) = [index for index in broken[0]["samples"] if anomaly["heads"][str(index)].startswith("Z Z Z")]
     assert index == 37
-    assert len(fault["heads"]) == 8
-    return fault["update"]
+    assert len(anomaly["heads"]) == 8
+    return anomaly["update"]
 
 
 @pytest.mark.parametrize(
@@ -246,22 +246,22 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     stopped, rewound = tmp_path / "stop", tmp_path / "rewind"
     done = launched(stopped, *poisoned, strategy=stops[0], processes=stops[1])
     assert done.returncode == 86
-    at = check_fault(stopped, "stop")
+    at = check_anomaly(stopped, "stop")
     assert f"stopped     by an anomaly after update {at - 1} of 12: update {at}: loss is nan" in done.stdout
-    assert "--on_fault skip" in done.stdout
+    assert "--on_anomaly skip" in done.stdout
     assert (stopped / "checkpoints" / "latest").resolve().name == f"update_{at - 1:08}"
 
-    skip = launch(stopped, *poisoned, "--on_fault", "skip", strategy=skips[0], processes=skips[1])
-    assert check_fault(stopped, "skip") == at
+    skip = launch(stopped, *poisoned, "--on_anomaly", "skip", strategy=skips[0], processes=skips[1])
+    assert check_anomaly(stopped, "skip") == at
     assert [line["update"] for line in skip] == list(range(1, 13))
-    assert skip[at - 1]["fault"] == "loss is nan"
+    assert skip[at - 1]["anomaly"] == "loss is nan"
     good = [line for line in skip if line["update"] != at]
     assert all(line["loss"] < 7 and line["grad_norm"] < 100 for line in good)
     assert good[-1]["loss"] < good[0]["loss"]
 
-    done = launched(rewound, *poisoned, "--on_fault", "rewind", strategy=rewinds[0], processes=rewinds[1])
+    done = launched(rewound, *poisoned, "--on_anomaly", "rewind", strategy=rewinds[0], processes=rewinds[1])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert check_fault(rewound, "rewind") == at
+    assert check_anomaly(rewound, "rewind") == at
     assert f"skipped: update {at}" in done.stdout
     again = metrics(rewound)
     assert [line["update"] for line in again] == list(range(1, 13)), "each update once"

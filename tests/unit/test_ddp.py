@@ -75,7 +75,9 @@ def train(rank: int, folder: str) -> None:
             found["reduced"].append(seen[before:])
             gradients = [parameter.grad for parameter in engine.module.parameters()]
             found["bytes"].append(sum(storages([*gradients, *buckets.values()]).values()))
-        engine.update(update, lambda norm, good=update != REFUSED: found["norms"].append(norm) or good)
+        engine.set_learning_rate(update)
+        found["norms"].append(engine.gradient_norm())
+        (engine.discard if update == REFUSED else engine.apply)()
     found["weights"] = [float(p.detach().double().square().sum()) for p in engine.module.parameters()]
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()

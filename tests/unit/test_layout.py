@@ -61,7 +61,7 @@ def test_the_loss_is_divided_by_what_is_trained_on_and_not_by_what_was_reported_
         engine = SimpleNamespace(layout=layout, _gathered=lambda values: torch.tensor(reports))
         count, loss = Engine.sum_over_replicas(engine, reports[layout.rank])
         assert (count, loss / count) == (tokens.sum(), 2.0)
-        assert len(layout.reporters) == layout.data_size
+        assert len(layout.loss_ranks) == layout.data_size
 
 
 @pytest.mark.parametrize("name", DEGREES)
@@ -75,10 +75,10 @@ def test_each_held_out_sample_is_evaluated_by_one_replica(name):
 
 
 def test_ranks_that_split_a_layer_draw_the_same_and_stages_do_not():
-    assert [layout.seed_place for layout in layouts("dp 4")] == [(0,), (1,), (2,), (3,)]
-    assert [layout.seed_place for layout in layouts("dp 2 x tp 2")] == [(0,), (0,), (1,), (1,)]
-    assert len({layout.seed_place for layout in layouts("dp 1 x pp 4")}) == 4
-    assert len({layout.seed_place for layout in layouts("dp 2 x sp 2")}) == 4, "parts of a row are not one another"
+    assert [layout.dropout_seed_key for layout in layouts("dp 4")] == [(0,), (1,), (2,), (3,)]
+    assert [layout.dropout_seed_key for layout in layouts("dp 2 x tp 2")] == [(0,), (0,), (1,), (1,)]
+    assert len({layout.dropout_seed_key for layout in layouts("dp 1 x pp 4")}) == 4
+    assert len({layout.dropout_seed_key for layout in layouts("dp 2 x sp 2")}) == 4, "parts of a row differ"
 
 
 def test_a_world_that_cannot_be_divided_is_refused():

@@ -18,7 +18,7 @@ from train.strategy.layout import ParallelLayout
 from train.training.best_metric import BestMetricTracker
 from train.training.length import run_length
 from train.training.loop import reason_to_stop, train
-from train.training.run import Ending, Run
+from train.training.run import Run, TrainResult
 from train.training.step import Signals, TrainStep
 from train.training.summary import about_evaluations
 from train.training.task import Task
@@ -54,10 +54,17 @@ class Engine:
     def backward(self, loss):
         loss.backward()
 
-    def update(self, number, accept_update):
-        norm = float("nan") if number + 1 in self.spoilt else 1.0
-        if accept_update(norm):
-            self.moved.append(number + 1)
+    def set_learning_rate(self, index):
+        self.update = index + 1
+
+    def gradient_norm(self):
+        return float("nan") if self.update in self.spoilt else 1.0
+
+    def apply(self):
+        self.moved.append(self.update)
+        self.model.zero_grad()
+
+    def discard(self):
         self.model.zero_grad()
 
     def sum_over_replicas(self, values):
@@ -86,13 +93,16 @@ class Recorder:
     def __init__(self):
         self.lines, self.anomalies = [], []
 
-    def write(self, line):
-        self.lines.append(line)
+    def begin(self, updates):
+        pass
+
+    def write(self, metrics):
+        self.lines.append(metrics.to_line())
 
     def write_anomaly(self, anomaly, action):
         self.anomalies.append(anomaly)
 
-    def show(self, line):
+    def show(self, metrics):
         pass
 
     def note(self, *texts):
@@ -103,18 +113,18 @@ class Recorder:
 
 def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
     state, recorder = state or RunState(), Recorder()
-    checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False)
+    checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False, rewind=lambda anomaly: False)
     throughput = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0}, evaluations=[])
     memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
     step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
     best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
     parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase)
-    assert train(parts) == Ending()
+    assert train(parts) == TrainResult()
     return recorder.lines
 
 
 def alone(lines: list[dict]) -> list[tuple]:
-    return [(line["update"], line["targets"], line["tokens"], line["padding"]) for line in lines]
+    return [tuple(line.get(name) for name in ("update", "targets", "tokens", "padding")) for line in lines]
 
 
 def test_counts_travel_with_the_decision_about_the_update_before():
@@ -141,7 +151,7 @@ def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
     assert engine.moved == [1, 4, 5]
     assert engine.waits.count("counts") == 2, "nobody told of the fourth"
     engine = Engine(spoilt=(2,))
-    assert alone(run(task_of(on_fault="skip"), engine)) == alone(whole)
+    assert alone(run(task_of(on_anomaly="skip"), engine)) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1
 

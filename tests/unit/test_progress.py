@@ -8,15 +8,18 @@ import termios
 
 import pytest
 
+from train.record.metrics import UpdateMetrics
 from train.record.terminal import READABLE, Bar, columns_of, fitted, rounded, screen_width, shortened, table
 
 LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
 RUN = f"""
 from train.record.terminal import Bar
-bar = Bar(150000, 50000, True, done=147000)
+from train.record.metrics import UpdateMetrics
+bar = Bar(150000, 50000, True)
+bar.begin(147000)
 for update in range(147001, 147502):
-    bar.update({{"update": update, **{FIGURES}}})
+    bar.update(UpdateMetrics(update=update, epoch=1.0, consumed_samples=update, **{FIGURES}))
 bar.close()
 """
 
@@ -70,8 +73,9 @@ def test_what_follows_a_bar_begins_a_line(unbuffered):
 
 def test_a_log_has_whole_lines(capsys):
     bar = Bar(100, 10, True)
+    bar.begin(0)
     for update in range(1, 101):
-        bar.update({"update": update, **FIGURES})
+        bar.update(UpdateMetrics(update=update, epoch=1.0, consumed_samples=update, **FIGURES))
     bar.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11

@@ -1,6 +1,7 @@
 """Which run goes on, with how many processes, and whether a place in the data is a place in this data."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import yaml
 from helpers import refusal
 
 from train.checkpoint.directory import ASKED, CheckpointDirectory
+from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
+from train.checkpoint.run_state import RunState
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import NothingToDo
 from train.record.run_folder import RunFolder, identity
@@ -90,8 +93,9 @@ def test_what_the_user_says_of_the_global_batch_is_heeded(tmp_path):
     assert "global_batch_size was 24, now 16" in refusal(origin.plan, 16)
 
 
-def test_a_run_goes_on_with_other_ways_of_watching_it_and_no_other_options(tmp_path):
-    before, now = recipe("--save_steps", "3"), recipe("--save_minutes", "5", "--on_fault", "skip", "--max_hours", "2")
+def test_a_run_goes_on_with_other_ways_of_watching_it_only(tmp_path):
+    before = recipe("--save_steps", "3")
+    now = recipe("--save_minutes", "5", "--on_anomaly", "skip", "--max_hours", "2")
     folder = leave_a_run(tmp_path, before, 8, 2)
     origin = Resume(now, folder, 2)
     assert origin.plan(8) == []
@@ -203,3 +207,14 @@ def test_data_that_has_changed_is_refused(tmp_path):
     assert "has other samples than it had" in refusal(check_data, moved, before, tmp_path)
     grouped = fingerprint(Samples(data), "window")
     assert "was by 'none'" in refusal(check_data, grouped, before, tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_one_sentence():
+    manager, state = CheckpointManager.__new__(CheckpointManager), RunState(updates=3, tokens=7.0)
+    manager.state, manager._data = RunState(), {}
+    saved = state.to_file() | {"data": {}}
+    manager.writer = SimpleNamespace(load=lambda checkpoint: saved)
+    manager._restore("update_00000003")
+    assert manager.state == state
+    saved["left_out"] = saved.pop("skipped_updates")
+    assert "update_00000003 has the format of an earlier version" in refusal(manager._restore, "update_00000003")

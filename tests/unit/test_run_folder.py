@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import refusal
+from helpers import ROOT, refusal
 from safetensors import SafetensorError
 
 from train.checkpoint.directory import ASKED, BEST, CheckpointDirectory
@@ -17,6 +17,7 @@ from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import UserError
 from train.recipe.files import atomic_file
 from train.record.jsonl import JsonlFile
+from train.record.metrics import fields_table
 from train.record.run_folder import RunFolder, identity
 from train.tools.generate.journal import Journal
 
@@ -226,7 +227,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "strategy.yaml", "environment.json", "metrics", "metrics.jsonl",
-                                  "faults.jsonl", "predictions", "predictions.jsonl", "loss.png"])  # fmt: skip
+                                  "anomalies.jsonl", "predictions", "predictions.jsonl", "loss.png"])  # fmt: skip
 def test_no_link_in_the_folder_is_written_through(tmp_path, name):
     """As an unpacked archive may hold them, with a record that says they are a run's."""
     put(tmp_path, ("victim",))
@@ -239,7 +240,7 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, name):
     folder = RunFolder(run)
     folder.metrics.add({"update": 3})
     with contextlib.suppress(OSError):  # ELOOP
-        folder.faults.add({"update": 3})
+        folder.anomalies.add({"update": 3})
     folder.write_predictions([{"a": 1}])
     folder.write_environment({})
     with folder.new_file("loss.png", "wb") as file:
@@ -307,8 +308,8 @@ def test_a_journal_that_is_a_link_is_not_written_through(tmp_path):
 
 
 def test_a_last_line_that_is_torn_is_cut_off_before_the_next(tmp_path):
-    file = JsonlFile(tmp_path / "faults.jsonl")
-    (tmp_path / "faults.jsonl").write_text('{"update": 1}\n{"upd')
+    file = JsonlFile(tmp_path / "anomalies.jsonl")
+    (tmp_path / "anomalies.jsonl").write_text('{"update": 1}\n{"upd')
     assert [line["update"] for line in file.read()] == [1]
     file.add({"update": 2})
     file.close()
@@ -348,3 +349,10 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch):
 def test_weights_that_the_disk_has_no_room_for_are_one_message(tmp_path):
     with pytest.raises(UserError, match="No space left"), RunFolder(tmp_path).writing():
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def test_the_table_of_fields_is_current():
+    """python -c 'from train.record.metrics import fields_table; print(fields_table())'"""
+    table = fields_table()
+    assert table.count("\n") > 20
+    assert table in (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")

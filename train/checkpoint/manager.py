@@ -134,7 +134,7 @@ class CheckpointManager:
     def start(self) -> None:
         """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
         self._say(*self._about_checkpoints())
-        if self.recipe.on_fault == "rewind" and not self.state.updates:
+        if self.recipe.on_anomaly == "rewind" and not self.state.updates:
             self.save(START, False, {})
 
     def rewind(self, anomaly: Anomaly) -> bool:
@@ -142,7 +142,7 @@ class CheckpointManager:
 
         Returns: False where that is not wanted, not possible, or no remedy any more.
         """
-        if self.recipe.on_fault != "rewind" or len(self.state.skipped_updates) >= MAX_REWINDS:
+        if self.recipe.on_anomaly != "rewind" or len(self.state.skipped_updates) >= MAX_REWINDS:
             return False
         self.wait()
         checkpoint, warnings = self.writer.choose("auto")
@@ -162,7 +162,13 @@ class CheckpointManager:
     def _restore(self, checkpoint: Path) -> dict[str, Any]:
         saved = self.writer.load(checkpoint)
         check_data(self._data, saved["data"], checkpoint)
-        self.state.restore(saved)
+        try:
+            self.state.restore(saved)
+        except KeyError:
+            raise UserError(
+                f"{checkpoint} has the format of an earlier version, which this one does not read. Start over with "
+                f"{START_OVER}"
+            ) from None
         self._saved_update = self.state.updates
         return saved
 
@@ -200,7 +206,7 @@ class CheckpointManager:
                 with file, (folder / Path(file.name).name).open("wb") as written:
                     shutil.copyfileobj(file, written)
 
-        for lines in (self.folder.metrics, self.folder.samples, self.folder.faults):
+        for lines in (self.folder.metrics, self.folder.samples, self.folder.anomalies):
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
         saved = self.state.to_file() | {"run": self._run, "data": self._data}
         if not self.writer.bytes_of_copies and self.writer.copies():

@@ -13,7 +13,7 @@ from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
 from train.recipe.words import counted
-from train.record.run_folder import GIVEN_FOR, OLDER, RunFolder, differences, differing_options, identity
+from train.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
 from train.record.written_files import CHECKPOINTS
 
 SAMPLES_LOOKED_AT = 64
@@ -155,7 +155,7 @@ def _run_in_checkpoints(folder: RunFolder) -> dict[str, Any] | None:
         return None
     for checkpoint in checkpoints.resumable():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return {**OLDER, **read_progress(checkpoint / STATE)["run"]}
+            return read_progress(checkpoint / STATE)["run"]
     return None
 
 
@@ -167,7 +167,7 @@ def _run_of(checkpoint: Path) -> dict[str, Any]:
             "such as RUN/checkpoints/latest"
         )
     try:
-        return {**OLDER, **read_progress(checkpoint / STATE)["run"]}
+        return read_progress(checkpoint / STATE)["run"]
     except (OSError, ValueError, KeyError):
         raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
 

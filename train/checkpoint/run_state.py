@@ -1,14 +1,8 @@
 """The state of a run beside its weights and its optimizer: one object, saved and restored whole."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
-
-# Fields whose name in state/progress.json is another one.
-IN_FILE = {
-    "skipped_updates": "left_out", "anomalies_in_a_row": "faults_in_a_row", "tracker_ids": "trackers",
-    "anomaly_history": "history", "held_out_before": "before", "held_out": "after",
-}  # fmt: skip
 
 
 @dataclass
@@ -30,7 +24,7 @@ class RunState:
     positions: float = 0.0  # tokens and padding
     held_out_before: dict[str, float] = field(default_factory=dict)  # figures before the first update
     held_out: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
-    skipped_updates: list[int] = field(default_factory=list)  # not trained on, after on_fault = rewind
+    skipped_updates: list[int] = field(default_factory=list)  # not trained on, after on_anomaly = rewind
     anomalies_in_a_row: int = 0
     tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id at each tracker
     anomaly_history: dict[str, list[float]] = field(default_factory=dict)  # of the anomaly detector
@@ -38,13 +32,12 @@ class RunState:
 
     def to_file(self) -> dict[str, Any]:
         """What state/progress.json has of it."""
-        values = {IN_FILE.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
-        return values | {"best": {each.name: getattr(self.best, each.name) for each in fields(self.best)}}
+        return asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take the values of state/progress.json, in place: whoever holds this object sees them."""
         for each in fields(self):
             if each.name != "best":
-                setattr(self, each.name, saved[IN_FILE.get(each.name, each.name)])
+                setattr(self, each.name, saved[each.name])
         for each in fields(self.best):
             setattr(self.best, each.name, saved["best"][each.name])

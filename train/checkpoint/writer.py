@@ -104,7 +104,7 @@ class AsyncCheckpointWriter:
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
         self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
         if copied:
-            self._save.stood_still = time.perf_counter() - began
+            self._save.blocked_s = time.perf_counter() - began
         else:
             self.wait()
 
@@ -254,7 +254,7 @@ class _Save:
         self.rank, self.world_size = rank, world_size
         self.shard_is_written = threading.Event()
         self.failure: str | None = None
-        self.stood_still: float | None = None  # seconds; None: until the save is concluded
+        self.blocked_s: float | None = None  # seconds; None: until the save is concluded
         self.told = False
         self._began = began
         self._seconds = 0.0
@@ -280,8 +280,8 @@ class _Save:
         return failure
 
     def record(self) -> dict[str, Any]:
-        stood_still = time.perf_counter() - self._began if self.stood_still is None else self.stood_still
-        return {"update": self.update, "bytes": self._bytes, "stood_still": stood_still, "seconds": self._seconds}
+        blocked_s = time.perf_counter() - self._began if self.blocked_s is None else self.blocked_s
+        return {"update": self.update, "bytes": self._bytes, "blocked_s": blocked_s, "seconds": self._seconds}
 
     def _work(self, pieces, tensors, progress: dict | None, fill: Fill | None, exported, dtypes) -> None:
         """Write this rank's shard; on the main process (where there is a `fill`) the rest, too.

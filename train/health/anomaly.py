@@ -27,7 +27,7 @@ FLOOR = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 
 MAX_IN_A_ROW = 10  # anomalies one after another, after which skipping them is no remedy
 MAX_OVERFLOWS = 50
 SHOWN_CHARACTERS = 160  # of a sample
-ACTIONS = {  # what on_fault does, as the log has it
+ACTIONS = {  # what on_anomaly does, as the log has it
     "stop": "The weights are as they were before it",
     "skip": "It is skipped",
     "rewind": "Back to the last checkpoint; this update is skipped",
@@ -50,6 +50,10 @@ class AnomalyDetector:
     scaled: bool
     history: dict[str, list[float]] = field(default_factory=dict)
     overflows: int = 0
+
+    def begin(self, history: dict[str, list[float]]) -> None:
+        """Judge by this history from here on, and add to it."""
+        self.history, self.overflows = history, 0
 
     def anomaly(self, figures: dict[str, float]) -> str | None:
         """What is wrong with an update's loss and grad_norm; None if nothing is, and then they join the history."""
@@ -97,12 +101,12 @@ class Anomaly:
     batches: list[Batch]  # this rank's micro-batches
     losses: list[float]  # and the loss sum of each
 
-    def report(self, engine, action: str, head_of: Callable[[int], str]) -> dict[str, Any] | None:
-        """The line of faults.jsonl, on the main process; None elsewhere. All ranks call it together.
+    def report(self, engine, action: str, preview_sample: Callable[[int], str]) -> dict[str, Any] | None:
+        """The line of anomalies.jsonl, on the main process; None elsewhere. All ranks call it together.
 
         Args:
             action: what is done about it.
-            head_of: sample index -> how the sample begins.
+            preview_sample: sample index -> how the sample begins.
         """
         rank = engine.layout.rank
         own = [
@@ -111,7 +115,7 @@ class Anomaly:
         ranks = engine.gather_objects(own)
         if ranks is None:
             return None
-        parts = [part for reporter in engine.layout.reporters for part in ranks[reporter]]
-        heads = {index: head_of(index)[:SHOWN_CHARACTERS] for part in parts for index in part["samples"]}
+        parts = [part for reporter in engine.layout.loss_ranks for part in ranks[reporter]]
+        heads = {index: preview_sample(index)[:SHOWN_CHARACTERS] for part in parts for index in part["samples"]}
         return {"update": self.update, "reason": self.reason, "action": action, **self.figures,
                 "micro_batches": parts, "heads": heads}  # fmt: skip

@@ -95,7 +95,7 @@ HINTS = {
     "`zerofit merge` folds an adapter into its base; train the result with --model_name_or_path":
     "adapter_name_or_path lora_model_dir export_dir",
     "samples come from the disk, and are never all in memory": "streaming",
-    "NaN and infinity are never hidden; --on_fault says what is done about them": "logging_nan_inf_filter",
+    "NaN and infinity are never hidden; --on_anomaly decides what follows": "logging_nan_inf_filter",
     "resuming costs nothing: no batch is read again": "ignore_data_skip",
     "weights are always written as safetensors": "save_safetensors",
     "weights are always loaded that way": "low_cpu_mem_usage",

@@ -16,7 +16,7 @@ TRAINING_OPTIONS = (
     "min_lr_ratio", "lr_decay_steps", "wsd_decay_ratio", "logging_steps", "eval_steps", "eval_on_start",
     "metric_for_best_model", "save_best", "early_stopping_patience", "early_stopping_threshold",
     "load_best_model_at_end", "save_strategy", "save_steps", "save_total_limit", "save_keep_every", "save_minutes",
-    "save_only_model", "save_async", "on_save_failure", "resume", "max_hours", "on_fault", "spike_threshold",
+    "save_only_model", "save_async", "on_save_failure", "resume", "max_hours", "on_anomaly", "spike_threshold",
     "record_samples", "with_tracking", "report_to", "report_name", "run_name", "sample_tokens", "sample_prompt",
     "length_grouping", "global_batch_warmup", "block_size_warmup", "difficulty_warmup",
 )  # fmt: skip

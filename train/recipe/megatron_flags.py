@@ -201,7 +201,7 @@ NONE = {  # what is not supported, and why
     "no_load_lr_state": "no schedule comes with the weights that a run starts from",
     "override_lr_scheduler": "the schedule is the recipe's; a run with another one is another run",
     "reset_iteration": "a run begins at update 0, or resumes where it stopped",
-    "no_check_for_nan_in_loss_and_grad": "NaN and infinity are never hidden; --on_fault says what is done about them",
+    "no_check_for_nan_in_loss_and_grad": "NaN and infinity are never hidden; --on_anomaly decides what follows",
     "use_megatron_fsdp": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
     "data_parallel_sharding_strategy": "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)",
     "init_model_with_meta_device": "under ZeRO-3 no process ever holds the full model",

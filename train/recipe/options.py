@@ -253,10 +253,10 @@ class CheckpointOptions(Recipe):
 
 
 @dataclass
-class FaultOptions(Recipe):
+class AnomalyOptions(Recipe):
     """Anomalies and hangs"""
 
-    on_fault: str = option(
+    on_anomaly: str = option(
         "stop",
         "If the loss or gradient norm is NaN, infinite or a spike: stop before the weights change, skip the update, "
         "or rewind to the last checkpoint and continue without the samples of that update.",
@@ -276,8 +276,8 @@ class FaultOptions(Recipe):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if getattr(self, "save_only_model", False) and self.on_fault == "rewind":
-            problems.append("save_only_model = true and on_fault = rewind: there would be nothing to go back to")
+        if getattr(self, "save_only_model", False) and self.on_anomaly == "rewind":
+            problems.append("save_only_model = true and on_anomaly = rewind: there would be nothing to go back to")
         return problems
 
 
@@ -293,7 +293,7 @@ class TrackingOptions(Recipe):
 
 @dataclass
 class TrainingRecipe(
-    TrackingOptions, FaultOptions, CheckpointOptions, EvaluationOptions, RunOptions, StrategyOptions, OptimizerOptions,
-    BatchOptions, SourceOptions, LoraOptions, ModelOptions,
+    TrackingOptions, AnomalyOptions, CheckpointOptions, EvaluationOptions, RunOptions, StrategyOptions,
+    OptimizerOptions, BatchOptions, SourceOptions, LoraOptions, ModelOptions,
 ):  # fmt: skip
     """The options that every task has."""

@@ -17,7 +17,6 @@ from train.recipe.help import help_text, wants_help
 from train.recipe.parsing import BoundedLoader
 
 R = TypeVar("R", bound=Recipe)
-RETIRED = ("trial",)  # options of earlier versions: ignored in a recipe.yaml if unset
 
 
 def parse_recipe(
@@ -211,7 +210,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
             if name in entries:
                 problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
-        return {name: entry for name, entry in entries.items() if name not in RETIRED or entry[0] is not None}
+        return entries
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
 

@@ -22,8 +22,8 @@ def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: s
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    train = [line for line in metrics if "loss" in line and "fault" not in line]
-    skipped = [line["update"] for line in metrics if "fault" in line]
+    skipped = [line["update"] for line in metrics if "anomaly" in line or "skipped" in line]
+    train = [line for line in metrics if "loss" in line and "anomaly" not in line]
     held = [line for line in metrics if "eval_loss" in line]
     figure = Figure(figsize=(8, 5.6 + 1.4 * (figure_of_merit != "loss")), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from train.record.metrics import UpdateMetrics
 from train.record.run_folder import RunFolder
 from train.record.terminal import Bar, rounded
 from train.record.timeline import Timeline
@@ -14,7 +15,7 @@ class RunRecorder:
     Args:
         environment: of environment.json.
         bar: of the terminal.
-        head_of: sample index -> how the sample begins, for faults.jsonl.
+        preview_sample: sample index -> how the sample begins, for anomalies.jsonl.
     """
 
     def __init__(
@@ -24,16 +25,19 @@ class RunRecorder:
         environment: dict[str, Any],
         timeline: Timeline,
         bar: Bar,
-        head_of: Callable[[int], str],
+        preview_sample: Callable[[int], str],
     ):
         self.folder, self.environment = folder, environment
-        self._engine, self._timeline, self._bar, self._head_of = engine, timeline, bar, head_of
+        self._engine, self._timeline, self._bar, self._preview_sample = engine, timeline, bar, preview_sample
         self._is_first = True
 
-    def write(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl and of the trackers: update 0 (held-out figures before training), then one line an
-        update."""
-        accelerator = self._engine.accelerator
+    def begin(self, updates: int) -> None:
+        """Show what comes after so many updates: at the start of a launch, and after a rewind."""
+        self._bar.begin(updates)
+
+    def write(self, metrics: UpdateMetrics) -> None:
+        """A line of metrics.jsonl and of the trackers."""
+        accelerator, line = self._engine.accelerator, metrics.to_line()
         if accelerator.trackers:
             accelerator.log({k: v for k, v in line.items() if k != "update"}, step=line["update"])
         if self._engine.is_main:
@@ -43,18 +47,18 @@ class RunRecorder:
         """A line of samples.jsonl: the samples of this update. Ranks of one replica have the same ones."""
         ranks = self._engine.gather_objects(samples)
         if ranks is not None:
-            replicas = [ranks[rank] for rank in self._engine.layout.reporters]
+            replicas = [ranks[rank] for rank in self._engine.layout.loss_ranks]
             self.folder.samples.add({"update": update, "samples": sorted(index for own in replicas for index in own)})
 
     def write_anomaly(self, anomaly, action: str) -> None:
-        """A line of faults.jsonl: an update that was refused, and what is done about it."""
-        line = anomaly.report(self._engine, action, self._head_of)
+        """A line of anomalies.jsonl: an update that was refused, and what is done about it."""
+        line = anomaly.report(self._engine, action, self._preview_sample)
         if line is not None:
-            self.folder.faults.add(line)
+            self.folder.anomalies.add(line)
 
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, metrics: UpdateMetrics) -> None:
         """One update more at the terminal; after the first one also how long the start took, in environment.json."""
-        self._bar.update(line, shown="fault" not in line)
+        self._bar.update(metrics)
         if self._is_first:
             self._is_first = False
             self._timeline.mark("first update")

@@ -21,8 +21,6 @@ from train.record.jsonl import JsonlFile
 from train.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 
 SHOWN = 3  # names in a message
-# Options that older records have not, and what they would say.
-OLDER = {"optim": "adamw"}
 # Options that do not change what is computed: a run that differs only in these is the same run.
 # Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
 GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
@@ -34,19 +32,19 @@ NOT_THE_RUN = {
     "activation_offload", "torch_compile", "loss", "metric_for_best_model", "save_best", "load_best_model_at_end",
     "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",
     "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async", "on_save_failure",
-    "on_fault", "spike_threshold", "watchdog_minutes", "rendezvous_minutes",
+    "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes",
 }  # fmt: skip
 
 
 class RunFolder:
     """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
-    model/; samples.jsonl where it was asked for, faults.jsonl where there was one."""
+    model/; samples.jsonl where it was asked for, anomalies.jsonl where there was one."""
 
     def __init__(self, path: str | Path, option: str = "output_dir"):
         self.path, self.option = Path(path), option  # what messages call it
         self.metrics = JsonlFile(self.path / "metrics.jsonl")
         self.samples = JsonlFile(self.path / "samples.jsonl")
-        self.faults = JsonlFile(self.path / "faults.jsonl")
+        self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
         self._lock = None
 
@@ -63,7 +61,7 @@ class RunFolder:
         if not options or not self.has_updates():
             return None
         laid_out = read_yaml(self.path / "strategy.yaml")
-        return {**OLDER, **options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
+        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
 
     def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
         """See that nothing in the folder is in the way of a run, and, where no run has been there yet, that nothing is
@@ -198,7 +196,7 @@ class RunFolder:
     def _clear(self, updates: int, resumed_from: Path | None) -> None:
         """Remove what the run that was here has written, but for checkpoints and what this run resumes from."""
         written = self.written.names
-        for lines in (self.metrics, self.samples, self.faults):
+        for lines in (self.metrics, self.samples, self.anomalies):
             lines.close()
         if resumed_from is not None and resumed_from.resolve() == self.path.resolve():
             self.written.remove(name for name in written if name.startswith(f"{MODEL}/") or name.endswith(".png"))

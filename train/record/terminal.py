@@ -9,6 +9,7 @@ import unicodedata
 from typing import Any, TextIO
 
 from train.recipe.errors import printable
+from train.record.metrics import UpdateMetrics
 
 AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
 READABLE = 28  # characters of a path that tell which one it is
@@ -156,24 +157,33 @@ class Bar:
     """The bar, or the lines. By their worth: update, loss, time left, tokens/s, learning rate; a narrow terminal shows
     the first of them, and the bar itself where there is room."""
 
-    def __init__(self, total: int, every: int, main: bool, done: int = 0):
-        self.total, self.every, self.main, self.done = total, every, main, done
-        self.started, self.bar = time.perf_counter(), None
+    def __init__(self, total: int, every: int, main: bool):
+        self.total, self.every, self.main, self.bar = total, every, main, None
         self.figures: list[str] = []
-        if main and sys.stderr.isatty():
+
+    def begin(self, done: int) -> None:
+        """Begin, or go back, to where so many updates are done."""
+        self.done, self.started = done, time.perf_counter()
+        if self.bar is not None:
+            self.bar.n = done
+        elif self.main and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=done, **self._look(done))
+            self.bar = tqdm(total=self.total, initial=done, **self._look(done))
 
-    def update(self, line: dict[str, Any], shown: bool = True) -> None:
-        """One update more; its figures are shown, unless they are those of a skipped update."""
+    def update(self, metrics: UpdateMetrics) -> None:
+        """One update more; its figures are shown, unless it was not applied."""
         if not self.main:
             return
-        number = line["update"]
+        number, shown = metrics.update, not (metrics.anomaly or metrics.skipped)
         if shown:
             left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
-            self.figures = [f"loss {line['loss']:.4f}", f"{duration(left)} left",
-                            f"{line['tokens_per_s']:,.0f} tokens/s", f"lr {line['learning_rate']:.2e}"]  # fmt: skip
+            self.figures = [
+                f"loss {metrics.loss:.4f}",
+                f"{duration(left)} left",
+                f"{metrics.tokens_per_s:,.0f} tokens/s",
+                f"lr {metrics.learning_rate:.2e}",
+            ]
         if self.bar is not None:
             vars(self.bar).update(self._look(number))
             self.bar.update()

@@ -17,8 +17,8 @@ from train.recipe.files import TEMPORARY, atomic_file, remove
 RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"
 # What every run may write; names that follow from the data are added when the files are written.
 NAMES = {
-    "recipe.yaml", "strategy.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "faults.jsonl", "loss.png",
-    "predictions.jsonl",
+    "recipe.yaml", "strategy.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "anomalies.jsonl",
+    "loss.png", "predictions.jsonl",
 }  # fmt: skip
 
 

@@ -41,49 +41,54 @@ class DeepSpeedEngine(Engine):
             prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(*prepared)[0]
-        self._ask_before_step(self.engine.optimizer)
+        self._decide_before_step(self.engine.optimizer)
         return self.engine
 
-    def _ask_before_step(self, optimizer) -> None:
-        """Have `accept_update` called within DeepSpeed's step, between the norm and the move.
-
-        Every ZeRO optimizer decides there, in `_update_scale`, whether the step overflowed, and drops the gradients if
-        so: what is refused is dropped in the same way, but leaves the loss scale as it is.
-        """
+    def _decide_before_step(self, optimizer) -> None:
+        """DeepSpeed takes the norm, and decides whether to step, within its optimizer's `step`. Let that use the norm
+        that `gradient_norm` has taken before, and end, where `discard` says so, as it ends after an overflow: every
+        ZeRO optimizer decides in `_update_scale`, and drops the gradients; only the loss scale stays here."""
         if not hasattr(optimizer, "_update_scale"):
-            self._ask_before_bf16_step()
+            self._decide_before_bf16_step(optimizer)
             return
-        norm_of = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
-        take_norm, update_scale = getattr(optimizer, norm_of), optimizer._update_scale
+        from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        def noted(*args, **kwargs):
-            self._norm = take_norm(*args, **kwargs)
-            return self._norm
+        name = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
+        take_norm, update_scale = getattr(optimizer, name), optimizer._update_scale
 
-        def decide(has_overflow=False):
-            from deepspeed.runtime.utils import combine_grad_norm_groups
+        def norm_before_step() -> float:
+            if hasattr(optimizer, "_wait_for_offload_copies"):  # ZeRO-1 and ZeRO-2; `step` begins with it
+                optimizer._wait_for_offload_copies()
+            self._norm = take_norm()
+            norms = self._norm if isinstance(self._norm, list) else [self._norm]
+            return float(combine_grad_norm_groups(norms)) / optimizer.loss_scale
 
-            norm = self._norm if self._norm is not None else math.inf
-            if isinstance(norm, list):
-                norm = combine_grad_norm_groups(norm)
-            if self._accept_update(float(norm) / optimizer.loss_scale) or has_overflow:
-                update_scale(has_overflow)
-            else:
+        def update_scale_unless_discarded(has_overflow=False) -> None:
+            if self._discards:
                 optimizer.overflow = True
+            else:
+                update_scale(has_overflow)
 
-        setattr(optimizer, norm_of, noted)
-        optimizer._update_scale = decide
+        self._take_norm = norm_before_step
+        setattr(optimizer, name, lambda *args, **kwargs: self._norm)
+        optimizer._update_scale = update_scale_unless_discarded
 
-    def _ask_before_bf16_step(self) -> None:
+    def _decide_before_bf16_step(self, optimizer) -> None:
         """The same of the BF16_Optimizer, which adds gradients up in fp32 (under ZeRO-1 and bf16, where the JSON's
-        data_types.grad_accum_dtype says so). Before it moves anything it asks whether the norm is a number; of a norm
-        that is none, DeepSpeed makes -1 (runtime/utils.py, get_global_norm_of_tensors)."""
+        data_types.grad_accum_dtype says so). It steps unless the norm is no number, of which DeepSpeed makes -1
+        (runtime/utils.py, get_global_norm_of_tensors)."""
         from deepspeed.runtime import bf16_optimizer
 
-        def is_refused(norm):
-            return not self._accept_update(float(norm) if norm >= 0 else math.nan)
+        take_norm = bf16_optimizer.get_global_norm_of_tensors
 
-        bf16_optimizer.is_invalid_grad_norm = is_refused
+        def norm_before_step() -> float:
+            tensors, _ = optimizer.get_grads_for_norm()
+            self._norm = take_norm(input_tensors=tensors, mpu=optimizer.mpu, norm_type=optimizer.norm_type)
+            return float(self._norm) if self._norm >= 0 else math.nan
+
+        self._take_norm = norm_before_step
+        bf16_optimizer.get_global_norm_of_tensors = lambda **_: self._norm
+        bf16_optimizer.is_invalid_grad_norm = lambda _: self._discards
 
     def accumulate(self, last):
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
@@ -95,19 +100,28 @@ class DeepSpeedEngine(Engine):
             loss = loss * self.layout.sequence
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def update(self, number, accept_update):
-        rate = self.schedule(number)
+    def set_learning_rate(self, index):
+        rate = self.schedule(index)
         if self.has_scheduler:
-            self.engine.lr_scheduler.step(number)  # its own start lags one update behind, and it misses dropped steps
+            self.engine.lr_scheduler.step(index)  # its own start lags one update behind, and it misses dropped steps
         else:
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = rate
         self._rate = self.engine.optimizer.param_groups[0]["lr"]
         if abs(self._rate - rate) > 1e-6 * self.schedule.peak:
             raise RuntimeError(
-                f"update {number + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
+                f"update {index + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
             )
-        self._norm, self._accept_update = None, accept_update
+
+    def gradient_norm(self):
+        return self._take_norm()
+
+    def apply(self):
+        self._discards = False
+        self._take_step()
+
+    def discard(self):
+        self._discards = True
         self._take_step()
 
     def _take_step(self) -> None:

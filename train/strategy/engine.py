@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from train.data.collate import Batch
     from train.recipe.schedule import Schedule
 
-AcceptUpdate = Callable[[float], bool]
 LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss summed over the batch's targets
 
 
@@ -105,14 +104,23 @@ class Engine:
         """Add this micro-batch's gradients."""
         raise NotImplementedError
 
-    def update(self, number: int, accept_update: AcceptUpdate) -> None:
-        """Ask `accept_update`, then clip and move the weights at this update's learning rate, or drop the gradients.
+    def set_learning_rate(self, index: int) -> None:
+        """Give the optimizer the schedule's rate of update `index`, counted from 0."""
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = self.schedule(index)
 
-        Args:
-            accept_update: called once on all ranks together, before anything has moved, with the gradient's norm
-                before clipping; returns whether the weights are to be moved. In fp16 they are not moved where the norm
-                is infinite: then the loss scale is lowered.
-        """
+    def gradient_norm(self) -> float:
+        """The 2-norm of the update's gradients over all ranks, before clipping; after `run`, once for each update, on
+        all ranks together. NaN or infinite where a gradient is."""
+        raise NotImplementedError
+
+    def apply(self) -> None:
+        """Clip by the norm that `gradient_norm` has found, step, and drop the gradients. In fp16 the weights stay
+        where the norm is infinite: the loss scale is lowered."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Drop the gradients in place of `apply`: weights, optimizer state and loss scale stay."""
         raise NotImplementedError
 
     @property
@@ -171,7 +179,7 @@ class Engine:
 
     def sum_over_replicas(self, values: Iterable[float]) -> list[float]:
         """Each value summed over all replicas: what the ranks of one replica have in common counts once."""
-        return [float(total) for total in self._gathered(values)[self.layout.reporters].sum(dim=0)]
+        return [float(total) for total in self._gathered(values)[self.layout.loss_ranks].sum(dim=0)]
 
     def per_rank(self, values: Iterable[float]) -> list[list[float]]:
         """The values of each rank, one list a rank."""

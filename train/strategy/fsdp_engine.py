@@ -90,18 +90,20 @@ class FullyShardedEngine(Engine):
     def backward(self, loss):
         loss.backward()
 
-    def update(self, number, accept_update):
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(number)
+    def gradient_norm(self):
         for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
-        gradients = self.gradients()
-        norm = self._norm_of_all(gradients)
-        if accept_update(float(norm)):
-            if self.max_grad_norm > 0:
-                torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            self.optimizer.step()
+        self._norm = self._norm_of_all(self.gradients())
+        return float(self._norm)
+
+    def apply(self):
+        if self.max_grad_norm > 0:
+            torch._foreach_mul_(self.gradients(), (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0))
+        self.optimizer.step()
+        self.discard()
+
+    def discard(self):
         self.optimizer.zero_grad()
 
     def gradients(self):

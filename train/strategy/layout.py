@@ -85,7 +85,7 @@ class ParallelLayout:
         return self.rank == 0
 
     @property
-    def reporters(self) -> list[int]:
+    def loss_ranks(self) -> list[int]:
         """One rank of each replica, in the order of the replicas: the first of its last stage, which has the loss.
         What is counted or summed over the run is counted there, and so once."""
         last = [rank for rank in range(self.world_size) if self._stage_of(rank) == self.pipeline - 1]
@@ -93,7 +93,7 @@ class ParallelLayout:
         return sorted(firsts, key=self._data_rank_of)
 
     @property
-    def seed_place(self) -> tuple[int, ...]:
+    def dropout_seed_key(self) -> tuple[int, ...]:
         """What tells this rank's random numbers (dropout) from those of others: another for each replica, each stage
         and each part of a row; ranks that split a layer must draw the same."""
         stage = (self.stage,) if self.pipeline > 1 else ()

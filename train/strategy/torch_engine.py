@@ -50,17 +50,23 @@ class TorchEngine(Engine):
     def backward(self, loss):
         self.accelerator.backward(loss)
 
-    def update(self, number, accept_update):
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(number)
+    def gradient_norm(self):
         self.accelerator.unscale_gradients()
-        norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
-        if accept_update(float(norm)):
-            if self.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-            self.optimizer.step()
-        elif self.accelerator.scaler is not None:
+        self._norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
+        return float(self._norm)
+
+    def apply(self):
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, self._norm)
+        self.optimizer.step()
+        self._drop_gradients()
+
+    def discard(self):
+        if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         # Of DDP, gradients are views of its buckets, and stay so.
         self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
 

@@ -5,50 +5,61 @@ step, unless the update is refused (step.py). All ranks run the loop together an
 """
 
 import time
-from typing import Any
 
 from train.checkpoint.directory import ASKED, CLOCK, LEAVING
 from train.health.anomaly import ACTIONS, MAX_IN_A_ROW
 from train.health.shutdown import StopReason
+from train.record.metrics import UpdateMetrics
 from train.training.evaluation import timed_evaluation
-from train.training.run import Ending, Run
+from train.training.run import Run, TrainResult
 from train.training.step import StepResult
 from train.training.stream import UpdateStream
 
 
-def train(run: Run) -> Ending:
+def train(run: Run) -> TrainResult:
     """Train from the first update that is not done to the last, or until there is a reason to stop."""
-    state, length = run.state, run.length
-    if run.task.recipe.eval_on_start and not state.updates:
-        evaluate_before_training(run)
-    stream = UpdateStream(run.task, run.engine, length, state.updates)
-    run.engine.model.train()
-    run.memory.reset()
-    for update in range(state.updates + 1, length.num_updates + 1):
-        batches, began = stream.next(), time.perf_counter()
+    state, stream, totals = run.state, begin(run), None
+    while state.updates < run.length.num_updates:
+        update, batches, began = state.updates + 1, stream.next(), time.perf_counter()
         if update in state.skipped_updates:  # after a rewind
-            result = run.step.skip(update)
+            result = StepResult(update, learning_rate=run.engine.schedule(update - 1))
         else:
             if run.task.recipe.record_samples:
                 run.recorder.write_samples(update, batches.samples)
-            result = run.step(update, batches, stream.prefetch)
-        line = metrics_line(run, result, time.perf_counter() - began)
+            result = run.step(update, batches, totals, stream.prefetch)
+        seconds, totals = time.perf_counter() - began, result.next_totals
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if result.anomaly else 0
-        if result.anomaly and report_refused(run, result):
-            return Ending(StopReason.ANOMALY, result.anomaly)
+        if result.anomaly:
+            report_anomaly(run, result)
+            if run.checkpoints.rewind(result.anomaly):
+                stream, totals = begin(run), None
+                continue
+            if run.task.recipe.on_anomaly != "skip" or state.anomalies_in_a_row >= MAX_IN_A_ROW:
+                return TrainResult(StopReason.ANOMALY, result.anomaly)
         held_out, timing = maybe_evaluate(run, update)
-        line |= {**held_out, **timing}
         is_best = run.best.record_evaluation(update, held_out) if held_out else False
         state.updates = update
-        state.tokens, state.positions = state.tokens + line["tokens"], state.positions + result.positions
-        run.recorder.write(line)
-        run.recorder.show(line)
+        state.tokens, state.positions = state.tokens + result.totals.tokens, state.positions + result.totals.positions
+        metrics = update_metrics(run, result, seconds, held_out, timing)
+        run.recorder.write(metrics)
+        run.recorder.show(metrics)
         maybe_checkpoint(run, result, is_best and run.best.keeps, held_out)
         stop_reason = reason_to_stop(run, result)
         run.recorder.note(*run.checkpoints.messages())
         if stop_reason or run.best.is_exhausted:
-            return Ending(stop_reason)
-    return Ending()
+            return TrainResult(stop_reason)
+    return TrainResult()
+
+
+def begin(run: Run) -> UpdateStream:
+    """The training data from the update on that the state is at: at the start of a launch, and after a rewind."""
+    run.step.detector.begin(run.state.anomaly_history)
+    run.recorder.begin(run.state.updates)
+    if run.task.recipe.eval_on_start and not run.state.updates:
+        evaluate_before_training(run)
+    run.engine.model.train()
+    run.memory.reset()
+    return UpdateStream(run.task, run.engine, run.length, run.state.updates)
 
 
 def evaluate_before_training(run: Run) -> None:
@@ -59,27 +70,39 @@ def evaluate_before_training(run: Run) -> None:
     figures, timing = timed_evaluation(run.task, run.engine)
     run.state.held_out_before = run.state.held_out = figures
     run.throughput.evaluations.append(timing)
-    run.recorder.write({"update": 0, "epoch": 0.0, "consumed_samples": 0, **figures, **timing})
+    run.recorder.write(UpdateMetrics(update=0, epoch=0.0, consumed_samples=0, held_out=figures, **timing))
 
 
-def metrics_line(run: Run, result: StepResult, seconds: float) -> dict[str, Any]:
-    """The line of metrics.jsonl, without held-out figures."""
-    consumed, before = run.length.consumed(result.update), run.length.consumed(result.update - 1)
-    line = {"update": result.update, "epoch": run.length.epoch(result.update), "consumed_samples": consumed}
-    line |= result.figures
-    if result.update not in run.state.skipped_updates:
-        line |= {**run.throughput.of_update(line["tokens"], consumed - before, seconds), "seconds": seconds}
-    if result.anomaly:
-        line["fault"] = result.anomaly.reason
-    return line
+def update_metrics(
+    run: Run, result: StepResult, seconds: float, held_out: dict[str, float], timing: dict[str, float]
+) -> UpdateMetrics:
+    """The line of metrics.jsonl."""
+    update, totals = result.update, result.totals
+    consumed, before = run.length.consumed(update), run.length.consumed(update - 1)
+    common = {
+        "update": update, "epoch": run.length.epoch(update), "consumed_samples": consumed,
+        "learning_rate": result.learning_rate, "held_out": held_out, **timing,
+    }  # fmt: skip
+    if not result.figures:
+        return UpdateMetrics(**common, skipped=True)
+    return UpdateMetrics(
+        **common,
+        **result.figures,
+        targets=int(totals.targets),
+        tokens=int(totals.tokens),
+        padding=1.0 - totals.tokens / totals.positions,
+        peak_memory_bytes=result.peak_memory_bytes,
+        anomaly=result.anomaly and result.anomaly.reason,
+        seconds=seconds,
+        **run.throughput.of_update(int(totals.tokens), consumed - before, seconds),
+    )
 
 
-def report_refused(run: Run, result: StepResult) -> bool:
-    """Report an update that the step has refused. Returns whether training stops for it."""
-    action = run.task.recipe.on_fault
+def report_anomaly(run: Run, result: StepResult) -> None:
+    """Record an update that the step has not applied, and say it."""
+    action = run.task.recipe.on_anomaly
     run.recorder.write_anomaly(result.anomaly, action)
     run.recorder.note(f"anomaly   update {result.update}: {result.anomaly.reason}. {ACTIONS[action]}")
-    return action != "skip" or run.state.anomalies_in_a_row >= MAX_IN_A_ROW
 
 
 def maybe_evaluate(run: Run, update: int) -> tuple[dict[str, float], dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.run_state import RunState
@@ -10,6 +9,7 @@ from train.health.anomaly import Anomaly
 from train.health.shutdown import StopReason
 from train.record.meters import MemoryMeter, ThroughputMeter
 from train.record.recorder import RunRecorder
+from train.strategy.engine import Engine
 from train.training.best_metric import BestMetricTracker
 from train.training.length import RunLength
 from train.training.step import TrainStep
@@ -21,7 +21,7 @@ class Run:
     """The parts of a run that the loop works with; what changes is in `state`."""
 
     task: Task
-    engine: Any
+    engine: Engine
     length: RunLength
     state: RunState
     step: TrainStep
@@ -34,7 +34,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrainResult:
     """Why training stopped. `reason` is NONE after the last update, and where patience has run out."""
 
     reason: StopReason = StopReason.NONE

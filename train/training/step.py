@@ -1,9 +1,8 @@
 """One update: forward and backward over its micro-batches, the decision about it, and one step of the optimizer."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,15 +10,16 @@ import torch
 from train.health.anomaly import Anomaly, AnomalyDetector
 from train.health.shutdown import StopReason
 from train.record.meters import MemoryMeter
-from train.training.stream import UpdateBatches
+from train.strategy.engine import Engine
+from train.training.stream import Totals, UpdateBatches
 from train.training.task import Task
 
-NOTHING = {"loss": math.nan, "grad_norm": math.nan, "targets": 0, "tokens": 0, "padding": 0.0, "tokens_per_s": 0.0}
+NO_COUNTS = Totals(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Signals:
-    """What a rank has to tell the others with each update, beside its figures."""
+    """What a rank has to tell the others with each update, apart from its figures."""
 
     stop_reason: StopReason = StopReason.NONE
     checkpoint_is_due: bool = False  # by the clock
@@ -52,18 +52,27 @@ class RankReport(NamedTuple):
         return cls(*row[:6], counts=row[6:])
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepResult:
-    """What came of one update; the same on every rank, but for `anomaly`, which has this rank's micro-batches."""
+    """What came of one update; the same on every rank, but for `anomaly`, which has this rank's micro-batches.
+
+    Args:
+        figures: loss, grad_norm, and of a mixture of experts the routers' figures; empty where it was skipped.
+        totals: of its global batch.
+        next_totals: of the next update's global batch; None where the ranks have not told each other.
+    """
 
     update: int
-    figures: dict[str, float]  # of metrics.jsonl
-    positions: float  # tokens and padding of the global batch
+    figures: dict[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
+    totals: Totals = NO_COUNTS
+    next_totals: Totals | None = None
+    peak_memory_bytes: int | None = None
     anomaly: Anomaly | None = None
-    signals: Signals = field(default_factory=Signals)
+    signals: Signals = Signals()
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainStep:
     """Makes updates.
 
@@ -74,84 +83,76 @@ class TrainStep:
     """
 
     task: Task
-    engine: Any
+    engine: Engine
     detector: AnomalyDetector
     memory: MemoryMeter
     signals: Callable[[], Signals]
     phase: Callable[[str, int], None]
 
-    def skip(self, update: int) -> StepResult:
-        """The result of an update that is not made: its samples are skipped after an anomaly."""
-        figures = {**NOTHING, "learning_rate": self.engine.schedule(update - 1), "fault": "left out"}
-        return StepResult(update, figures, positions=0)
-
     def __call__(
-        self, update: int, current: UpdateBatches, prefetch: Callable[[], UpdateBatches | None]
+        self,
+        update: int,
+        batches: UpdateBatches,
+        totals: Totals | None,
+        prefetch: Callable[[], UpdateBatches | None],
     ) -> StepResult:
         """Train on one global batch, if nothing is wrong with it.
 
         The loss of the update is the sum over all trained tokens of the global batch divided by their number. No rank
         knows that number alone; the engine averages gradients over replicas, hence the factor of their number.
-        Whatever ranks have to tell each other goes round once, between the gradients and the optimizer's step: the
+        The ranks exchange all they have to tell each other once, between the gradients and the optimizer's step: the
         counts of the next update, too, so that it can begin while the device is still at work on this one.
 
         Args:
+            totals: of this global batch, where the update before has brought them.
             prefetch: gives the micro-batches of the next update.
         """
         task, engine = self.task, self.engine
-        torch.manual_seed(_seed_of(task.recipe.seed, update, engine.layout.seed_place))  # dropout, and only that
-        if current.totals is None:  # the first update, or the one before was skipped
-            current.totals = engine.sum_over_replicas(current.counts)
-        targets, tokens, positions = current.totals
-        scale = engine.layout.data_size / max(targets, 1.0)
+        torch.manual_seed(_seed_of(task.recipe.seed, update, engine.layout.dropout_seed_key))  # dropout, and only that
+        if totals is None:  # the first update, or the one before was skipped
+            totals = Totals(*engine.sum_over_replicas(batches.counts))
+        scale = engine.layout.data_size / max(totals.targets, 1.0)
         if task.routing:
-            task.routing.begin(targets / max(tokens, 1.0))
-        losses = engine.run(current.batches, task.loss_sum, scale, lambda phase: self.phase(phase, update))
+            task.routing.begin(totals.targets / max(totals.tokens, 1.0))
+        losses = engine.run(batches.micro_batches, task.loss_sum, scale, lambda phase: self.phase(phase, update))
         self.phase("data", update)
         following = prefetch()
-        result = StepResult(update, {}, positions)
-
-        def accept_update(grad_norm: float) -> bool:
-            total, norm = self._exchange(result, following, float(sum(losses)), grad_norm)
-            figures = {"loss": total / max(targets, 1.0), "grad_norm": norm}
-            reason = self.detector.anomaly(figures)
-            if reason:
-                parts = [float(loss) for loss in losses]
-                result.anomaly = Anomaly(update, reason, figures, current.batches, parts)
-            if task.routing:
-                figures |= task.routing.figures(engine.sum_over_replicas(task.routing.sums), tokens)
-            result.figures = {**figures, **result.figures}
-            return reason is None
-
         self.phase("update", update)
-        engine.update(update - 1, accept_update)
-        result.figures |= {
-            "learning_rate": engine.learning_rate,
-            "targets": int(targets),
-            "tokens": int(tokens),
-            "padding": 1.0 - tokens / positions,
-        }
-        return result
+        engine.set_learning_rate(update - 1)
+        grad_norm = engine.gradient_norm()
+        ranks = self._exchange(float(sum(losses)), grad_norm, following)
+        replicas = [ranks[rank] for rank in engine.layout.loss_ranks]
+        loss = sum(report.loss_sum for report in replicas) / max(totals.targets, 1.0)
+        decisive = {"loss": loss, "grad_norm": ranks[0].grad_norm}  # rank 0's, so that all decide alike
+        routing = {}
+        if task.routing:
+            routing = task.routing.figures(engine.sum_over_replicas(task.routing.sums), totals.tokens)
+        anomaly = None
+        if reason := self.detector.anomaly(decisive):
+            engine.discard()
+            parts = [float(part) for part in losses]
+            anomaly = Anomaly(update, reason, decisive, batches.micro_batches, parts)
+        else:
+            engine.apply()
+        return StepResult(
+            update,
+            figures=decisive | routing,
+            learning_rate=engine.learning_rate,
+            totals=totals,
+            next_totals=Totals.sum(report.counts for report in replicas) if following else None,
+            peak_memory_bytes=int(max(report.peak_bytes for report in ranks)),
+            anomaly=anomaly,
+            signals=Signals.merge([report[3:6] for report in ranks]),
+        )
 
-    def _exchange(
-        self, result: StepResult, following: UpdateBatches | None, loss_sum: float, grad_norm: float
-    ) -> tuple[float, float]:
-        """Exchange this update's figures with the other ranks.
-
-        Returns: the loss summed over the global batch, and the norm (rank 0's, so that all decide alike).
-        """
-        own = RankReport(loss_sum, grad_norm, self.memory.peak_bytes(), *astuple(self.signals()))
-        own = own._replace(counts=following.counts if following else [])
+    def _exchange(self, loss_sum: float, grad_norm: float, following: UpdateBatches | None) -> list[RankReport]:
+        """What each rank has to tell, on all of them."""
+        counts = following.counts if following else []
+        own = RankReport(loss_sum, grad_norm, self.memory.peak_bytes(), *astuple(self.signals()), counts=counts)
         self.memory.reset()
-        ranks = [RankReport.of(row) for row in self.engine.per_rank(own.row)]
-        replicas = [ranks[rank] for rank in self.engine.layout.reporters]
-        if following:
-            following.totals = [sum(column) for column in zip(*(report.counts for report in replicas))]
-        result.signals = Signals.merge([report[3:6] for report in ranks])
-        result.figures["peak_memory_bytes"] = int(max(report.peak_bytes for report in ranks))
-        return sum(report.loss_sum for report in replicas), ranks[0].grad_norm
+        return [RankReport.of(row) for row in self.engine.per_rank(own.row)]
 
 
-def _seed_of(seed: int, update: int, place: tuple[int, ...]) -> int:
-    """The seed of an update's dropout: the same in every run and after every resume, another in every place."""
-    return int(np.random.SeedSequence([seed, update, *place]).generate_state(1)[0])
+def _seed_of(seed: int, update: int, key: tuple[int, ...]) -> int:
+    """The seed of an update's dropout: the same in every run and after every resume, another for every key."""
+    return int(np.random.SeedSequence([seed, update, *key]).generate_state(1)[0])

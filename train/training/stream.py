@@ -1,8 +1,9 @@
 """The training data as the loop takes it: this rank's micro-batches, update after update."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from train.data.collate import Batch
 from train.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader
@@ -13,27 +14,33 @@ from train.training.length import RunLength
 from train.training.task import Task
 
 
-@dataclass
+class Totals(NamedTuple):
+    """Counts of a whole global batch."""
+
+    targets: float  # trained tokens (examples)
+    tokens: float  # without padding
+    positions: float  # tokens and padding
+
+    @classmethod
+    def sum(cls, replicas: Iterable[Sequence[float]]) -> "Totals":
+        return cls(*(sum(column) for column in zip(*replicas)))
+
+
+@dataclass(frozen=True)
 class UpdateBatches:
-    """This rank's micro-batches of one update.
+    """This rank's micro-batches of one update."""
 
-    Args:
-        totals: trained tokens, tokens, and positions (tokens and padding) of the whole global batch; None until the
-            ranks have told each other.
-    """
-
-    batches: list[Batch]
-    totals: list[float] | None = None
+    micro_batches: list[Batch]
 
     @property
     def samples(self) -> list[int]:
         """The indices of the samples."""
-        return [index for batch in self.batches for index in batch.samples]
+        return [index for batch in self.micro_batches for index in batch.samples]
 
     @property
     def counts(self) -> list[int]:
         """Trained tokens, tokens and positions of this rank alone."""
-        counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.batches)
+        counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.micro_batches)
         return [sum(column) for column in zip(*counts)]
 
 

@@ -12,7 +12,7 @@ from train.recipe.words import counted
 from train.record.meters import ThroughputMeter
 from train.record.terminal import duration, rounded
 from train.training.best_metric import BestMetricTracker
-from train.training.run import Ending
+from train.training.run import TrainResult
 
 
 def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter) -> list[str]:
@@ -31,12 +31,12 @@ def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: in
 
 
 def why_stopped(
-    ending: Ending, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_fault: str
+    result: TrainResult, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
 ) -> list[str]:
     """What a person has to know of a run that stopped before its `num_updates` updates were made."""
-    by = f"stopped     by {ending.reason.text} after update {state.updates:,} of {num_updates:,}"
-    if ending.reason is StopReason.ANOMALY:
-        return _after_anomaly(by, ending, checkpoints.folder.faults.path, on_fault)
+    by = f"stopped     by {result.reason.text} after update {state.updates:,} of {num_updates:,}"
+    if result.reason is StopReason.ANOMALY:
+        return _after_anomaly(by, result, checkpoints.folder.anomalies.path, on_anomaly)
     newest = next(checkpoints.directory.resumable(), None)
     remedy = f"resumes from {newest}" if newest else "starts over"
     if not checkpoints.saved_latest:
@@ -44,21 +44,21 @@ def why_stopped(
     return [f"{by}: the same command resumes there"]
 
 
-def _after_anomaly(by: str, ending: Ending, file: Path, on_fault: str) -> list[str]:
+def _after_anomaly(by: str, result: TrainResult, file: Path, on_anomaly: str) -> list[str]:
     lines = [
-        f"{by}: update {ending.anomaly.update}: {ending.anomaly.reason}",
+        f"{by}: update {result.anomaly.update}: {result.anomaly.reason}",
         f"            its samples are in {file}; the weights are as they were before it",
     ]
-    if on_fault == "stop":
+    if on_anomaly == "stop":
         return [
             *lines,
-            "            The same command meets it again. To skip these samples add --on_fault skip (or rewind)",
+            "            The same command meets it again. To skip these samples add --on_anomaly skip (or rewind)",
             "            Should the loss have gone wrong before it: start over with a lower "
             "--learning_rate in another --output_dir",
         ]
     return [
         *lines,
-        f"            --on_fault {on_fault} is no remedy any more: there were too many. "
+        f"            --on_anomaly {on_anomaly} is no remedy any more: there were too many. "
         "Start over with a lower --learning_rate in another --output_dir, or mend the data",
     ]
 
@@ -92,7 +92,7 @@ def summary(
     trained = seconds - sum(each["evaluation_seconds"] for each in throughput.evaluations)
     lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
     if saves:
-        size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "stood_still"))
+        size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "blocked_s"))
         number = counted(len(saves), "checkpoint")
         lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
     if with_adapter:

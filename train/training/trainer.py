@@ -222,14 +222,10 @@ class Trainer:
         self.checkpoints.start()
         run = self._run(tokenizer)
         frozen, began = engine.frozen_checksum(), time.perf_counter()
-        while True:
-            self.ending = train(run)
-            run.recorder.close()
-            if self.ending.anomaly is None or not self.checkpoints.rewind(self.ending.anomaly):
-                break
-            run = self._run(tokenizer)
+        self.result = train(run)
+        run.recorder.close()
         self._phase("save", self.state.updates)
-        self.checkpoints.finish(after_anomaly=self.ending.reason is StopReason.ANOMALY)
+        self.checkpoints.finish(after_anomaly=self.result.reason is StopReason.ANOMALY)
         if engine.frozen_checksum() != frozen:
             raise RuntimeError("weights that are frozen have changed during the run")
         self.seconds = time.perf_counter() - began
@@ -265,17 +261,17 @@ class Trainer:
         recipe, engine, task, state = self.recipe, self.engine, self.task, self.state
         memory = MemoryMeter(engine.device)
         scaled = self.strategy.precision == "fp16"
-        detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled, state.anomaly_history)
+        detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled)
         writer = self.checkpoints.writer
 
         def signals() -> Signals:
             return Signals(self.shutdown.reason(), self.checkpoints.is_due_by_clock(), writer.has_failed)
 
-        def head_of(index: int) -> str:
+        def preview_sample(index: int) -> str:
             return tokenizer.decode(task.train_set[index]["input_ids"])
 
-        bar = Bar(self.length.num_updates, recipe.logging_steps, self.is_main, state.updates)
-        recorder = RunRecorder(self.folder, engine, self.environment, self.timeline, bar, head_of)
+        bar = Bar(self.length.num_updates, recipe.logging_steps, self.is_main)
+        recorder = RunRecorder(self.folder, engine, self.environment, self.timeline, bar, preview_sample)
         step = TrainStep(task, engine, detector, memory, signals, self._phase)
         return Run(
             task, engine, self.length, state, step, self.checkpoints, recorder, self.best, self.throughput, memory,
@@ -296,15 +292,17 @@ class Trainer:
     @property
     def stopped(self) -> bool:
         """Whether training stopped before its end, and nothing is exported."""
-        return self.ending.reason is not StopReason.NONE
+        return self.result.reason is not StopReason.NONE
 
     def export(self) -> None:
         """Write the model, draw the curve, and say what came of the run; of one that stopped early, where it is."""
         if self.stopped:
             self.watchdog.phase("leave", patience=math.inf)
-            why = why_stopped(self.ending, self.length.num_updates, self.state, self.checkpoints, self.recipe.on_fault)
+            why = why_stopped(
+                self.result, self.length.num_updates, self.state, self.checkpoints, self.recipe.on_anomaly
+            )
             if self.is_main:
-                print_last("\n".join(["", *why]), after_signal=self.ending.reason.is_signal, file=sys.stdout)
+                print_last("\n".join(["", *why]), after_signal=self.result.reason.is_signal, file=sys.stdout)
             return
         self.watchdog.phase("export", patience=LONG)
         loads_best = self.best.loads and self.state.best.update is not None
@@ -336,7 +334,7 @@ class Trainer:
 
     def close(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
-        code = self.ending.reason.exit_code(self.checkpoints.saved_latest)
+        code = self.result.reason.exit_code(self.checkpoints.saved_latest)
         if self.is_main:
             self.environment |= {"checkpoints": self.checkpoints.writer.records, "finished": not self.stopped}
             self.environment |= {"exit_code": code}  # accelerate launch makes 1 of any other than 0

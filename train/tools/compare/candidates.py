@@ -16,7 +16,7 @@ from train.strategy.pairs import find_strategies
 from train.tools.lengths import micro_batch_of, possible_lengths
 from train.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
-OMITTED = NOT_KEPT | {"on_fault", "eval_steps", "per_device_train_batch_size", "global_batch_size",
+OMITTED = NOT_KEPT | {"on_anomaly", "eval_steps", "per_device_train_batch_size", "global_batch_size",
                       "global_batch_warmup", "block_size_warmup",
                       "difficulty_warmup"}  # fmt: skip
 SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself

@@ -175,14 +175,14 @@ class TrialTrainer(Trainer):
                 evaluation["evaluation_samples"] = self.task.num_held_out
         peaks, names = self.memory.note(), list(trained)
         ranks = self.engine.per_rank([*trained.values(), *peaks.values(), *self.held.values()])
-        figures, typical = result.figures, statistics.median(seconds)
+        typical = statistics.median(seconds)
         samples = self._rows(size) * self.strategy.batches.accumulation * self.engine.layout.data_size
         return {
             "ranks": [dict(zip(names, map(int, rank))) for rank in ranks],
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
             "held": [dict(zip(self.held, map(int, rank[2 * len(names) :]))) for rank in ranks],
-            "seconds": seconds, "samples_per_s": samples / typical, "tokens_per_s": figures["tokens"] / typical,
-            "loss": figures["loss"], **evaluation,
+            "seconds": seconds, "samples_per_s": samples / typical, "tokens_per_s": result.totals.tokens / typical,
+            "loss": result.figures["loss"], **evaluation,
         }  # fmt: skip
 
     def _batches(self, size: int) -> list[Batch]:
@@ -200,7 +200,7 @@ class TrialTrainer(Trainer):
         """One update, as the training loop does it."""
         number = min(self.done, self.length.num_updates - 1) + 1  # in the learning-rate schedule
         self.done += 1
-        result = self.step(number, UpdateBatches(batches), lambda: None)
+        result = self.step(number, UpdateBatches(batches), None, lambda: None)
         if result.anomaly is not None:
             raise UserError(f"size {size}: {result.anomaly.reason} in update {self.done} of the trial")
         return result

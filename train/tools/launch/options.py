@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from train.recipe.fields import option
-from train.recipe.options import FaultOptions, Recipe
+from train.recipe.options import AnomalyOptions, Recipe
 from train.tools.tool_recipe import TASKS
 
 
@@ -29,7 +29,7 @@ class LaunchOptions(Recipe):
         minimum=0,
     )
     rendezvous_minutes: float = option(
-        FaultOptions.rendezvous_minutes,
+        AnomalyOptions.rendezvous_minutes,
         "Machines, and then their ranks, wait this long for one that gives no sign of life.",
         positive=True,
     )

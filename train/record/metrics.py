@@ -1,0 +1,54 @@
+"""The lines of metrics.jsonl. docs/run-folder.md has the table of their fields, made from this class."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def described(text: str, default: Any = None):
+    """A field with its meaning."""
+    return field(default=default, metadata={"meaning": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateMetrics:
+    """One line: an update of the optimizer, over all ranks; update 0 is the evaluation before training. A field that
+    is None is not in the line."""
+
+    update: int = described("number of the update; 0: held-out figures before training")
+    epoch: float = described("passes over the training data so far")
+    consumed_samples: int = described("samples so far")
+    loss: float | None = described("mean over the trained tokens (examples) of the global batch, in nats")
+    grad_norm: float | None = described("2-norm of all gradients, before clipping")
+    learning_rate: float | None = described("of this update")
+    targets: int | None = described("trained tokens (examples) of the global batch")
+    tokens: int | None = described("its tokens without padding")
+    padding: float | None = described("share of its positions that is padding")
+    aux_loss: float | None = described("mixture of experts: the routers' auxiliary loss")
+    expert_load_max: float | None = described("mixture of experts: the largest load of an expert; 1 is even")
+    expert_load_min: float | None = described("mixture of experts: the smallest load of an expert; 1 is even")
+    seconds: float | None = described("time of the update, of rank 0")
+    samples_per_s: float | None = described("samples a second, all ranks together")
+    tokens_per_s: float | None = described("tokens a second without padding, all ranks together")
+    flops_per_s: float | None = described("model FLOP/s, all ranks together")
+    mfu: float | None = described("share of the devices' peak FLOP/s, where that is known")
+    peak_memory_bytes: int | None = described(
+        "the largest of all ranks: of the device's allocator, or resident memory on a CPU"
+    )
+    anomaly: str | None = described("why the update was not applied to the weights")
+    skipped: bool | None = described("true: not computed, after a rewind from an anomaly in it")
+    held_out: Mapping[str, float] = described("figures of the evaluation after this update, each as `eval_<figure>`")
+    evaluation_seconds: float | None = described("time of that evaluation, of the slowest rank")
+    evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
+
+    def to_line(self) -> dict[str, Any]:
+        line = {each.name: getattr(self, each.name) for each in fields(self)}
+        line |= line.pop("held_out") or {}
+        return {name: value for name, value in line.items() if value is not None}
+
+
+def fields_table() -> str:
+    """The table of docs/run-folder.md."""
+    rows = ((each.name, each.metadata["meaning"]) for each in fields(UpdateMetrics))
+    rows = (("eval_...", meaning) if name == "held_out" else (name, meaning) for name, meaning in rows)
+    return "\n".join(["| field | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])
