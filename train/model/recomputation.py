@@ -12,21 +12,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from train.model.kept_results import keep_results, keeping_contexts
 from train.model.stages import whole_model
 from train.recipe.errors import UserError
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default)  # of linear layers
 
 
-def enable_recomputation(model: torch.nn.Module, which: bool | str | int, keeps_attention: bool = True) -> None:
+def enable_recomputation(
+    model: torch.nn.Module, which: bool | str | int, is_traced: bool = False, keeps_attention: bool = True
+) -> None:
     """Recompute activations of the model's layers; in a frozen model gradients enter the first layer, too.
 
     Args:
-        which: the value of gradient_checkpointing. True: each layer; "selective": of each layer all but matrix
-            products and attention; N: the first layer, the (N + 1)-th, the (2 N + 1)-th, ... of those that the model
-            has, in their order: encoder, then decoder; the layers of this stage of a pipeline.
-        keeps_attention: of "selective"; if not, attention is recomputed too.
+        which: the value of gradient_checkpointing. True: each layer; "selective": of each layer all but linear
+            layers' products and fused attention; N: the first layer, the (N + 1)-th, the (2 N + 1)-th, ... of those
+            that the model has, in their order: encoder, then decoder; the layers of this stage of a pipeline.
+        is_traced: by fake tensors or torch.compile, which see torch's own contexts of "selective" alone.
+        keeps_attention: of "selective", traced; if not, attention is recomputed too.
 
     Raises:
         UserError: the model's code cannot do this, or the model has fewer than N layers.
@@ -35,7 +39,9 @@ def enable_recomputation(model: torch.nn.Module, which: bool | str | int, keeps_
     if which is True:
         model.activation_checkpointing_enable()
     elif which == "selective":
-        contexts = functools.partial(selective_contexts, keeps_attention)
+        for operator in () if is_traced else (*PRODUCTS, *attention_operators()):
+            keep_results(operator, _keeps)
+        contexts = functools.partial(selective_contexts, keeps_attention) if is_traced else keeping_contexts
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     else:
         model.activation_checkpointing_enable(every_n_layers=which)
@@ -69,7 +75,7 @@ def count_layers(model: torch.nn.Module) -> int:
 
 
 def selective_contexts(keeps_attention: bool = True) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """(context of the forward pass, of the recomputation) for torch.utils.checkpoint."""
+    """(context of the forward pass, of the recomputation) for torch.utils.checkpoint: dispatch modes."""
     noting, replaying = create_selective_checkpoint_contexts(functools.partial(_policy, keeps_attention))
     return noting, Replayed(replaying)
 
@@ -93,11 +99,27 @@ class Replayed(TorchDispatchMode):
 
 
 def _policy(keeps_attention: bool, context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
-    """Whether the result of an operator is kept. Attention that drops weights is not: what is not computed again draws
-    no random numbers, and those that follow would be others."""
-    is_kept_attention = keeps_attention and _is_attention(operator) and not _drops(operator, args, kwargs)
-    kept = operator in PRODUCTS or is_kept_attention
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = operator in PRODUCTS or (keeps_attention and _is_attention(operator))
+    is_kept = is_kept and _keeps(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeps(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the result of a product or of attention is kept. Attention that drops weights is not: what is not
+    computed again draws no random numbers, and those that follow would be others."""
+    return operator in PRODUCTS or not _drops(operator, args, kwargs)
+
+
+def attention_operators() -> list[Any]:
+    """The fused kernels of attention that are loaded, and some operators that no forward pass has."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        is_composed = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        if ("attention" in name or "attn" in name) and not is_composed:
+            space, _, operator = name.partition("::")
+            operator, _, overload = operator.partition(".")
+            found.append(getattr(getattr(getattr(torch.ops, space), operator), overload or "default"))
+    return found
 
 
 @functools.cache

@@ -18,7 +18,7 @@ IN_FULL = "each tensor-parallel process keeps norms and inputs of layers in full
 TOKENIZER = "name the tokenizer's folder with --tokenizer_name"
 FULL = "each layer is recomputed by itself"
 SELECTIVE = (
-    "matrix products and attention are kept, and all else is recomputed; there only attention's core is, which a "
+    "linear products and attention are kept, and all else is recomputed; there only attention's core is, which a "
     "flash kernel does by itself"
 )
 BLOCK = "say --gradient_checkpointing N, every N-th layer; Megatron's block recomputes the first ones"
