@@ -141,7 +141,7 @@ class Configuration:
 
     @property
     def processes(self) -> int:
-        return 1 if self.strategy == "single" else 2
+        return {"single": 1, "3d": 4}.get(self.strategy, 2)
 
     @property
     def recipe(self) -> list[str]:
@@ -206,6 +206,8 @@ SHARED = [  # two ranks share each layer, split each row, are stages, or gather 
     _make("GPT-2, 3 of 512", "sp", "bf16", 96, 1, (2, 10), AGAIN),
     _make("GPT-2, 4 of 256", "pp", "fp32", 128, 2, (2, 8), WHOLE),
     _make("Llama, 4 of 256", "pp", "bf16", 128, 4, (2, 8), WHOLE),
+    _make("Llama, 4 of 256", "3d", "bf16", 128, 4, (2, 8), WHOLE),
+    _make("GPT-2, 4 of 256", "3d", "fp32", 128, 2, (2, 8), WHOLE, AGAIN),
     _make("GPT-2, 3 of 512", "fsdp2", "fp32", 64, 1, (2, 8), WHOLE),
     _make("Llama, 4 of 256", "fsdp2", "bf16", 128, 2, (2, 10), AGAIN),
     _make("Llama, 3 of 384, grouped", "fsdp2", "bf16", 96, 1, (2, 9)),

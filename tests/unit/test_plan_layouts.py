@@ -12,7 +12,7 @@ from train.cli import main
 from train.strategy.layout import ParallelLayout
 from train.tools.plan.fully_sharded import fully_sharded_states
 from train.tools.plan.layouts import Degrees, possible_degrees, read_pair
-from train.tools.plan.operations import ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX
+from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
 from train.tools.plan.options import PlanOptions
 from train.tools.plan.stages import Stage, stages_of
 from train.tools.plan.subject import Subject, read_subject
@@ -83,23 +83,29 @@ def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
 
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA])
-def test_products_are_shared_and_layers_meet_four_times(model):
-    """Shoeybi et al. 2019, Megatron-LM: two all-reduces of (B, T, H) a layer in each pass."""
+def test_products_and_tokens_are_shared_and_layers_meet_eight_times(model):
+    """Korthikanti et al. 2022: two all-gathers and two reduce-scatters of (B, T, H) a layer in each pass."""
     subject = subject_of(*model)
     alone, shared = steps_of(subject, ALONE), steps_of(subject, SHARED)
     assert total(shared, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
     assert total(shared, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
     hidden, layers = 2 * 64 * 64 * 4, subject.config.num_hidden_layers
-    for phase, others in (("forward", 1), ("backward", 0)):  # the embedding
-        meetings = exchanged(shared, ALL_REDUCE, phase)
-        assert meetings == (2 * layers + others) * [hidden]
-    assert not exchanged(steps_of(subject, ALONE), ALL_REDUCE, "forward")
+    assert exchanged(shared, ALL_REDUCE, "forward") == [hidden], "the embedding"
+    meetings = {"forward": (2 * layers, 2 * layers), "loss": (0, 1), "backward": (2 * layers + 1, 2 * layers + 1)}
+    for phase, (scattered, gathered) in meetings.items():
+        assert exchanged(shared, REDUCE_SCATTER, phase) == scattered * [hidden]
+        assert exchanged(shared, ALL_GATHER, phase) == gathered * [hidden]
+    norms_and_biases = 2 * layers + 1 if model is LLAMA else 6 * layers + 2
+    assert exchanged(shared, ALL_REDUCE, "backward") == norms_and_biases * [64 * 4]
+    assert not exchanged(alone, ALL_REDUCE, "forward")
 
 
-def test_a_recomputed_layer_meets_again_once():
-    """Nothing is kept of what follows its last sum, and so torch does not compute that anew."""
+def test_a_recomputed_layer_meets_again_but_for_its_last_sum():
+    """Nothing is kept of what follows that, and so torch does not compute it anew."""
     subject = subject_of(*GPT2, "--gradient_checkpointing")
-    assert len(exchanged(steps_of(subject, SHARED), ALL_REDUCE, "backward")) == 2 * (2 + 1)
+    steps, layers = steps_of(subject, SHARED), 2
+    assert len(exchanged(steps, ALL_GATHER, "backward")) == layers * (2 + 2) + 1
+    assert len(exchanged(steps, REDUCE_SCATTER, "backward")) == layers * (2 + 1) + 1
 
 
 def test_rows_that_are_split_exchange_heads_and_keep_half():

@@ -15,7 +15,7 @@ from helpers import TINY, forked, loss_and_gradients, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.checkpoint.shards import ShardReader, write_shard
-from train.model.families import BY_MODEL_TYPE
+from train.model.families import BY_MODEL_TYPE, family_of
 from train.model.parameters import count_parameters
 from train.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
 from train.model.tensor_parallel.draw import draw_share
@@ -28,15 +28,15 @@ from train.strategy.state import KINDS, Piece
 
 RANKS = 2
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+         "intermediate_size": 96, "max_position_embeddings": 64}  # fmt: skip
 MODELS = {  # the vocabulary has 97 rows, which 2 does not divide
-    "llama, tied": ("llama", {}),
-    "llama, untied": ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"intermediate_size": 96}),
+    "llama, untied": ("llama", {**LLAMA, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {**LLAMA, "tie_word_embeddings": False, "sliding_window": 8}),
     "qwen2": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {**LLAMA, "pad_token_id": 0, "eos_token_id": 1}),
     "gpt2": ("gpt2", {}),
-    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
 }
 PADDING = 19  # a token of the batch whose embedding gets no gradient
 
@@ -53,7 +53,7 @@ def model_of(name: str):
 
 
 def batch_of() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(0, 97, (3, 21), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     labels[0, :9] = labels[2, 5:] = -100
     return {"input_ids": ids, "labels": labels}
@@ -74,16 +74,68 @@ def figures_of(model, join) -> dict:
     return found
 
 
-def exchanges_of(model) -> list[float]:
-    """All-reduces of hidden states in each layer: in the forward pass of the body, and in its backward pass."""
-    counts, reduce = [], torch.distributed.all_reduce
-    with mock.patch.object(torch.distributed, "all_reduce", side_effect=reduce) as reduced:
-        hidden = model.base_model(batch_of()["input_ids"]).last_hidden_state
-        counts.append(sum(call.args[0].shape == hidden.shape for call in reduced.call_args_list) - 1)  # embeddings
-        reduced.reset_mock()
+COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+
+
+def exchanges_of(model) -> list[dict[str, int]]:
+    """What the body exchanges in a forward pass, and in its backward pass: each collective of hidden states, and the
+    elements of what is smaller."""
+    counts, before = [], {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+    ids = batch_of()["input_ids"]
+    hidden_size = model.config.hidden_size
+
+    def counted(name, first, *args, **kwargs):
+        whole = max(each.numel() for each in (first, *args) if torch.is_tensor(each))
+        key = name if whole >= ids.numel() * hidden_size else "less"
+        counts[-1][key] = counts[-1].get(key, 0) + (whole if key == "less" else 1)
+        return before[name](first, *args, **kwargs)
+
+    with mock.patch.multiple(torch.distributed, **{name: partial(counted, name) for name in COLLECTIVES}):
+        counts.append({})
+        hidden = model.base_model(ids).last_hidden_state
+        counts.append({})
         hidden.sum().backward()
-        counts.append(sum(call.args[0].shape == hidden.shape for call in reduced.call_args_list))
-    return [count / model.config.num_hidden_layers for count in counts]
+    model.zero_grad()
+    return counts
+
+
+def in_full(model) -> int:
+    """The elements of the weights behind the embeddings that every rank has in full."""
+    plan = family_of(model.config).stage_plan
+    modules = (getattr(model.base_model, name) for name in (plan.layers, *plan.after))
+    return sum(each.numel() for module in modules for each in module.parameters() if not hasattr(each, "cut"))
+
+
+def kept_of(model) -> list[int]:
+    """The sizes of the hidden states (..., H) that a forward pass keeps for the backward pass."""
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def note(tensor):
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights and tensor.dim() > 1 and tensor.shape[-1] == model.config.hidden_size:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model.base_model(batch_of()["input_ids"])
+    return [tensor.numel() for tensor in kept.values()]
+
+
+def taken_in_turns(model) -> list[list[torch.Tensor]]:
+    """Gradients of two batches of other lengths, one after the other; and as a pipeline's passes take turns."""
+    ids, gradients = batch_of()["input_ids"], []
+    for in_turns in (False, True):
+        losses = []
+        for rows in (ids, ids[:2, :8]):
+            losses.append(model.base_model(rows).last_hidden_state.square().sum())
+            if not in_turns:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model.base_model.parameters()])
+        model.zero_grad()
+    return gradients
 
 
 def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
@@ -130,8 +182,11 @@ def share(rank: int, folder: str) -> None:
     for name in MODELS:
         model = model_of(name)
         split_model(model, tensor)
-        exchanged = exchanges_of(model)
-        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor), "exchanged": exchanged}
+        counted = {"exchanged": exchanges_of(model), "kept": kept_of(model), "in full": in_full(model)}
+        model.gradient_checkpointing_enable()
+        counted |= {"kept if recomputed": kept_of(model), "in turns": taken_in_turns(model)}
+        model.gradient_checkpointing_disable()
+        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor), **counted}
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     os._exit(0)
@@ -163,10 +218,38 @@ def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
         assert total / 2 < held < 0.55 * total
 
 
+LAYERS, HIDDEN = 2, 32  # of each model here
+PART = HIDDEN * -(-batch_of()["input_ids"].numel() // RANKS)  # elements of a part of hidden states
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_layer_exchanges_twice_in_each_pass(ranks, name):
-    """Shoeybi et al. 2019: however many layers that are cut by columns read one input."""
-    assert [rank[name]["exchanged"] for rank in ranks] == [[2, 2], [2, 2]]
+def test_a_layer_exchanges_the_bytes_of_four_all_reduces(ranks, name):
+    """Korthikanti et al. 2022: a reduce-scatter and an all-gather in place of each, however many layers read one
+    input. Beside the layers the hidden states are taken apart once, and joined once."""
+    statistics = 2 * LAYERS * batch_of()["input_ids"].numel() if name == "olmo2" else 0  # of q_norm and k_norm
+    for (forward, backward), in_full in ((rank[name]["exchanged"], rank[name]["in full"]) for rank in ranks):
+        assert in_full >= (2 * LAYERS + 1) * HIDDEN, "weights of norms"
+        assert forward.pop("less", 0) == statistics
+        assert forward == {"all_reduce": 1, "reduce_scatter_tensor": 2 * LAYERS,
+                           "all_gather_into_tensor": 2 * LAYERS + 1}  # fmt: skip
+        assert backward == {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1,
+                            "less": in_full + statistics}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_between_the_layers_that_are_cut_a_rank_keeps_its_part_of_the_tokens(ranks, name):
+    for rank in ranks:
+        whole = [size for size in rank[name]["kept"] if size != PART]
+        assert whole == 2 * LAYERS * [HIDDEN * batch_of()["input_ids"].numel()], "what the layers cut by columns read"
+        assert rank[name]["kept"].count(PART) > LAYERS
+        assert rank[name]["kept if recomputed"].count(PART) == len(rank[name]["kept if recomputed"]) > LAYERS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_that_take_turns_recompute_their_own_tokens(ranks, name):
+    one_by_one, in_turns = ranks[0][name]["in turns"]
+    assert len(one_by_one) > 10
+    assert all(torch.equal(one, other) for one, other in zip(one_by_one, in_turns, strict=True))
 
 
 def test_what_is_not_cut_has_the_same_gradient_on_all_ranks_bit_for_bit(ranks):

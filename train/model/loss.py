@@ -200,7 +200,6 @@ class _Chunked(torch.autograd.Function):
                 grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
         if share is not None:
             loss = share.summed(loss)
-            grad_hidden = None if grad_hidden is None else share.summed(grad_hidden)
         ctx.gradients = grad_hidden, grad_weight, grad_bias
         return loss
 

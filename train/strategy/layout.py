@@ -94,10 +94,10 @@ class ParallelLayout:
 
     @property
     def dropout_seed_key(self) -> tuple[int, ...]:
-        """What tells this rank's random numbers (dropout) from those of others: another for each replica, each stage
-        and each part of a row; ranks that split a layer must draw the same."""
-        stage = (self.stage,) if self.pipeline > 1 else ()
-        return (self.data_rank, *stage, *((self.sequence_rank,) if self.sequence > 1 else ()))
+        """What tells this rank's random numbers (dropout) from those of others: another for each replica, each stage,
+        each part of a row, and each share of a layer, which has heads and tokens of its own."""
+        shared = ((self.stage, self.pipeline), (self.sequence_rank, self.sequence), (self.tensor_rank, self.tensor))
+        return (self.data_rank, *(place for place, size in shared if size > 1))
 
     def _data_rank_of(self, rank: int) -> int:
         return rank // (self.tensor * self.sequence) % self.data_size

@@ -41,6 +41,7 @@ class StageModule(PipelineModule):
             self._share_tied_weight(model, layout)
         self._is_first, self._is_last = layout.stage == 0, layout.stage == layout.pipeline - 1
         self._batches: Iterator[Batch] = iter(())
+        self._parts = getattr(model, "token_parts", None)  # under tensor parallelism
 
     def _share_tied_weight(self, model: torch.nn.Module, layout: ParallelLayout) -> None:
         """Let the first stage and the last add up the gradients of a weight that both of them hold."""
@@ -69,16 +70,17 @@ class StageModule(PipelineModule):
         self._batches, self._at_the_end, self._phase = iter(batches), at_the_end, phase
 
     def forward(self, incoming: torch.Tensor) -> torch.Tensor:
-        """(B, T) token ids in the first stage, (B, T, H) hidden states in others -> hidden states, or of the last
-        stage what `at_the_end` finds."""
+        """(B, T) token ids in the first stage, hidden states in others -> hidden states, or of the last stage what
+        `at_the_end` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
         self._phase("forward")
         model, batch = self.forward_funcs[0], next(self._batches).to(incoming.device)
         inputs = dict(batch.inputs)
         if not self._is_first:
-            del inputs["input_ids"]
-            inputs["inputs_embeds"] = incoming
+            shape = inputs.pop("input_ids").shape
+            inputs["inputs_embeds"] = incoming if self._parts is None else self._parts.receive(incoming, shape)
         if self._is_last:
             return self._at_the_end(model, replace(batch, inputs=inputs))
         for targets in ("labels", "next_tokens"):
             inputs.pop(targets, None)
-        return model.base_model(**inputs).last_hidden_state
+        hidden = model.base_model(**inputs).last_hidden_state
+        return hidden if self._parts is None else self._parts.send(hidden)

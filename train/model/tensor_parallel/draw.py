@@ -39,6 +39,7 @@ def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
     cut = getattr(parameter, "cut", None)
     made = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
+    made._backward_hooks = parameter._backward_hooks
     return made
 
 

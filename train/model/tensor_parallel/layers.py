@@ -1,8 +1,8 @@
 """Layers of which each rank computes a share. They have the parameters, and the names, of the layers they replace.
 
 A layer that is cut by its outputs (columns) is followed by one that is cut by its inputs (rows): between the two, each
-rank has some of the channels, and the ranks meet once, where the second adds up what they have found. In the backward
-pass they meet where the first has read its input.
+rank has some of the channels. The first stays what it was, with fewer outputs. The ranks meet where the second adds up
+what they have found, and where the next ones read that (tokens.py).
 """
 
 import itertools
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import distributed, nn
 
 from train.model.tensor_parallel.cut import TensorGroup
+from train.model.tensor_parallel.tokens import TokenParts, total
 
 
 class Copied(torch.autograd.Function):
@@ -24,7 +25,7 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _sum(gradient, ctx.group), None
+        return total(gradient, ctx.group), None
 
 
 class Summed(torch.autograd.Function):
@@ -32,71 +33,30 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, group):
-        return _sum(tensor, group)
+        return total(tensor, group)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
 
 
-def _sum(tensor: torch.Tensor, group) -> torch.Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(total, group=group)
-    return total
+class RowLinear(nn.Module):
+    """A linear layer that is cut by its inputs; every rank has its bias.
 
-
-class SharedInput:
-    """What the column layers of one module read, such as query, key and value: where it is the same tensor, its
-    gradients are added up first and exchanged once.
+    Shapes: (B, T, inputs of this rank) -> this rank's tokens of (B, T, outputs).
 
     Args:
-        readers: these layers; the tensor is let go when all of them have read it.
+        layer: an nn.Linear, or transformers' Conv1D, whose weight is transposed; its weight is cut already.
     """
 
-    def __init__(self, tensor: TensorGroup, readers: int):
-        self._group, self._readers, self._left = tensor.group, readers, 0
-        self._source = self._copied = None
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        if inputs is not self._source:
-            self._source, self._copied, self._left = inputs, Copied.apply(inputs, self._group), self._readers
-        copied, self._left = self._copied, self._left - 1
-        if not self._left:
-            self._source = self._copied = None
-        return copied
-
-
-class ColumnLinear(nn.Module):
-    """A linear layer that is cut by its outputs.
-
-    Shapes: (..., inputs), the same on all ranks -> (..., outputs of this rank).
-
-    Args:
-        layer: an nn.Linear, or transformers' Conv1D, whose weight is transposed; its parameters are cut already.
-        shared: what reads the input; None: no other layer does.
-    """
-
-    def __init__(self, layer: nn.Module, tensor: TensorGroup, shared: SharedInput | None = None):
+    def __init__(self, layer: nn.Module, parts: TokenParts):
         super().__init__()
-        self.weight, self.bias, self.tensor = layer.weight, layer.bias, tensor
-        self.shared = shared or SharedInput(tensor, 1)
+        self.weight, self.bias, self.parts = layer.weight, layer.bias, parts
         self.is_transposed = is_transposed(layer)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._product(self.shared(inputs), self.bias)
-
-    def _product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(inputs, self.weight.t() if self.is_transposed else self.weight, bias)
-
-
-class RowLinear(ColumnLinear):
-    """A linear layer that is cut by its inputs; every rank has its bias.
-
-    Shapes: (..., inputs of this rank) -> (..., outputs), the same on all ranks.
-    """
-
-    def forward(self, inputs):
-        outputs = Summed.apply(self._product(inputs, None), self.tensor.group)
+        share = F.linear(inputs, self.weight.t() if self.is_transposed else self.weight)
+        outputs = self.parts.add_up(share)
         return outputs if self.bias is None else outputs + self.bias
 
 
@@ -143,11 +103,11 @@ class VocabularyShare:
         most = logits.amax(dim=-1, keepdim=True)
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group=self.tensor.group)
         logits -= most
-        return logits.sub_(_sum(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_())
+        return logits.sub_(total(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_())
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors."""
-        return _sum(tensor, self.tensor.group)
+        return total(tensor, self.tensor.group)
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -186,7 +146,7 @@ class Joined(torch.autograd.Function):
 
 class VocabularyHead(nn.Module):
     """The layer from hidden states to logits, cut by its outputs; the chunked loss (train/model/loss.py) computes on
-    shares of logits, and here they are joined.
+    shares of logits, and here they are joined. The gradient of its input is that of a share.
 
     Shapes: (..., H) -> (..., V), the same on all ranks.
     """
@@ -197,5 +157,4 @@ class VocabularyHead(nn.Module):
         self.share = VocabularyShare(tensor, vocab_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = Copied.apply(hidden, self.share.tensor.group)
         return Joined.apply(F.linear(hidden, self.weight, self.bias), self.share)

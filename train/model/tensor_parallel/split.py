@@ -1,18 +1,19 @@
 """A model of transformers, cut in place: each rank keeps its share of the layers that the family's plan names."""
 
+from functools import partial
+
 import torch
 
 from train.model.families import family_of
 from train.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
 from train.model.tensor_parallel.layers import (
-    ColumnLinear,
     RowLinear,
-    SharedInput,
     SharedNorm,
     VocabularyEmbedding,
     VocabularyHead,
     is_transposed,
 )
+from train.model.tensor_parallel.tokens import TokenParts, total
 from train.recipe.errors import UserError
 
 
@@ -47,26 +48,28 @@ def split_problem(config, size: int, otherwise: str) -> str | None:
 
 
 def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
-    """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group."""
-    plan = family_of(model.config).tensor_plan
-    shared: dict[str, SharedInput] = {}
+    """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group; between the
+    layers that are cut, the ranks share the tokens of its `token_parts`."""
+    plan, parts = family_of(model.config).tensor_plan, TokenParts(tensor)
+    model.token_parts, readers = parts, set()
     for path, layer in list(model.named_modules()):
         owner, _, name = path.rpartition(".")
         if name in plan.columns:
             _cut_columns(layer, tensor, plan.columns[name])
-            module = model.get_submodule(owner)
-            readers = sum(hasattr(module, each) for each in plan.columns)
-            setattr(module, name, ColumnLinear(layer, tensor, shared.setdefault(owner, SharedInput(tensor, readers))))
+            readers.add(owner)
         elif name in plan.rows:
             weight = layer.weight
             cut_parameter(weight, cut_for(weight.shape, 0 if is_transposed(layer) else 1, tensor.rank, tensor.size))
-            setattr(model.get_submodule(owner), name, RowLinear(layer, tensor))
+            setattr(model.get_submodule(owner), name, RowLinear(layer, parts))
         elif name in plan.norms:
             cut_parameter(layer.weight, cut_for(layer.weight.shape, 0, tensor.rank, tensor.size))
             setattr(model.get_submodule(owner), name, SharedNorm(layer, tensor))
         for attribute in plan.own_widths:
             if hasattr(layer, attribute):
                 setattr(layer, attribute, getattr(layer, attribute) // tensor.size)
+    for owner in readers:
+        model.get_submodule(owner).register_forward_pre_hook(partial(_join_input, parts), with_kwargs=True)
+    _share_tokens(model, parts)
     _split_vocabulary(model, tensor)
 
 
@@ -74,6 +77,28 @@ def _cut_columns(layer: torch.nn.Module, tensor: TensorGroup, parts: int) -> Non
     for parameter, dim in ((layer.weight, 1 if is_transposed(layer) else 0), (layer.bias, 0)):
         if parameter is not None:
             cut_parameter(parameter, cut_for(parameter.shape, dim, tensor.rank, tensor.size, parts))
+    width = "nf" if is_transposed(layer) else "out_features"
+    setattr(layer, width, getattr(layer, width) // tensor.size)
+
+
+def _join_input(parts: TokenParts, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": parts.join(kwargs["hidden_states"])}
+    return (parts.join(args[0]), *args[1:]), kwargs
+
+
+def _share_tokens(model: torch.nn.Module, parts: TokenParts) -> None:
+    """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
+    weights that are not cut it finds a part of the gradients there, which add up."""
+    body, plan = model.base_model, family_of(model.config).stage_plan
+    layers, last = getattr(body, plan.layers), getattr(body, plan.after[-1])
+    dropouts = [module for name in plan.before if isinstance(module := getattr(body, name), torch.nn.Dropout)]
+    first = dropouts[0] if dropouts else layers[0]
+    first.register_forward_pre_hook(lambda module, args: (parts.enter(args[0]), *args[1:]))
+    last.register_forward_hook(parts.leave)
+    for parameter in (*layers.parameters(), *last.parameters()):
+        if parameter.requires_grad and not hasattr(parameter, "cut"):
+            parameter.register_hook(partial(total, group=parts.tensor.group))
 
 
 def _split_vocabulary(model: torch.nn.Module, tensor: TensorGroup) -> None:

@@ -94,7 +94,7 @@ class Planner:
         training = subject.steps(*about, micro_batch)
         in_flight = None
         if layout.pipeline > 1:
-            hidden = subject.hidden_bytes(resolved.precision, micro_batch)
+            hidden = subject.hidden_bytes(resolved.precision, layout, micro_batch)
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
         moments = [*training_moments(states, training, accumulation, in_flight)]

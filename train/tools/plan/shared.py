@@ -14,7 +14,7 @@ from torch import distributed
 
 from train.model.tensor_parallel.cut import TensorGroup
 from train.strategy.grid import replaced
-from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, Operation
+from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Operation
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class Collectives:
     def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
         self._noted(ALL_GATHER, own, sum(part.nbytes for part in parts))
 
+    def all_gather_into_tensor(self, whole: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
+        self._noted(ALL_GATHER, own, whole.nbytes)
+
+    def reduce_scatter_tensor(self, own: torch.Tensor, whole: torch.Tensor, group: Any = None) -> None:
+        self._noted(REDUCE_SCATTER, own, whole.nbytes)
+
     def get_world_size(self, group: Any = None) -> int:
         return self.size
 
@@ -56,12 +62,12 @@ class Collectives:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The context in which they take the place of the real ones."""
-        from train.model.tensor_parallel import layers
+        from train.model.tensor_parallel import layers, tokens
 
         if self.size == 1:
             yield
             return
-        places = [(layers, "distributed")]
+        places = [(layers, "distributed"), (tokens, "distributed")]
         with contextlib.suppress(ImportError):
             from deepspeed.runtime.sequence_parallel import ulysses_sp
             from deepspeed.sequence import layer

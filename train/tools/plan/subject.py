@@ -83,9 +83,10 @@ class Subject:
     def num_layers(self) -> int:
         return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
 
-    def hidden_bytes(self, precision: str, micro_batch: int) -> int:
-        """Of the hidden states between two layers."""
-        return micro_batch * self.rows.length * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
+    def hidden_bytes(self, precision: str, layout: ParallelLayout, micro_batch: int) -> int:
+        """Of the hidden states between two layers, of which each rank that shares these has a part of the tokens."""
+        tokens = -(-micro_batch * self.rows.length // layout.tensor)
+        return tokens * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
 
     def steps(
         self, precision: str, sharding: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
@@ -99,7 +100,7 @@ class Subject:
         tracer = self.tracer(precision, sharding, layout, evaluated, rows)
         if layout.pipeline == 1:
             return self._with_in_flight(tracer.steps(batch_size), evaluated)
-        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, batch_size)
+        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, layout, batch_size)
         width = self.dtypes(precision, sharding is not None)[0].itemsize
         steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
         return self._with_in_flight(steps, evaluated)
@@ -127,7 +128,7 @@ class Subject:
             )
             for name, parameter in self.full.named_parameters()
         )
-        stacks = tuple(_layer_stacks(self.full))
+        stacks = tuple(name for name, length in _lists(self.full).items() if length > 1)
         layers = [sum(one.numel() for one in self.full.get_submodule(name)[0].parameters()) for name in stacks]
         embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
@@ -339,10 +340,6 @@ def _rows_of(recipe, task: str, config, full: torch.nn.Module) -> Rows:
     length = recipe.block_size or min(positions, LONGEST_BLOCK)
     masked = recipe.packing == "documents" and not recipe.data_path
     return Rows(task, length, masked=masked, loss_kind=kind)
-
-
-def _layer_stacks(full: torch.nn.Module) -> list[str]:
-    return [name for name, length in _lists(full).items() if length > 1]
 
 
 def _lists(full: torch.nn.Module) -> dict[str, int]:

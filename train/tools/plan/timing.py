@@ -48,7 +48,7 @@ class Timing:
         time = update_time(
             passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation,
             layout.shard_size, max(1, self.budget.gpus_per_node // layout.tensor), half, layout.pipeline,
-            self._handed_over(layout, self.subject.hidden_bytes(resolved.precision, micro_batch), half),
+            self._handed_over(layout, self.subject.hidden_bytes(resolved.precision, layout, micro_batch), half),
         )  # fmt: skip
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None

@@ -308,6 +308,7 @@ def _make_fake(model: torch.nn.Module) -> None:
                     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     is_parameter = isinstance(tensor, torch.nn.Parameter)
                     made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    made[id(tensor)]._backward_hooks = tensor._backward_hooks
                 held[name] = made[id(tensor)]
 
 
