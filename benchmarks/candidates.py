@@ -29,8 +29,10 @@ from train.record.jsonl import JsonlFile
 from train.record.meters import make_meter
 from train.record.timeline import Timeline
 from train.strategy.devices import pins_memory
+from train.training.fit import fit
+from train.training.prepare import prepare, start
+from train.training.session import Session
 from train.training.task import Task
-from train.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -192,17 +194,17 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     from transformers import AutoModelForCausalLM
 
     recipe = work.recipe(loss)
-    trainer = Trainer("clm", recipe, Timeline(), Watchdog(0, None))
-    trainer.folder.metrics = TimedLines(trainer.folder.metrics.path, watch)
-    trainer.plan(len(work.samples))
-    trainer.start_processes()
-    model = build_model(AutoModelForCausalLM, work.config, recipe, trainer.strategy, recipe.seed)
+    session = Session.open("clm", recipe, Timeline(), Watchdog(0, None))
+    session.folder.metrics = TimedLines(session.folder.metrics.path, watch)
+    started = start(session, len(work.samples))
+    model = build_model(AutoModelForCausalLM, work.config, recipe, session.strategy, recipe.seed)
     install_chosen_loss(model, recipe)
-    engine = trainer.prepare(model)
+    prepared = prepare(started, model, adapter=None)
+    engine = prepared.engine
     check_loss(engine, recipe)
-    task = Task(trainer.recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
-    trainer.train(task, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
-    assert len(trainer.folder.metrics.read()) == work.options.num_updates
+    task = Task(session.recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    fit(prepared, task, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
+    assert len(session.folder.metrics.read()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"
 
 

@@ -12,18 +12,18 @@ Read `main` from top to bottom: what is loaded, how text becomes batches, what t
 from train.recipe import ClmRecipe, parse_recipe
 from train.recipe.errors import reports_user_errors
 from train.record.timeline import Timeline
-from train.training.entry import open_trainer, run_program
+from train.training.entry import open_session, run_program
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None, trainer_class: type | None = None) -> int:
+def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClmRecipe, argv, prog="train/clm.py")
-    trainer = open_trainer("clm", recipe, timeline, trainer_class)
-    recipe = trainer.recipe  # every option with the value that holds
+    session = open_session("clm", recipe, timeline, measurement)
+    recipe = session.recipe  # every option with the value that holds
 
     from transformers import AutoModelForCausalLM
 
@@ -45,30 +45,32 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
     from train.training.evaluation import eval_batches, held_out_loss
+    from train.training.evaluation_only import answer
+    from train.training.fit import export, finish, fit
     from train.training.generation import predict_texts, writing_settings
+    from train.training.prepare import prepare, start
     from train.training.task import Task
 
     timeline.mark("imports")
 
     # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
     # time out meanwhile.
-    config = trainer.configuration(AutoModelForCausalLM)
-    data = prepare_causal_data(recipe, config, trainer.strategy.batches.consumed)
+    config = session.model_configuration(AutoModelForCausalLM)
+    data = prepare_causal_data(recipe, config, session.strategy.batches.consumed)
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
-    trainer.plan(data.samples_per_epoch)
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    trainer.start_processes()
-    model = trainer.load(AutoModelForCausalLM, config)
-    trainer.add_adapter(model)
+    started = start(session, data.samples_per_epoch)
+    model, adapter = started.load(AutoModelForCausalLM, config)
     install_chosen_loss(model, recipe)
     if is_packed(recipe):
-        notes.append(choose_packed_attention(model, recipe, trainer.strategy.precision))
+        notes.append(choose_packed_attention(model, recipe, session.strategy.precision))
     timeline.mark("model")
-    engine = trainer.prepare(model)
+    prepared = prepare(started, model, adapter)
+    engine = prepared.engine
     routing = model.routing
-    notes += routing.describe(trainer.strategy.autocasts and not recipe.lora) if routing else []
+    notes += routing.describe(session.strategy.autocasts and not recipe.lora) if routing else []
     collate = CausalCollator(
         padding_token(data.tokenizer), multiple=multiple_for(engine.device), marks_filling=routing is not None
     )
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         padded = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))
         batches = eval_batches(engine, data.prompts, padded, recipe.per_device_eval_batch_size)
         settings = writing_settings(recipe, engine.module.config, data.tokenizer, data.prompts.ends)
-        return predict_texts(engine, batches, data.tokenizer, data.prompts, trainer.folder, settings)
+        return predict_texts(engine, batches, data.tokenizer, data.prompts, session.folder, settings)
 
     def evaluate(engine):
         batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
@@ -100,29 +102,31 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         longest={"input_ids": data.block_size},
         lengths=growing_blocks(recipe, data.block_size, data.is_chat),
         order=data.order,
-        easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
+        easiest=easiest_first(recipe, data.train, session.strategy.batches.consumed),
         predict=predict,
         routing=routing,
     )
 
-    trainer.announce(
+    prepared.announce(
         f"data      {data.kind}",
         table(data.report, screen_width()),
         *(note for note in notes if note),
         *data.shown,
     )
     if not recipe.trains:
-        return trainer.answer(task)
+        return answer(prepared, task)
+    if measurement is not None:
+        return measurement.run(prepared, task)
     meter = make_meter(engine, flops_per_token(engine.whole, data.train.stats.mean_length))
-    trainer.train(task, meter, data.tokenizer)
-    trainer.export()
-    if recipe.sample_tokens and not trainer.stopped and engine.layout.pipeline > 1:
-        command = f"zerofit generate --model {trainer.folder.model} --prompt TEXT"
-        trainer.say(f"note      no sample: no rank of a pipeline has all layers. Use {command}")
-    elif recipe.sample_tokens and not trainer.stopped:
+    result = fit(prepared, task, meter, data.tokenizer)
+    export(result)
+    if recipe.sample_tokens and not result.stopped and engine.layout.pipeline > 1:
+        command = f"zerofit generate --model {session.folder.model} --prompt TEXT"
+        session.say(f"note      no sample: no rank of a pipeline has all layers. Use {command}")
+    elif recipe.sample_tokens and not result.stopped:
         text = sample(engine, recipe, data.tokenizer, data.is_chat)
-        trainer.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
-    return trainer.close()
+        session.say("a sample of what it writes:", *("  | " + line for line in text.splitlines()))
+    return finish(result)
 
 
 def sample(engine, recipe: ClmRecipe, tokenizer, is_chat: bool) -> str:

@@ -13,18 +13,18 @@ Read `main` from top to bottom: what is loaded, how records become batches, what
 from train.recipe import ClsRecipe, parse_recipe
 from train.recipe.errors import reports_user_errors
 from train.record.timeline import Timeline
-from train.training.entry import open_trainer, run_program
+from train.training.entry import open_session, run_program
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None, trainer_class: type | None = None) -> int:
+def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
-    trainer = open_trainer("cls", recipe, timeline, trainer_class)
-    recipe = trainer.recipe  # every option with the value that holds
+    session = open_session("cls", recipe, timeline, measurement)
+    recipe = session.recipe  # every option with the value that holds
 
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
@@ -43,12 +43,15 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.training.class_report import report_classes
     from train.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
     from train.training.evaluation import eval_batches
+    from train.training.evaluation_only import answer
+    from train.training.fit import export, finish, fit
+    from train.training.prepare import prepare, start
     from train.training.task import Task
 
     timeline.mark("imports")
 
     # Records -> checked texts and labels -> rows of token ids, one row an example.
-    config = trainer.configuration(AutoModelForSequenceClassification)
+    config = session.model_configuration(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
     held_out = data.held_out[0].samples.stats if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
@@ -65,15 +68,14 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     set_padding_token(config, data.tokenizer)
-    trainer.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    trainer.start_processes()
-    model = trainer.load(auto_class, config, ignored_weights=replaced)
-    trainer.add_adapter(model)
+    started = start(session, len(data.train or ()))
+    model, adapter = started.load(auto_class, config, ignored_weights=replaced)
     timeline.mark("model")
-    engine = trainer.prepare(model)
+    prepared = prepare(started, model, adapter)
+    engine = prepared.engine
 
     # The loss is a sum over examples; the loop divides by their number in the global batch.
     width = data.max_length if recipe.pad_to_max_length else None
@@ -87,13 +89,13 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         figures = {}
         for part in data.held_out:
             batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
-            figures |= evaluate_examples(engine, batches, data.labels, part, trainer.folder)
+            figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
         return figures
 
     def predict(engine):
         (part,) = data.held_out
         batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
-        return predict_examples(engine, batches, data.labels, part, trainer.folder, recipe)
+        return predict_examples(engine, batches, data.labels, part, session.folder, recipe)
 
     task = Task(
         recipe=recipe,
@@ -106,24 +108,26 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
-        easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
+        easiest=easiest_first(recipe, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),
-        report=lambda: report_classes(trainer.folder, data.labels, data.held_out),
+        report=lambda: report_classes(session.folder, data.labels, data.held_out),
     )
 
     parts = (None, held_out) if recipe.predict_file else (held_out,)
-    trainer.announce(
+    prepared.announce(
         f"data      {data.labels.describe}",
         table(stats_rows(data.train and data.train.stats, *parts), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:
-        return trainer.answer(task)
+        return answer(prepared, task)
+    if measurement is not None:
+        return measurement.run(prepared, task)
     meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length))
-    trainer.train(task, meter, data.tokenizer)
-    trainer.export()
-    return trainer.close()
+    result = fit(prepared, task, meter, data.tokenizer)
+    export(result)
+    return finish(result)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ Read `main` from top to bottom: what is loaded, how conversations become batches
 from train.recipe import Seq2SeqRecipe, parse_recipe
 from train.recipe.errors import reports_user_errors
 from train.record.timeline import Timeline
-from train.training.entry import open_trainer, run_program
+from train.training.entry import open_session, run_program
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None, trainer_class: type | None = None) -> int:
+def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(Seq2SeqRecipe, argv, prog="train/seq2seq.py")
-    trainer = open_trainer("seq2seq", recipe, timeline, trainer_class)
-    recipe = trainer.recipe  # every option with the value that holds
+    session = open_session("seq2seq", recipe, timeline, measurement)
+    recipe = session.recipe  # every option with the value that holds
 
     from transformers import AutoModelForSeq2SeqLM
 
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     from train.record.meters import make_meter
     from train.record.terminal import screen_width, table
     from train.training.evaluation import eval_batches, held_out_loss
+    from train.training.evaluation_only import answer
+    from train.training.fit import export, finish, fit
     from train.training.generation import (
         FIGURES,
         evaluate_generation,
@@ -47,29 +49,27 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         shown,
         trivial_answers,
     )
+    from train.training.prepare import prepare, start
     from train.training.task import Task
 
     timeline.mark("imports")
 
     # Conversations -> (history, reply) pairs -> rows of token ids.
-    config = trainer.configuration(AutoModelForSeq2SeqLM)
+    config = session.model_configuration(AutoModelForSeq2SeqLM)
     prompts, data = read_sources(recipe, config) if recipe.predict_file else (None, prepare_pairs(recipe, config))
-    notes = [
-        *data.notes,
-        check_vocabulary(config, data.tokenizer, recipe),
-        trainer.use_precision(*safe_precision(trainer.strategy, config)),
-    ]
+    precision, warning = safe_precision(session.strategy, config)
+    session = session.with_strategy(session.strategy.with_precision(precision))
+    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), warning]
     set_decoder_start_token(config, data.tokenizer)
-    trainer.plan(len(data.train or ()))
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    trainer.start_processes()
-    model = trainer.load(AutoModelForSeq2SeqLM, config)
-    trainer.add_adapter(model)
+    started = start(session, len(data.train or ()))
+    model, adapter = started.load(AutoModelForSeq2SeqLM, config)
     install_chosen_loss(model, recipe)
     timeline.mark("model")
-    engine = trainer.prepare(model)
+    prepared = prepare(started, model, adapter)
+    engine = prepared.engine
     if not recipe.predict_file:
         notes.append(check_loss(engine, recipe))
 
@@ -85,13 +85,13 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
     def evaluate(engine):
         figures = held_out_loss(engine, held_out_batches(engine), model_loss)
         if recipe.predict_with_generate:
-            figures |= evaluate_generation(engine, held_out_batches(engine), data, trainer.folder, settings)
+            figures |= evaluate_generation(engine, held_out_batches(engine), data, session.folder, settings)
         return figures
 
     def predict(engine):
         sources = PromptCollator(padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device))
         batches = eval_batches(engine, prompts, sources, recipe.per_device_eval_batch_size)
-        return predict_texts(engine, batches, data.tokenizer, prompts, trainer.folder, settings)
+        return predict_texts(engine, batches, data.tokenizer, prompts, session.folder, settings)
 
     task = Task(
         recipe=recipe,
@@ -103,24 +103,26 @@ def main(argv: list[str] | None = None, trainer_class: type | None = None) -> in
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
-        easiest=easiest_first(recipe, data.train, trainer.strategy.batches.consumed),
+        easiest=easiest_first(recipe, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: trivial_answers(data.validation),
     )
 
     parts = (data.train, data.validation and data.validation.samples, prompts)
-    trainer.announce(
+    prepared.announce(
         table(stats_rows(*(part and part.stats for part in parts)), screen_width()),
         *(note for note in notes if note),
     )
     if not recipe.trains:
-        return trainer.answer(task)
+        return answer(prepared, task)
+    if measurement is not None:
+        return measurement.run(prepared, task)
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
-    trainer.train(task, meter, data.tokenizer)
-    trainer.export()
-    if data.validation and recipe.predict_with_generate and not trainer.stopped:
-        trainer.say(*shown(trainer.folder, recipe.per_device_eval_batch_size, recipe.n_val_batch_generations))
-    return trainer.close()
+    result = fit(prepared, task, meter, data.tokenizer)
+    export(result)
+    if data.validation and recipe.predict_with_generate and not result.stopped:
+        session.say(*shown(session.folder, recipe.per_device_eval_batch_size, recipe.n_val_batch_generations))
+    return finish(result)
 
 
 if __name__ == "__main__":

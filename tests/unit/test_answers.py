@@ -27,8 +27,8 @@ from train.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from train.record.run_folder import RunFolder
 from train.tools.tool_recipe import read_with_recipe
 from train.tools.verify.options import VerifyOptions
-from train.training.evaluation_only import EvaluationTrainer
 from train.training.generation import predict_texts, writing_settings
+from train.training.stored_model import refuse_a_training_run, refuse_other_answers
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
            "watchdog_minutes", "rendezvous_minutes", "trial"}  # fmt: skip
@@ -39,7 +39,7 @@ FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokeni
 
 
 def test_every_option_of_training_is_forgotten_or_said_not_to_be():
-    kinds = ("Optimizer", "Batch", "Run", "Evaluation", "Checkpoint", "Fault", "Tracking")
+    kinds = ("Optimizer", "Batch", "Run", "Evaluation", "Checkpoint", "Anomaly", "Tracking")
     groups = [getattr(options, f"{kind}Options") for kind in kinds]
     names = {name for group in groups for name in group.__annotations__}
     assert len(names) > 40
@@ -97,12 +97,12 @@ def test_a_tool_that_trains_does_not_take_it():
 
 
 def test_the_folder_of_a_training_run_is_refused(tmp_path):
-    session, folder = EvaluationTrainer.__new__(EvaluationTrainer), RunFolder(tmp_path / "run")
-    session._refuse_a_training_run(folder)
+    folder = RunFolder(tmp_path / "run")
+    refuse_a_training_run(folder)
     folder.start_answers({"seed": 1}, {"name": "single"}, {})
     (tmp_path / "run" / "predictions.jsonl").write_text("{}\n")
     folder.metrics.add({"update": 0, "eval_loss": 1.0})
-    session._refuse_a_training_run(folder)
+    refuse_a_training_run(folder)
     folder.start_answers({"seed": 2}, {"name": "single"}, {})
     assert {file.name for file in folder.path.iterdir()} == {
         ".lock", "files.json", "recipe.yaml", "strategy.yaml", "environment.json"
@@ -110,19 +110,19 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     recipe = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "one.tsv"])
     folder.start_answers(recipe.to_dict(), {"name": "single"}, {})
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
-    session._refuse_other_answers(folder, other)  # nothing was answered yet
+    refuse_other_answers(folder, other)  # nothing was answered yet
     folder.write_predictions([{}])
-    session._refuse_other_answers(folder, recipe)
+    refuse_other_answers(folder, recipe)
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
-    said = refusal(session._refuse_other_answers, folder, other)
+    said = refusal(refuse_other_answers, folder, other)
     assert "holds a different run: predict_file was ['one.tsv'], now ['two.tsv']" in said
     evaluated = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--evaluate_only", "--train_file", "one.csv"])
     folder.start_answers(evaluated.to_dict(), {"name": "single"}, {})
     folder.metrics.add({"update": 0})
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--evaluate_only", "--train_file", "two.csv"])
-    assert "train_file was ['one.csv']" in refusal(session._refuse_other_answers, folder, other)
+    assert "train_file was ['one.csv']" in refusal(refuse_other_answers, folder, other)
     (tmp_path / "run" / "model").mkdir()
-    assert "holds a training run" in refusal(session._refuse_a_training_run, folder)
+    assert "holds a training run" in refusal(refuse_a_training_run, folder)
 
 
 # --------------------------------------------------------------------------------------------- GLUE's files and labels

@@ -164,4 +164,4 @@ def test_random_weights_are_drawn_whole_where_the_container_has_room(monkeypatch
     monkeypatch.setattr("train.strategy.strategy._without_sharding", lambda: "whole")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert (strategy.building_from_scratch(100) == "whole") == whole
-    assert bool(strategy.drawn_sharded(100)) == (not whole)
+    assert bool(strategy.sharded_init_reason(100)) == (not whole)

@@ -18,7 +18,7 @@ from train.strategy.layout import ParallelLayout
 from train.training.best_metric import BestMetricTracker
 from train.training.length import run_length
 from train.training.loop import reason_to_stop, train
-from train.training.run import Run, TrainResult
+from train.training.run import Run, Stop
 from train.training.step import Signals, TrainStep
 from train.training.summary import about_evaluations
 from train.training.task import Task
@@ -119,7 +119,7 @@ def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]
     step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
     best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
     parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase)
-    assert train(parts) == TrainResult()
+    assert train(parts) == Stop()
     return recorder.lines
 
 

@@ -188,6 +188,6 @@ def test_collectives_wait_longer_than_the_watchdog_is_patient():
     """While rank 0 writes, reads or exports, the others wait for it in a collective."""
     from datetime import timedelta
 
-    from train.training.trainer import LONG
+    from train.training.session import LONG
 
     assert timedelta(minutes=ClmRecipe().watchdog_minutes) * LONG < COLLECTIVE_TIMEOUT

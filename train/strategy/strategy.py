@@ -201,7 +201,7 @@ class Strategy:
 
             deepspeed.zero.register_external_parameter(module, parameter)
 
-    def drawn_sharded(self, num_parameters: int) -> str | None:
+    def sharded_init_reason(self, num_parameters: int) -> str | None:
         """Why random weights are drawn shard by shard; None: they are drawn in full.
 
         Under ZeRO-3, weights drawn shard by shard differ from those of every other strategy at the same seed. So where
@@ -220,7 +220,7 @@ class Strategy:
 
     def building_from_scratch(self, num_parameters: int) -> AbstractContextManager:
         """The context in which random weights are drawn: in full, where there is room for them."""
-        in_full = self.shards_parameters and self.drawn_sharded(num_parameters) is None
+        in_full = self.shards_parameters and self.sharded_init_reason(num_parameters) is None
         return _without_sharding() if in_full else contextlib.nullcontext()
 
     def loading(self) -> AbstractContextManager:

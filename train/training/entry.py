@@ -1,9 +1,10 @@
 """How a task begins and ends: its exit code on record, a look at the disk before anything heavy is imported, the
-watchdog, and the trainer."""
+watchdog, and the session."""
 
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from train.health.shutdown import StartingRank, listen
 from train.health.watchdog import Watchdog
@@ -16,6 +17,9 @@ from train.record.terminal import outlive_the_terminal
 from train.record.timeline import Timeline
 from train.strategy.builds import check_compiled_code
 from train.training.rank_meeting import MEETING
+
+if TYPE_CHECKING:
+    from train.training.session import Measurement, Session
 
 
 def run_program(task: str, main: Callable[[], int]) -> None:
@@ -30,11 +34,13 @@ def run_program(task: str, main: Callable[[], int]) -> None:
     leave(main())
 
 
-def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_class: type | None = None):
-    """The trainer of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
+def open_session(
+    task: str, recipe: TrainingRecipe, timeline: Timeline, measurement: "Measurement | None" = None
+) -> "Session":
+    """The session of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
 
     Args:
-        trainer_class: another Trainer, which takes the same arguments.
+        measurement: what is done in place of training.
 
     Raises:
         UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
@@ -45,9 +51,7 @@ def open_trainer(task: str, recipe: TrainingRecipe, timeline: Timeline, trainer_
     watchdog = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
     watchdog.start()
     before_leaving(watchdog.leave)
-    if trainer_class is None and recipe.trains:
-        from train.training.trainer import Trainer as trainer_class
-    elif trainer_class is None:
-        from train.training.evaluation_only import EvaluationTrainer as trainer_class
+    from train.training.session import Session
+
     MEETING.start(60 * recipe.rendezvous_minutes)
-    return trainer_class(task, recipe, timeline, watchdog)
+    return Session.open(task, recipe, timeline, watchdog, measurement)

@@ -11,12 +11,12 @@ from train.health.anomaly import ACTIONS, MAX_IN_A_ROW
 from train.health.shutdown import StopReason
 from train.record.metrics import UpdateMetrics
 from train.training.evaluation import timed_evaluation
-from train.training.run import Run, TrainResult
+from train.training.run import Run, Stop
 from train.training.step import StepResult
 from train.training.stream import UpdateStream
 
 
-def train(run: Run) -> TrainResult:
+def train(run: Run) -> Stop:
     """Train from the first update that is not done to the last, or until there is a reason to stop."""
     state, stream, totals = run.state, begin(run), None
     while state.updates < run.length.num_updates:
@@ -35,7 +35,7 @@ def train(run: Run) -> TrainResult:
                 stream, totals = begin(run), None
                 continue
             if run.task.recipe.on_anomaly != "skip" or state.anomalies_in_a_row >= MAX_IN_A_ROW:
-                return TrainResult(StopReason.ANOMALY, result.anomaly)
+                return Stop(StopReason.ANOMALY, result.anomaly)
         held_out, timing = maybe_evaluate(run, update)
         is_best = run.best.record_evaluation(update, held_out) if held_out else False
         state.updates = update
@@ -47,8 +47,8 @@ def train(run: Run) -> TrainResult:
         stop_reason = reason_to_stop(run, result)
         run.recorder.note(*run.checkpoints.messages())
         if stop_reason or run.best.is_exhausted:
-            return TrainResult(stop_reason)
-    return TrainResult()
+            return Stop(stop_reason)
+    return Stop()
 
 
 def begin(run: Run) -> UpdateStream:

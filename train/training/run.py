@@ -34,8 +34,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class TrainResult:
-    """Why training stopped. `reason` is NONE after the last update, and where patience has run out."""
+class Stop:
+    """Why training ended. `reason` is NONE after the last update, and where patience has run out."""
 
     reason: StopReason = StopReason.NONE
     anomaly: Anomaly | None = None

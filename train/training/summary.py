@@ -12,7 +12,7 @@ from train.recipe.words import counted
 from train.record.meters import ThroughputMeter
 from train.record.terminal import duration, rounded
 from train.training.best_metric import BestMetricTracker
-from train.training.run import TrainResult
+from train.training.run import Stop
 
 
 def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter) -> list[str]:
@@ -31,12 +31,12 @@ def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: in
 
 
 def why_stopped(
-    result: TrainResult, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
+    stop: Stop, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
 ) -> list[str]:
     """What a person has to know of a run that stopped before its `num_updates` updates were made."""
-    by = f"stopped     by {result.reason.text} after update {state.updates:,} of {num_updates:,}"
-    if result.reason is StopReason.ANOMALY:
-        return _after_anomaly(by, result, checkpoints.folder.anomalies.path, on_anomaly)
+    by = f"stopped     by {stop.reason.text} after update {state.updates:,} of {num_updates:,}"
+    if stop.reason is StopReason.ANOMALY:
+        return _after_anomaly(by, stop, checkpoints.folder.anomalies.path, on_anomaly)
     newest = next(checkpoints.directory.resumable(), None)
     remedy = f"resumes from {newest}" if newest else "starts over"
     if not checkpoints.saved_latest:
@@ -44,9 +44,9 @@ def why_stopped(
     return [f"{by}: the same command resumes there"]
 
 
-def _after_anomaly(by: str, result: TrainResult, file: Path, on_anomaly: str) -> list[str]:
+def _after_anomaly(by: str, stop: Stop, file: Path, on_anomaly: str) -> list[str]:
     lines = [
-        f"{by}: update {result.anomaly.update}: {result.anomaly.reason}",
+        f"{by}: update {stop.anomaly.update}: {stop.anomaly.reason}",
         f"            its samples are in {file}; the weights are as they were before it",
     ]
     if on_anomaly == "stop":

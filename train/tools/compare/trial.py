@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,18 @@ from train.health.anomaly import AnomalyDetector
 from train.health.out_of_memory import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from train.recipe.errors import UserError, leave
 from train.strategy.devices import synchronise
+from train.strategy.strategy import Strategy
 from train.tools.compare.memory_limits import DataSegment, TrialMemory, limit_device
 from train.tools.compare.search import next_size
 from train.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
 from train.tools.compare.worst_case_batch import WorstCaseBatches
 from train.tools.json_lines import add_line
 from train.training.evaluation import timed_evaluation
+from train.training.prepare import Prepared
+from train.training.session import Session
 from train.training.step import Signals, TrainStep
 from train.training.stream import UpdateBatches
-from train.training.trainer import Trainer
+from train.training.task import Task
 
 WARM_UP, WARM_UP_FIRST = 1, 2  # updates before the timed ones; the first size also makes the optimizer's state
 
@@ -53,54 +55,50 @@ def import_libraries(task: str, lora: bool, deepspeed: bool) -> None:
         importlib.import_module(name)
 
 
-class TrialTrainer(Trainer):
-    """A Trainer that measures the requested batch sizes, saves no model, and ends with the requesting process."""
+class Trial:
+    """Measures the requested batch sizes in place of training, and ends with the requesting process.
 
-    def __init__(self, request: Path, *args):
-        """`args`: those of a Trainer."""
-        self.request, self.trial_folder = TrialRequest.read(request), request.parent
+    Args:
+        request: the file of the request; answers are written beside it.
+    """
+
+    def __init__(self, request: Path):
+        self.request, self.folder = TrialRequest.read(request), request.parent
         end_together_with(self.request.pid, self.request.started)
         self.size, self.limit, self.device = self.request.first, None, None
-        super().__init__(*args)
-        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.rank = int(os.environ.get("RANK", "0"))
 
-    def plan(self, num_samples):
+    def samples(self, num_samples: int, global_batch: int) -> int:
+        """At least one global batch: a small data set is repeated."""
         self.num_samples = num_samples
-        super().plan(max(num_samples, self.strategy.batches.global_batch))  # a small data set is repeated
+        return max(num_samples, global_batch)
 
-    def start_processes(self):
-        """Make the Accelerator, and limit the memory of this rank from here on.
+    def started(self, accelerator, session: Session) -> None:
+        """Limit the memory of this rank from here on.
 
         Raises:
             UserError: the device has less than the limit, or the process exceeds it before it has a model.
         """
-        accelerator = super().start_processes()
         self.device = accelerator.device
-        self._build_operations()
-        import_libraries(self.task_name, self.recipe.lora, bool(self.strategy.deepspeed))
+        session.folder.path.mkdir(parents=True, exist_ok=True)
+        build_operations(session.strategy)
+        import_libraries(session.task, session.recipe.lora, bool(session.strategy.deepspeed))
         on_cpu = self.device.type == "cpu"
         self.segment = DataSegment(watched=on_cpu)
         limit, host_limit = self.request.memory_limit, self.request.host_memory_limit
         if on_cpu:
-            limit = host_limit = min((one for one in (limit, host_limit) if one is not None), default=None)
+            limit = host_limit = min((each for each in (limit, host_limit) if each is not None), default=None)
         taken = self.segment.now() if on_cpu else torch.accelerator.memory_reserved()
         self._check_room("memory_limit", limit, taken)
         if not on_cpu:
             self._check_room("host_memory_limit", host_limit, self.segment.now())
         try:
-            self.limit = limit if on_cpu else limit_device(self.device, limit, self._ranks_of_the_device())
+            self.limit = limit if on_cpu else limit_device(self.device, limit, ranks_of_the_device(accelerator))
         except ValueError as problem:
             raise UserError(f"memory_limit = {limit / 2**30:.2f} GiB: {problem}") from None
         if host_limit is not None:
             self.segment.limit(host_limit)
         self._answer(event="started", taken=taken)
-        return accelerator
-
-    def _ranks_of_the_device(self) -> int:
-        """How many ranks use the device of this one; returns when each of them has its context there."""
-        torch.accelerator.get_memory_info()
-        self.accelerator.wait_for_everyone()
-        return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
 
     def _check_room(self, option: str, limit: int | None, taken: int) -> None:
         """Raises UserError if the process already uses as much as its limit."""
@@ -112,26 +110,19 @@ class TrialTrainer(Trainer):
             self._report_failure("too_small", text=message)
             raise UserError(message)
 
-    def _build_operations(self) -> None:
-        """Build DeepSpeed's optimizer for the host now: a compiler does not fit into the limit."""
-        zero = (self.strategy.deepspeed or {}).get("zero_optimization", {})
-        if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-            from deepspeed.ops.op_builder import CPUAdamBuilder
-
-            CPUAdamBuilder().load()
-
-    def train(self, task, throughput, tokenizer):
+    def run(self, prepared: Prepared, task: Task) -> int:
         """Try one batch size after another, until none is left or memory runs out."""
-        self.task, self.worst = task, WorstCaseBatches(task)
+        session, self.prepared, self.task, self.worst = prepared.session, prepared, task, WorstCaseBatches(task)
+        self.engine, self.strategy, self.phase = prepared.engine, session.strategy, session.phase
         self.memory = TrialMemory(self.device, self.segment)
         detector = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
-        self.step = TrainStep(task, self.engine, detector, self.memory, Signals, self._phase)
+        self.step = TrainStep(task, self.engine, detector, self.memory, Signals, self.phase)
         self.done, self.held, request = 0, None, self.request
         self.engine.model.train()
         facts = {
             "longest": task.longest, "mean_sample": task.train_set.stats.mean_length,
             "num_samples": self.num_samples, "accumulation": self.strategy.batches.accumulation,
-            "precision": self.strategy.precision, "parameters": self.parameters,
+            "precision": self.strategy.precision, "parameters": prepared.parameters,
         }  # fmt: skip
         self._answer(event="ready", **facts)
         points, fits, size = list(request.points), request.fits, request.first
@@ -149,6 +140,8 @@ class TrialTrainer(Trainer):
                 else next_size(request.sizes, fits, fails, points, self.limit, request.must_try, request.per_sample)
             )
         self._answer(event="done")
+        self.engine.close()
+        return 0
 
     def measure(self, size: int, fresh: bool) -> dict[str, Any]:
         """Updates of this size, the last ones timed, and in the first trial of a process an evaluation."""
@@ -169,7 +162,7 @@ class TrialTrainer(Trainer):
         if self.held is None:
             self.held = self.engine.held_bytes()
             if self.task.evaluate is not None:
-                self._phase("evaluate", self.done)
+                self.phase("evaluate", self.done)
                 self.task.evaluate(self.engine)  # warms up
                 evaluation = timed_evaluation(self.task, self.engine)[1]
                 evaluation["evaluation_samples"] = self.task.num_held_out
@@ -198,42 +191,48 @@ class TrialTrainer(Trainer):
 
     def _update(self, size: int, batches: list[Batch]):
         """One update, as the training loop does it."""
-        number = min(self.done, self.length.num_updates - 1) + 1  # in the learning-rate schedule
+        number = min(self.done, self.prepared.length.num_updates - 1) + 1  # in the learning-rate schedule
         self.done += 1
         result = self.step(number, UpdateBatches(batches), None, lambda: None)
         if result.anomaly is not None:
             raise UserError(f"size {size}: {result.anomaly.reason} in update {self.done} of the trial")
         return result
 
-    stopped = True  # as a run that was stopped before its end: nothing is exported
-
-    def export(self):
-        """A trial saves no model."""
-
-    def close(self):
-        self.engine.close()
-        return 0
-
     # --------------------------------------------------------------------------------------------------------- answers
 
-    def _explain(self, error):
+    def explain(self, error: Exception, phase: str) -> int | None:
+        """Report memory that ran out."""
         where = is_out_of_memory(error)
         if where is None:
-            return super()._explain(error)
-        phase, _ = self.watchdog.at
+            return None
         on_device = where == "device" or (self.device is not None and self.device.type == "cpu")
         self._report_failure("out_of_memory", where="device" if on_device else "host", phase=phase)
-        print(f"out of memory: rank {self.strategy.layout.rank}, {phase}, size {self.size}: {error}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(f"out of memory: rank {self.rank}, {phase}, size {self.size}: {error}", file=sys.stderr, flush=True)
         return EXIT_OUT_OF_MEMORY
 
     def _answer(self, **line) -> None:
-        if self.is_main:
-            add_line(self.trial_folder / ANSWERS, line)
+        if self.rank == 0:
+            add_line(self.folder / ANSWERS, line)
 
     def _report_failure(self, event: str, **details) -> None:
-        line = {"event": event, "size": self.size, "rank": self.strategy.layout.rank, **details}
-        add_line(self.trial_folder / FAILURES, line)
+        line = {"event": event, "size": self.size, "rank": self.rank, **details}
+        add_line(self.folder / FAILURES, line)
+
+
+def ranks_of_the_device(accelerator) -> int:
+    """How many ranks use the device of this one; returns when each of them has its context there."""
+    torch.accelerator.get_memory_info()
+    accelerator.wait_for_everyone()
+    return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
+
+
+def build_operations(strategy: Strategy) -> None:
+    """Build DeepSpeed's optimizer for the host now: a compiler does not fit into the limit."""
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        CPUAdamBuilder().load()
 
 
 @dataclass(frozen=True)
@@ -266,9 +265,9 @@ def end_together_with(pid: int, started: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the task's own program with this trainer."""
+    """Run the task's own program with a trial in place of training."""
     task, request, *flags = argv
-    return importlib.import_module(f"train.{task}").main(flags, partial(TrialTrainer, Path(request)))
+    return importlib.import_module(f"train.{task}").main(flags, Trial(Path(request)))
 
 
 if __name__ == "__main__":
