@@ -108,6 +108,16 @@ def test_a_recomputed_layer_meets_again_but_for_its_last_sum():
     assert len(exchanged(steps, REDUCE_SCATTER, "backward")) == layers * (2 + 1) + 1
 
 
+def test_between_layers_that_are_shared_a_rank_keeps_its_part_of_the_tokens():
+    subject = subject_of(*LLAMA, "--gradient_checkpointing", "--packing", "none")
+    hidden, kept = 2 * 64 * 64 * 4, {}
+    for layout in (ALONE, SHARED):
+        before, after = [step for step in steps_of(subject, layout) if step.phase == "forward" and step.place][-2:]
+        kept[layout] = after.start - before.start
+        assert subject.hidden_bytes("fp32", layout, 2) == hidden / layout.tensor, "what a stage is sent"
+    assert kept == {ALONE: hidden, SHARED: hidden / 2}, "the input of a layer that is recomputed"
+
+
 def test_rows_that_are_split_exchange_heads_and_keep_half():
     subject = subject_of(*LLAMA, "--packing", "none")
     alone, split = steps_of(subject, ALONE), steps_of(subject, SPLIT)

@@ -74,7 +74,9 @@ def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str)
     return replace(weights, all=tuple(weight for weight in weights.all if belongs(weight.name)))
 
 
-def steps_of_stage(steps: list[Step], stage: Stage, weights: Weights, hidden: int, width: int) -> list[Step]:
+def steps_of_stage(
+    steps: list[Step], stage: Stage, weights: Weights, hidden: int, width: int, embedded: int = 0
+) -> list[Step]:
     """The passes of a micro-batch through a stage.
 
     What a stage receives stands where the embedding's output would; so does what is made of positions and masks.
@@ -84,6 +86,8 @@ def steps_of_stage(steps: list[Step], stage: Stage, weights: Weights, hidden: in
         weights: of the stage.
         hidden: bytes of the hidden states that stages exchange.
         width: bytes of an element of a gradient.
+        embedded: bytes of the embedding's output where layers keep parts of it: the model's code holds it until its
+            forward pass ends.
     """
     found: list[Step] = []
     live, first_place = 0, None
@@ -93,7 +97,7 @@ def steps_of_stage(steps: list[Step], stage: Stage, weights: Weights, hidden: in
             continue
         if step.phase == "backward" and not stage.is_last:
             if first_place is None:
-                first_place = step.place
+                live, first_place = live - embedded, step.place
             elif first_place and step.place != first_place:  # the received gradient stays in its buffer
                 live, first_place = live + hidden, ()
         operations, completed, gradient = step.operations, step.completed, step.gradient

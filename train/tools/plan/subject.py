@@ -102,7 +102,8 @@ class Subject:
             return self._with_in_flight(tracer.steps(batch_size), evaluated)
         weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, layout, batch_size)
         width = self.dtypes(precision, sharding is not None)[0].itemsize
-        steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width)
+        embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
+        steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded)
         return self._with_in_flight(steps, evaluated)
 
     def _with_in_flight(self, steps: list[Step], evaluated: bool) -> list[Step]:
