@@ -14,7 +14,7 @@ STRATEGY = "the strategy is the launcher's: accelerate launch --config_file acce
 DATA_PARALLEL = "its processes are data-parallel ones here"
 DEGREE = f"{DATA_PARALLEL}, and ZeRO-3 shards the weights over them (--config_file accelerate_configs/zero3.yaml)"
 SPLIT_ROWS = f"{STRATEGY}; of sp.yaml the JSON has the degree, sequence_parallel_size"
-IN_FULL = "each tensor-parallel process keeps norms and inputs of layers in full; the figures are the same"
+IN_PARTS = "between the layers that are cut each tensor-parallel process has a part of the tokens, in every such pair"
 TOKENIZER = "name the tokenizer's folder with --tokenizer_name"
 FULL = "each layer is recomputed by itself"
 SELECTIVE = (
@@ -85,6 +85,10 @@ FLASH = "on a GPU a flash kernel runs by default, in half precision (--attn_impl
 FUSED = "a matter of Megatron's kernels; the figures are the same"
 OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
 SATISFIED = {  # what is always so
+    "sequence_parallel": IN_PARTS,
+    "distribute_saved_activations": IN_PARTS,
+    "distribute_checkpointed_activations": IN_PARTS,
+    "partition_activations": IN_PARTS,
     "swiglu": OF_LLAMA,
     "activation_func_type": OF_LLAMA,
     "normalization": NORMS,
@@ -147,7 +151,6 @@ NONE = {  # what is not supported, and why
     "distributed_backend": "NCCL on GPUs, gloo without",
     "local_rank": "the launcher's",
     "task_type": "the models of Megatron's flags are GPT and Llama",
-    "sequence_parallel": IN_FULL,
     "loss_scale": ONE_SCALE,
     "initial_loss_scale": ONE_SCALE,
     "min_loss_scale": ONE_SCALE,
@@ -183,8 +186,6 @@ NONE = {  # what is not supported, and why
     "no_mmap_bin_files": "corpora are mapped into memory",
     "mmap_warmup": "the system reads ahead by itself",
     "data_parallel_random_init": "all processes begin with the same weights",
-    "distribute_saved_activations": IN_FULL,
-    "distribute_checkpointed_activations": IN_FULL,
     "checkpoint_num_layers": FULL,
     "manual_gc": "Python's own",
     "empty_unused_memory_level": "torch's own",
@@ -194,7 +195,6 @@ NONE = {  # what is not supported, and why
     "sample_rate": "all samples are used",
     "kill_switch_file": "a signal ends a run",
     "kill_switch_path": "a signal ends a run",
-    "partition_activations": IN_FULL,
     "synchronize_each_layer": "a matter of Megatron's timers",
     "wandb_save_dir": "wandb's files are in the run folder",
     "wandb_entity": "set WANDB_ENTITY",
