@@ -203,7 +203,12 @@ def train_zerofit(work: Workload, watch: Stopwatch, loss: str) -> None:
     engine = prepared.engine
     check_loss(engine, recipe)
     task = Task(session.recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
-    fit(prepared, task, make_meter(engine, flops_per_token(model, work.options.block_size)), tokenizer=None)
+    fit(
+        prepared,
+        task,
+        make_meter(engine, flops_per_token(model, work.options.block_size), recipe.peak_tflops),
+        tokenizer=None,
+    )
     assert len(session.folder.metrics.read()) == work.options.num_updates
     assert engine.module.loss_kind == loss, "zerofit has chosen another loss"
 

@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         return answer(prepared, task)
     if measurement is not None:
         return measurement.run(prepared, task)
-    meter = make_meter(engine, flops_per_token(engine.whole, data.train.stats.mean_length))
+    meter = make_meter(engine, flops_per_token(engine.whole, data.train.stats.mean_length), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)
     if recipe.sample_tokens and not result.stopped and engine.layout.pipeline > 1:

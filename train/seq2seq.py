@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         return answer(prepared, task)
     if measurement is not None:
         return measurement.run(prepared, task)
-    meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()))
+    meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)
     if data.validation and recipe.predict_with_generate and not result.stopped:

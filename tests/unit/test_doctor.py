@@ -57,6 +57,13 @@ def test_a_healthy_machine():
     assert judged(change(devices=(), kind="cpu", present={}), Needs(processes=8, precision="fp32")) == []
 
 
+def test_a_gpu_without_a_known_peak():
+    ((level, said),) = judged(change(devices=(A100, dataclasses.replace(A100, name="NVIDIA A10G"))))
+    assert level == "note"
+    assert "no peak of NVIDIA A10G" in said
+    assert "--peak_tflops gives it" in said
+
+
 def test_more_processes_than_devices():
     ((level, said),) = judged(needs=dataclasses.replace(NEEDS, processes=4))
     assert level == "error"

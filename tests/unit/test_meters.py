@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from train.record.meters import ThroughputMeter, peak_flops, peak_of
+from train.record import meters
+from train.record.meters import ThroughputMeter, peak_flops, without_mfu
+from train.strategy.gpu_table import GPUS, peak_of
 
 
 @pytest.mark.parametrize(
@@ -14,9 +17,12 @@ from train.record.meters import ThroughputMeter, peak_flops, peak_of
     [
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
-        ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA RTX A6000", 155),
+        ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA RTX A6000", 154.8),
         ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
-        ("NVIDIA H20", 148), ("NVIDIA GeForce RTX 5090", 209), ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA H20", 148), ("NVIDIA GeForce RTX 5090", 209.5), ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("AMD Instinct MI325X", 1307.4), ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA H800 PCIe", None),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 5090 D", None), ("NVIDIA A10G", None),
         ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("Some future device", None),
@@ -24,6 +30,28 @@ from train.record.meters import ThroughputMeter, peak_flops, peak_of
 )  # fmt: skip
 def test_peaks_by_name(name, tera):
     assert peak_of(name) == (tera and tera * 1e12)
+
+
+def test_every_peak_belongs_to_one_record():
+    peaks = {}
+    for gpu in GPUS.values():
+        assert peaks.setdefault(gpu.model, gpu.half) == gpu.half, "GPUs of one model differ in memory alone"
+    assert len(peaks) > 25
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312 * 14 / 108), ("NVIDIA B200 MIG 1g.23gb", None), ("NVIDIA L4", 121)],
+)
+def test_a_slice_of_a_gpu_reaches_as_much_as_it_has_of_its_multiprocessors(name, tera, monkeypatch):
+    device, properties = torch.device("cuda", 0), lambda device: SimpleNamespace(multi_processor_count=14)
+    monkeypatch.setattr(meters, "device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert peak_flops(device, "bf16") == (tera and pytest.approx(tera * 1e12))
+    said = without_mfu(device, "bf16", None)
+    assert (tera is None) == (said is not None and name in said and "--peak_tflops" in said)
+    assert without_mfu(device, "bf16", 10.0) is None
+    assert peak_flops(device, "bf16", 10.0) == 10e12, "what the user says counts"
 
 
 def test_a_cpu_has_no_known_peak():

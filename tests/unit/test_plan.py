@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from train.cli import main
+from train.strategy.gpu_table import GPUS
 from train.tools.plan import trace
 from train.tools.plan.every_nth import EveryNth
-from train.tools.plan.gpus import GPUS
 from train.tools.plan.memory import Moment, find_peak, pinned, training_moments
 from train.tools.plan.rows import Rows
 from train.tools.plan.states import deepspeed_states, torch_states

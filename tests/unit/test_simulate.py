@@ -8,6 +8,7 @@ from helpers import ROOT, refusal
 from unit.test_limits import machine, rows
 
 from train.recipe.parse import parse_recipe
+from train.strategy.gpu_table import GPUS
 from train.tools.compare import simulated
 from train.tools.compare.axis import BATCHES
 from train.tools.compare.candidates import make_recipe
@@ -16,7 +17,6 @@ from train.tools.compare.machine import Limits, launch_environment
 from train.tools.compare.options import CompareOptions
 from train.tools.compare.report import Report
 from train.tools.compare.results import with_rates_of
-from train.tools.plan.gpus import GPUS
 from train.tools.tool_recipe import read_with_recipe
 
 GIB = 2**30

@@ -152,6 +152,12 @@ class RunOptions(Recipe):
         positive=True,
         aliases=("log_interval",),
     )
+    peak_tflops: float | None = option(
+        None,
+        "Peak of one device's matrix products, TFLOP/s (dense, in bf16 or fp16): what MFU and zerofit plan refer to. "
+        "By default that of the table of GPUs.",
+        positive=True,
+    )
     record_samples: bool = option(False, "Write samples.jsonl: the indices of the training samples of each update.")
 
 

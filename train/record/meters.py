@@ -1,7 +1,6 @@
 """What the machine does: tokens and floating-point operations a second, and memory. Measured, never assumed."""
 
 import contextlib
-import re
 import resource
 import statistics
 import sys
@@ -11,38 +10,29 @@ from pathlib import Path
 import torch
 
 from train.strategy.devices import device_name
-
-# Dense peak of half-precision matrix products, FLOP/s, from the makers' data sheets (of two forms, the SXM / OAM one);
-# of what torch sees as one device, which of an MI250X is one of its two dies. Where NVIDIA prints figures with
-# sparsity, their half: "GB200 NVL72" and "GB300 NVL72" 360 PFLOPS of 72, "HGX B200" and "HGX B300" 36 of 8, "H200 NVL"
-# 1,671 TFLOPS, "RTX 6000 Ada Generation" a quarter of 1,457 in FP8. "RTX Blackwell GPU Architecture" has the RTX 5090.
-PEAK_HALF = {
-    "GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "GH200": 989e12, "H20": 148e12,
-    "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12,
-    "A6000": 155e12, "RTX 6000 Ada": 364e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-    "V100": 125e12, "T4": 65e12, "MI300X": 1307e12, "MI250X": 191.5e12,
-}  # fmt: skip
-OTHERS = re.compile(r" (MIG|Laptop|Max-Q|D)\b")  # a slice of a device, or a slower one with the same number
+from train.strategy.gpu_table import NO_PEAK, TERA, peak_of
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak FLOP/s at this precision; None where it is not known (any CPU, fp32, a device not listed)."""
+def peak_flops(device: torch.device, precision: str, peak_tflops: float | None = None) -> float | None:
+    """The device's peak FLOP/s at this precision: what the user states, else what the table of GPUs has.
+
+    None where it is not known (any CPU, fp32, a device not listed).
+    """
+    if peak_tflops:
+        return peak_tflops * TERA
     name = device_name(device)
-    return peak_of(name) if name and precision != "fp32" else None
+    if not name or precision == "fp32":
+        return None
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return peak_of(name, getattr(ask(device), "multi_processor_count", None) if ask else None)
 
 
-def model_of(name: str) -> str:
-    """The model in the table of the device of this name; empty if it is not there (an A10G is no A10)."""
-    if OTHERS.search(name):
-        return ""
-    models = (model for model in PEAK_HALF if re.search(rf"(?<![A-Za-z0-9]){model}(?![A-Za-z0-9])", name))
-    return next(models, "")
-
-
-def peak_of(name: str) -> float | None:
-    """The half-precision peak of the device of this name; None if it is not in the table."""
-    return PEAK_HALF.get(model_of(name))
+def without_mfu(device: torch.device, precision: str, peak_tflops: float | None) -> str | None:
+    """Why no MFU is reported of this device, and what to do about it; None where it is, or would mean nothing."""
+    name = device_name(device)
+    if not name or precision == "fp32" or peak_flops(device, precision, peak_tflops):
+        return None
+    return f"MFU is not reported, since {NO_PEAK.format(name)}: --peak_tflops"
 
 
 class MemoryMeter:
@@ -69,9 +59,9 @@ class MemoryMeter:
             return peak if sys.platform == "darwin" else peak * 1024
 
 
-def make_meter(engine, flops_per_token: float) -> "ThroughputMeter":
+def make_meter(engine, flops_per_token: float, peak_tflops: float | None) -> "ThroughputMeter":
     """The meter of a run: its peak is that of all devices together."""
-    peak = peak_flops(engine.device, engine.strategy.precision)
+    peak = peak_flops(engine.device, engine.strategy.precision, peak_tflops)
     return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)
 
 

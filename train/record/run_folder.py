@@ -32,7 +32,7 @@ NOT_THE_RUN = {
     "activation_offload", "torch_compile", "loss", "metric_for_best_model", "save_best", "load_best_model_at_end",
     "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",
     "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async", "on_save_failure",
-    "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes",
+    "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes", "peak_tflops",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from train.model.parameters import count_parameters
 from train.model.stages import whole_model
 from train.recipe.errors import UserError
 from train.recipe.schedule import Schedule, make_schedule
+from train.record.meters import without_mfu
 from train.strategy.deepspeed_schedule import with_schedule
 from train.strategy.engine import Engine
 from train.strategy.gpus import describe_device
@@ -179,7 +180,10 @@ def prepare(started: Started, model, adapter) -> Prepared:
     notes = [*session.config.notes, *(session.stored.notes if session.stored else ())]
     if not recipe.model_name_or_path:
         notes += filter(None, [session.strategy.sharded_init_reason(session.facts.parameters)])
-    notes += prepare_passes(model, recipe, started.accelerator.device)
+    device = started.accelerator.device
+    notes += prepare_passes(model, recipe, device)
+    if recipe.trains:
+        notes += filter(None, [without_mfu(device, session.strategy.precision, recipe.peak_tflops)])
     parameters, trainable = count_parameters(whole_model(model))
     engine = prepare_engine(session.strategy, started.accelerator, model, recipe, started.schedule)
     engine.alive = session.watchdog.alive

@@ -11,8 +11,8 @@ from pathlib import Path
 from train.model.configuration import known_architectures
 from train.recipe.errors import UserError, nearest
 from train.record.terminal import say, size
+from train.strategy.gpu_table import GPUS
 from train.tools.compare.machine import Machine, inspect_machine
-from train.tools.plan.gpus import GPUS
 from train.tools.simulate import build
 from train.tools.tool_recipe import parse_bytes
 

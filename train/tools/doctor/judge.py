@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from train.recipe.words import counted
 from train.record.terminal import size
+from train.strategy.gpu_table import NO_PEAK, gpu_of
 from train.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
 from train.tools.compare.machine import PROGRAM_BYTES
 from train.tools.doctor.machine import IMPOSSIBLE, TO_COMPILE, Folder, Machine
@@ -84,6 +85,10 @@ def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> li
         findings.append(Finding(
             WARNING, f"precision = bf16, and a {', a '.join(without)} does not compute in it: torch emulates it, "
             "slowly", "Use --precision fp16"))  # fmt: skip
+    findings += [
+        Finding(NOTE, NO_PEAK.format(name), "--peak_tflops gives it, and MFU is reported")
+        for name in sorted({device.name for device in machine.devices if not gpu_of(device.name)})
+    ]
     if needs.precision == "bf16" and machine.bf16_slowdown:
         findings.append(Finding(
             WARNING, f"precision = bf16: its products take {machine.bf16_slowdown:.0f} times as long as fp32 on this "

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from train.recipe.errors import UserError
-from train.record.meters import model_of
 from train.record.terminal import rounded, say
 from train.strategy.devices import device_name
+from train.strategy.gpu_table import SLICE, gpu_of
 from train.strategy.gpus import num_devices
 from train.tools.plan.calibration import VERSION, Calibration, cpu_name
 from train.tools.plan.operations import ALL_REDUCE, MATRIX, MEMORY
@@ -57,7 +57,8 @@ def describe(calibration: Calibration) -> list[str]:
 
 def _name_of_gpu() -> str:
     name = device_name(torch.accelerator.current_accelerator())
-    return model_of(name) or name
+    gpu = gpu_of(name)
+    return gpu.model if gpu and SLICE not in name else name
 
 
 def _measure(processes: int) -> dict:

@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from train.record.meters import PEAK_HALF
+from train.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
 from train.tools.plan.calibration import cpu_name, read_calibration
-from train.tools.plan.gpus import GIGA, GPUS, TERA, Gpu
 from train.tools.plan.links import Links, MeasuredLinks
 from train.tools.plan.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
 from train.tools.plan.speeds import Curve, Speeds
@@ -43,7 +42,7 @@ def device_speeds(
     device = cpu_name() if not on_gpu else gpu.model if gpu is not None else ""
     calibration = read_calibration(device) if device and not _overrides(options) else None
     if calibration is not None:
-        speeds = calibration.speeds(local, PEAK_HALF.get(gpu.model) if gpu else None)
+        speeds = calibration.speeds(local, gpu and gpu.half)
         links = calibration.links_of(network)
         if links is None and local > 1 and gpu is not None:
             links = _links(options, gpu, network)
@@ -86,7 +85,7 @@ def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
 def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     """The maker's peaks, with stated efficiencies."""
     model = gpu.model if gpu else ""
-    half = (options.peak_tflops or 0) * TERA or PEAK_HALF.get(model)
+    half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half)
     memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory)
     if not half or not memory:
         lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]

@@ -33,9 +33,8 @@ class DevicesOptions(Recipe):
 
 @dataclass
 class SpeedOptions(Recipe):
-    """What the device reaches, where its maker's figures are not known or not wanted"""
+    """What the device reaches beside peak_tflops, where its maker's figures are not known or not wanted"""
 
-    peak_tflops: float | None = option(None, "Peak of half-precision matrix products, TFLOP/s.", positive=True)
     memory_bandwidth: float | None = option(None, "Bandwidth of the GPU's memory, GB/s.", positive=True)
     link_bandwidth: float | None = option(
         None, "Bandwidth of one GPU to the others of its machine, in one direction, GB/s.", positive=True

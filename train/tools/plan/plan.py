@@ -20,13 +20,13 @@ from train.recipe.help import wants_help
 from train.recipe.parse import parse_recipe
 from train.record.terminal import say, screen_width, size
 from train.strategy.devices import bf16_slowdown
+from train.strategy.gpu_table import CPU, Gpu, find_gpu
 from train.strategy.gpus import num_devices
 from train.strategy.pairs import CONFIGS, ROOT, find_strategies
 from train.tools.lengths import possible_lengths
 from train.tools.plan.calibrate import calibrate
 from train.tools.plan.constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from train.tools.plan.device_speeds import STAND_IN, device_speeds, stand_in_speeds
-from train.tools.plan.gpus import CPU, Gpu, find_gpu
 from train.tools.plan.layouts import Degrees, read_pair
 from train.tools.plan.lengths import LengthPlanner
 from train.tools.plan.options import DevicesOptions, PlanOptions

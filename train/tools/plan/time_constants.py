@@ -18,7 +18,7 @@ OF_MEMORY_BY_BYTES = ((0.1 * MILLION, 0.3), (MILLION, 0.6), (10 * MILLION, 0.75)
 # Flash attention's part of the peak. Source: Dao 2023, FlashAttention-2 (50 to 73 % on an A100); Shah et al. 2024,
 # FlashAttention-3: the same code reaches 35 % of an H100. In fp32 attention is taken to be like matrix products.
 ATTENTION_OF_PEAK, ATTENTION_OF_PEAK_NEWER = 0.6, 0.35
-NEWER = ("H100", "H100 PCIe", "H200", "B200")
+NEWER = ("H100", "H100 PCIe", "H100 NVL", "H200", "H200 NVL", "H800", "GH200", "B200", "GB200", "B300", "GB300")
 
 # Python and torch start operations one after another. An assumption: it matters for small models only, and calibration
 # replaces it.
