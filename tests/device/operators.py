@@ -100,6 +100,52 @@ def test_beyond_the_limit_is_out_of_memory(limit):
     assert (column @ row).shape == (128, 128)
 
 
+WAITS = {  # None: the host goes on
+    "a number": (lambda: ones(3).sum().item(), "item"),
+    "a condition": (lambda: bool(ones(3).isnan().any()), "item"),
+    "to the host": (lambda: ones(3).cpu(), "copy to host"),
+    "from the host": (lambda: torch.ones(3).to(DEVICE), "copy to device"),
+    "pageable memory": (lambda: torch.ones(3).to(DEVICE, non_blocking=True), "copy to device"),
+    "pinned memory": (lambda: torch.ones(3).pin_memory().to(DEVICE, non_blocking=True), None),
+    "a mask": (lambda: ones(3)[ones(3) > 0], "aten::index"),
+    "filled by a mask": (lambda: ones(3).masked_fill(ones(3) > 0, 0.0), None),
+    "unknown shape": (lambda: ones(3).nonzero(), "aten::nonzero"),
+    "clipping": (lambda: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(ones(3))], 1.0), None),
+    "a stream": (lambda: torch.simgpu.current_stream().synchronize(), "synchronize stream"),
+    "the device": (lambda: torch.simgpu.synchronize(), "synchronize device"),
+    "the cache": (accelerator.empty_cache, "empty cache"),
+}
+
+
+@pytest.mark.parametrize("operation", WAITS)
+def test_an_observer_is_told_what_the_host_waits_for(operation):
+    does, expected = WAITS[operation]
+    seen = []
+    torch.simgpu.observe(lambda event, size, group: seen.append(event))
+    try:
+        does()
+    finally:
+        torch.simgpu.observe(None)
+    does()
+    assert seen == ([expected] if expected else [])
+
+
+def test_an_observer_is_told_of_collectives(tmp_path):
+    dist, seen = torch.distributed, []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.simgpu.observe(lambda event, size, group: seen.append((event, size)))
+    try:
+        dist.all_reduce(ones(3))
+        dist.all_reduce(torch.ones(5))
+        dist.all_gather([ones(4)], ones(4))
+        dist.barrier()
+    finally:
+        torch.simgpu.observe(None)
+        dist.destroy_process_group()
+    assert seen[:3] == [("c10d::allreduce_", 12), ("c10d::allreduce_", 20), ("c10d::allgather_", 16)]
+    assert seen[3][0] == "c10d::barrier"
+
+
 def train(device: str, optimizer: dict, dtype: torch.dtype | None = None) -> list[tuple[float, float]]:
     """(loss, gradient norm) of five updates of a small network with dropout, its batch drawn on the host."""
     torch.manual_seed(0)

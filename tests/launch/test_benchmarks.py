@@ -17,6 +17,7 @@ SMALL = {
     "prepare_speed": ["prepare_speed", "--rounds", "1", "--workers", "1", "--megabytes", "1", "--memory", "1"],
     "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
     "kills": ["kills", "--strategies", "ddp", "--kills", "1", "--updates", "8", "--folder", "{tmp}"],
+    "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
     "continual": ["continual", "--updates", "4", "--output", "{tmp}"],
     "generation": ["generation", "--model", "{tmp}/t5", "--data", "{material}/dialogue/talks.json", "--examples", "5",
                    "--num_beams", "2", "--batch", "2", "--strategies", "single", "ddp", "--output", "{tmp}/texts.md"],

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.collate import ExampleCollator, PairCollator, multiple_for, round_up, within_documents
+from train.data.collate import CausalCollator, ExampleCollator, PairCollator, multiple_for, round_up, within_documents
 from train.data.order import FILLER
+from train.model.attention import packed_rows
 from train.model.loss import IGNORE, loss_of_examples
 
 PAD, TYPE = 90, 7
@@ -123,3 +124,23 @@ def test_a_mask_of_documents_is_made_where_they_are():
     assert within_documents(documents)[0, 0].tolist() == [[True, False, False], [True, True, False],
                                                           [False, False, True]]  # fmt: skip
     assert within_documents(documents.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(("lengths", "flatten", "packed"), [
+    ((6,), False, False), ((6, 6), False, False), ((2, 4), False, True), ((6,), True, False), ((6, 6), True, True),
+])  # fmt: skip
+def test_the_host_knows_whether_rows_are_packed_as_transformers_finds_it_on_the_device(lengths, flatten, packed):
+    """The batch says what transformers would ask the device for in every forward pass; and it asks no more."""
+    from transformers import masking_utils
+
+    rows = [{"input_ids": np.arange(6), "labels": np.arange(6), "position_ids": np.concatenate(
+        [np.arange(length) for length in ((length,) if length == 6 else lengths)])} for length in lengths]  # fmt: skip
+    batch = CausalCollator(0, flatten=flatten)([(row, number) for number, row in enumerate(rows)])
+    assert batch.packed is packed
+    positions = batch.inputs["position_ids"]
+    looked = masking_utils.find_packed_sequence_indices(positions)
+    with packed_rows(batch.packed):
+        told = masking_utils.find_packed_sequence_indices(positions.to("meta"))
+        same = masking_utils.find_packed_sequence_indices(positions)
+    assert (told is None) == (looked is None)
+    assert looked is None or looked.equal(same)

@@ -253,6 +253,7 @@ def ends(monkeypatch) -> tuple[PipelineEngine, PipelineEngine, list[torch.Size]]
     for is_sender in (True, False):
         engine = PipelineEngine.__new__(PipelineEngine)
         engine.engine, engine.stage = Inner(is_sender), SimpleNamespace(feed=lambda *about: None)
+        engine.accelerator = SimpleNamespace(device=torch.device("cpu"))
         engines.append(engine)
     return *engines, messages
 

@@ -31,6 +31,7 @@ class Batch:
     num_positions: int
     indices: list[int]
     labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss
+    packed: bool | None = None  # whether a row has several documents; None: not known
 
     @property
     def samples(self) -> list[int]:
@@ -91,7 +92,8 @@ class CausalCollator:
                 targets[:, 0] = IGNORE
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
             inputs |= document_lengths(inputs["position_ids"])
-        return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices)
+        several = packed and bool((inputs["position_ids"].diff() != 1).any())
+        return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices, packed=several)
 
 
 @dataclass

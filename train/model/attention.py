@@ -6,8 +6,10 @@ in all. Flash kernels take the lengths of the documents. So a flash kernel runs 
 end to end (train/data/collate.py); otherwise the mask is converted once.
 """
 
+import contextlib
 import functools
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -248,3 +250,35 @@ def added_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     kind = mask.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+# --------------------------------------------------------------------------------------------------- are rows packed?
+
+_packed: bool | None = None  # of the forward pass that runs; None: it has to look at positions
+
+
+@contextlib.contextmanager
+def packed_rows(packed: bool | None) -> Iterator[None]:
+    """Tell the forward passes within whether a row has several documents. To find out, transformers compares positions
+    on the device in every pass (masking_utils.py, 5.23), and the host waits for the result; None: let it do so."""
+    global _packed
+    _tell_transformers()
+    before, _packed = _packed, packed
+    try:
+        yield
+    finally:
+        _packed = before
+
+
+@functools.cache
+def _tell_transformers() -> None:
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+
+    def documents(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if _packed is None:
+            return look(position_ids)
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1) if _packed else None
+
+    masking_utils.find_packed_sequence_indices = documents

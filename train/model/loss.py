@@ -17,6 +17,7 @@ import types
 import torch
 import torch.nn.functional as F
 
+from train.model.attention import packed_rows
 from train.model.experts import Routing
 from train.model.families import family_of
 from train.recipe.errors import UserError
@@ -103,7 +104,8 @@ def _summed_loss(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
 
 def model_loss(model, batch) -> torch.Tensor:
     """The loss of a batch, of a model with a loss installed: summed over the batch's targets."""
-    return model(**batch.inputs)
+    with packed_rows(batch.packed):
+        return model(**batch.inputs)
 
 
 def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:

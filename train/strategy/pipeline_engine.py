@@ -71,7 +71,8 @@ class PipelineEngine(DeepSpeedEngine):
             engine.reset_activation_shape()
         engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
         self.stage.feed(batches, at_the_end, phase)
-        engine.set_dataiterator((batch.inputs["input_ids"], None) for batch in batches)
+        ids = (batch.inputs["input_ids"] for batch in batches)  # DeepSpeed would wait for them to be copied
+        engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
         engine.total_loss, engine._compute_loss = None, True
         engine._exec_schedule(schedule(len(batches), engine.num_stages, engine.stage_id))
 

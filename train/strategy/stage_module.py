@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe import module as deepspeed_module
 from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 
 from train.data.collate import Batch
+from train.model.attention import packed_rows
 from train.model.stages import is_tied, whole_model
 from train.strategy.grid import layer_groups, replaced
 from train.strategy.layout import ParallelLayout
@@ -82,5 +83,6 @@ class StageModule(PipelineModule):
             return self._at_the_end(model, replace(batch, inputs=inputs))
         for targets in ("labels", "next_tokens"):
             inputs.pop(targets, None)
-        hidden = model.base_model(**inputs).last_hidden_state
+        with packed_rows(batch.packed):
+            hidden = model.base_model(**inputs).last_hidden_state
         return hidden if self._parts is None else self._parts.send(hidden)

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <sstream>
 
+#include "observe.h"
+
 namespace simgpu {
 
 using c10::DataPtr, c10::Device, c10::DeviceIndex;
@@ -155,6 +157,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void recordStream(const DataPtr&, c10::Stream) override {}
 
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
+    observe("empty cache");
     for (auto& account : g_accounts) {
       std::lock_guard<std::mutex> lock(account.mutex);
       account.reserved.decrease(account.reserved.current - account.bytes.current);

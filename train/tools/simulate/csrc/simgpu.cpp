@@ -21,6 +21,7 @@
 
 #include "aliases.h"
 #include "device.h"
+#include "observe.h"
 #include "without_data.h"
 
 namespace simgpu {
@@ -73,8 +74,9 @@ void check_devices(const std::string& name, const Aliases& call, const IValue& f
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.operator_name().name;
-  if (g_without_data && (name.rfind("c10d::", 0) == 0 ? skip_collective(op, stack) : skip(op, stack))) return;
   const auto first = stack->size() - schema.arguments().size();
+  if (waits(name, *stack, first)) observe(name);
+  if (g_without_data && (name.rfind("c10d::", 0) == 0 ? skip_collective(op, stack) : skip(op, stack))) return;
   Aliases call;
   bool has_generator = false;
   for (auto i = first; i < stack->size(); ++i) {
@@ -129,7 +131,18 @@ Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, &g_allocator, kDeviceKeys, c10::dtype_or_default(dtype));
 }
 
-Tensor copy_from(const Tensor& from, const Tensor& to, bool) {  // the one thing that goes from one device to another
+// Whether a copy between host and device is one that the host waits for: all but those that are asked not to, from or
+// to page-locked memory. What lies in the device's own memory has come from a collective (aliases.h).
+void observe_copy(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (from.device().type() == to.device().type() || to.numel() == 0) return;
+  const auto &host = from.is_cpu() ? from : to, &device = from.is_cpu() ? to : from;
+  if (host.storage().data() == device.storage().data() || (non_blocking && is_pinned(host.data_ptr()))) return;
+  observe(from.is_cpu() ? "copy to device" : "copy to host", to.nbytes());
+}
+
+// The one thing that goes from one device to another.
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  observe_copy(from, to, non_blocking);
   if (is_without_data(to) || (is_without_data(from) && from.numel() > kComputed)) return to;
   at::AutoDispatchBelowADInplaceOrView below;
   Aliases of_from, of_to;
@@ -144,6 +157,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
+  observe("item", self.nbytes());
   Aliases call;
   return call.alias(self).item();
 }
@@ -344,6 +358,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int device) { Guard().setDevice(Device(kDeviceType, static_cast<DeviceIndex>(device))); });
   m.def("set_limit", [](int device, int64_t bytes) { g_accounts[device].limit = bytes; });
   m.def("total", [](int device) { return g_accounts[device].total; });
+  m.def("observe", &set_observer);
   m.def("pinned_bytes", &pinned_bytes);
   m.def("peak_host_bytes", [](bool reset) {  // since the last reset; without data
     std::lock_guard<std::mutex> lock(g_host.mutex);

@@ -74,7 +74,8 @@ def set_device(device) -> None:
 
 
 def synchronize(device=None) -> None:
-    """Nothing is asynchronous here."""
+    """Nothing is asynchronous here; an observer is told."""
+    torch.accelerator.synchronize(_index(device))
 
 
 def get_device_name(device=None) -> str:
@@ -164,6 +165,20 @@ def peak_host_bytes(reset: bool = False) -> int:
     """Without data: the peak of what the host's floating-point tensors of a MiB or more would take, since the last
     reset; page-locked ones are rounded up to a power of two, as torch's allocator does."""
     return _C.peak_host_bytes(reset)
+
+
+def observe(observer) -> None:
+    """Have a function called with each collective, of tensors of the device or the host, and with each thing that the
+    host of a GPU would wait for; None: with nothing any more.
+
+    Args:
+        observer: called in the thread that does it with the event, bytes, and a collective's process group by name. A
+            collective is named as torch's operator ("c10d::allreduce_"); its bytes are those of the larger side (what
+            an all-gather brings, what a reduce-scatter takes). Waits: "item", "copy to host" and "copy to device" (but
+            not where it is non_blocking and of pinned memory), "synchronize stream", "... device", "... event", "empty
+            cache", and operators whose shape depends on data ("aten::nonzero").
+    """
+    _C.observe(observer)
 
 
 def computed() -> dict[str, str]:
