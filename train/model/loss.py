@@ -253,9 +253,11 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 def _aligned(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, V) in this precision, each of its rows at a multiple of 16 bytes also where V is odd: without
-    that cuBLAS has slow kernels only."""
+    that cuBLAS has slow kernels only. What lies between the rows is zero: a CPU's product was seen to read it."""
     rows, columns = matrix.shape
-    return matrix.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns].copy_(matrix)
+    wider = matrix.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)
+    wider[:, columns:] = 0
+    return wider[:, :columns].copy_(matrix)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
