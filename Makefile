@@ -61,8 +61,8 @@ test-launch: $(READY) ## the tests that launch real runs with several processes
 test-gpu: $(READY)   ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-lint: $(READY)       ## check style
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: $(READY)       ## check style and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 format: $(READY)     ## put into style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -12,6 +12,8 @@ from train.data.collate import Batch
 from train.health.anomaly import AnomalyDetector
 from train.health.shutdown import StopReason
 from train.recipe import ClmRecipe
+from train.record.meters import Rates
+from train.record.metrics import EvaluationTime
 from train.strategy.batches import BatchSizes
 from train.strategy.engine import Engine as RealEngine
 from train.strategy.layout import ParallelLayout
@@ -114,7 +116,7 @@ class Recorder:
 def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
     state, recorder = state or RunState(), Recorder()
     checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False, rewind=lambda anomaly: False)
-    throughput = SimpleNamespace(of_update=lambda *_: {"tokens_per_s": 1.0}, evaluations=[])
+    throughput = SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[])
     memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
     step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
     best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
@@ -179,7 +181,7 @@ def test_each_evaluation_has_its_own_clock():
 
 def test_training_and_evaluation_are_told_apart():
     assert about_evaluations([]) == []
-    clocks = [{"evaluation_seconds": seconds, "evaluation_samples_per_s": 90 / seconds} for seconds in (70, 3)]
+    clocks = [EvaluationTime(seconds, 90 / seconds) for seconds in (70, 3)]
     assert about_evaluations(clocks) == ["evaluated   2 times in 1:13, the last in 3 s: 30 samples/s"]
     assert about_evaluations(clocks[1:]) == ["evaluated   once in 3 s: 30 samples/s"]
 

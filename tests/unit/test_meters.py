@@ -57,8 +57,8 @@ def test_a_slice_of_a_gpu_reaches_as_much_as_it_has_of_its_multiprocessors(name,
 def test_a_cpu_has_no_known_peak():
     assert peak_flops(torch.device("cpu"), "bf16") is None
     meter = ThroughputMeter(flops_per_token=10.0, peak=None)
-    assert meter.of_update(100, 4, 2.0) == {"samples_per_s": 2.0, "tokens_per_s": 50.0, "flops_per_s": 500.0}
-    assert ThroughputMeter(10.0, peak=1000.0).of_update(100, 4, 2.0)["mfu"] == 0.5
+    assert meter.of_update(100, 4, 2.0) == (2.0, 50.0, 500.0, None)
+    assert ThroughputMeter(10.0, peak=1000.0).of_update(100, 4, 2.0).mfu == 0.5
 
 
 def test_the_typical_rate_leaves_the_first_updates_out():

@@ -78,7 +78,7 @@ def test_one_micro_batch_has_the_gradient_of_transformers(family, kind):
         torch.testing.assert_close(own[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     targets = int((batch["labels"][:, 1:] != -100).sum())
     assert loss / targets == pytest.approx((theirs.loss - 0.3 * theirs.aux_loss).item(), rel=1e-5)
-    figures = model.routing.figures(model.routing.sums, tokens=19)
+    figures = model.routing.figures(model.routing.sums, tokens=19)._asdict()
     assert figures["aux_loss"] == pytest.approx(theirs.aux_loss.item(), rel=1e-5)
 
 
@@ -89,13 +89,13 @@ def test_micro_batches_count_by_their_tokens():
     auxiliary = [model(**batch).aux_loss.item() for batch in (first, second)]
     install_loss(model, "chunked")
     losses, with_it = trained_alike(model, [first, second])
-    figures = model.routing.figures(model.routing.sums, tokens=27)
+    figures = model.routing.figures(model.routing.sums, tokens=27)._asdict()
     assert figures["aux_loss"] == pytest.approx((auxiliary[0] * 19 + auxiliary[1] * 8) / 27, rel=1e-5)
     plain = mixture(output_router_logits=False)
     install_loss(plain, "chunked")
     same, without = trained_alike(plain, [first, second])
     assert same == pytest.approx(losses)
-    assert "aux_loss" not in plain.routing.figures(plain.routing.sums, tokens=27)
+    assert plain.routing.figures(plain.routing.sums, tokens=27).aux_loss is None
     (without_loss,), (line, slow) = plain.routing.describe(autocast=False), model.routing.describe(autocast=True)
     assert "no auxiliary loss" in without_loss
     assert "times 0.3" in line
@@ -113,7 +113,7 @@ def test_loads_are_what_was_chosen_without_padding(recomputed):
     trained_alike(model, [padded((12, 7))])
     choices = np.array(model.routing.sums[1:]).reshape(2, 4)
     assert choices.sum(axis=1).tolist() == [38, 38]  # two of each of 19 tokens, in each layer
-    figures = model.routing.figures(model.routing.sums, tokens=19)
+    figures = model.routing.figures(model.routing.sums, tokens=19)._asdict()
     assert figures["expert_load_max"] == pytest.approx(choices.max() * 4 / 38)
     assert figures["expert_load_min"] == pytest.approx(choices.min() * 4 / 38)
     before = model.routing.sums

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class CheckpointDirectory:
             name = temporary["name"] if temporary else path.name.removesuffix(".partial")
             if path.is_symlink():
                 is_ours = name in (self.best.name, self.latest.name) and NAME.fullmatch(os.readlink(path))
-                files = () if is_ours else (path.name,)
+                files: Iterable[str] = () if is_ours else (path.name,)
             elif path.is_dir():
                 sealed = _sealed(path)
                 is_ours = is_of_a_run and sealed is None and NAME.fullmatch(name)

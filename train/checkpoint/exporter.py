@@ -4,9 +4,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from train.model.export import Weights, export_model
+from train.model.lora import Adapter
 from train.recipe.options import TrainingRecipe
 from train.record.model_card import model_card
+from train.strategy.engine import Engine
 
 
 class ModelExporter:
@@ -17,10 +21,18 @@ class ModelExporter:
         environment: of environment.json, for the model card.
     """
 
-    def __init__(self, engine, adapter, tokenizer, task: str, recipe: TrainingRecipe, environment: dict[str, Any]):
+    def __init__(
+        self,
+        engine: Engine,
+        adapter: Adapter | None,
+        tokenizer: PreTrainedTokenizerBase,
+        task: str,
+        recipe: TrainingRecipe,
+        environment: dict[str, Any],
+    ):
         self._engine, self._adapter, self._tokenizer = engine, adapter, tokenizer
         self._task, self._recipe, self._environment = task, recipe, environment
-        self._tokenizer_of_thread = None
+        self._tokenizer_of_thread: PreTrainedTokenizerBase | None = None
 
     @property
     def writes_all(self) -> bool:
@@ -43,6 +55,8 @@ class ModelExporter:
             self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
         module, is_adapter = self._engine.whole, self._adapter is not None
         card = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
-        write = self._adapter.save if is_adapter else export_model
-        weights = dict(weights) if is_adapter else weights
-        write(module, weights, self._tokenizer_of_thread if in_thread else self._tokenizer, folder, card)
+        tokenizer = self._tokenizer_of_thread if in_thread else self._tokenizer
+        if self._adapter is not None:
+            self._adapter.save(module, dict(weights), tokenizer, folder, card)
+        else:
+            export_model(module, weights, tokenizer, folder, card)

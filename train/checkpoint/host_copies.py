@@ -24,13 +24,15 @@ def lay_out(sizes: dict[str, int]) -> tuple[list[int], Places]:
     One block after another, each time the largest that what is left fills well, the largest tensors first.
     """
     rounded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
-    left = sorted(rounded, key=rounded.get, reverse=True)
-    blocks, places = [], {}
+    left = sorted(rounded, key=rounded.__getitem__, reverse=True)
+    blocks, places = list[int](), Places()
     while left:
-        least, most = (max(_power_of_two(size), SMALLEST) for size in (rounded[left[0]], sum(map(rounded.get, left))))
+        least, most = (
+            max(_power_of_two(size), SMALLEST) for size in (rounded[left[0]], sum(map(rounded.__getitem__, left)))
+        )
         candidates = [least << shift for shift in range((most // least).bit_length())]
         fillings = [(block, _fill(block, left, rounded)) for block in candidates]
-        filled = {block: sum(map(rounded.get, starts)) / block for block, starts in fillings}
+        filled = {block: sum(rounded[name] for name in starts) / block for block, starts in fillings}
         block, starts = max(fillings, key=lambda filling: (min(filled[filling[0]], WELL_FILLED), filling[0]))
         places |= {name: (len(blocks), start) for name, start in starts.items()}
         blocks.append(block)
@@ -54,8 +56,8 @@ def _fill(block: int, names: Iterable[str], sizes: dict[str, int]) -> dict[str, 
 class HostCopies:
     """Room for the copies of some tensors: made for the first ones, and used again for others of the same shapes."""
 
-    def __init__(self):
-        self._kinds: dict[str, tuple] = {}
+    def __init__(self) -> None:
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self._room: dict[str, torch.Tensor] = {}
 
     def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,10 +12,12 @@ from train.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_t
 from train.checkpoint.run_state import BestEvaluation, RunState
 from train.checkpoint.writer import AsyncCheckpointWriter
 from train.health.anomaly import Anomaly
+from train.model.export import Weights
 from train.recipe.errors import UserError
-from train.recipe.options import CheckpointOptions
+from train.recipe.options import TrainingRecipe
 from train.record.run_folder import RunFolder
 from train.record.terminal import say
+from train.strategy.engine import Engine
 
 MAX_REWINDS = 10
 
@@ -34,8 +36,8 @@ class CheckpointManager:
     def __init__(
         self,
         folder: RunFolder,
-        engine,
-        recipe: CheckpointOptions,
+        engine: Engine,
+        recipe: TrainingRecipe,
         state: RunState,
         exporter: ModelExporter,
         run: dict[str, Any],
@@ -116,19 +118,21 @@ class CheckpointManager:
             vars(best).update(vars(BestEvaluation(worse_in_a_row=best.worse_in_a_row)))
 
     def _best_is_here(self) -> bool:
-        best = self.directory.best
-        return best.resolve() == self.directory.folder(self.state.best.update).resolve() and best.is_dir()
+        best, update = self.directory.best, self.state.best.update
+        return update is not None and best.resolve() == self.directory.folder(update).resolve() and best.is_dir()
 
     def _copy_best(self) -> bool:
         """Copy the best checkpoint from the run that is resumed. Returns whether it could be had."""
-        other = CheckpointDirectory(self.resumed_from / "checkpoints")
-        source = other.folder(self.state.best.update)
-        if other.path.resolve() == self.directory.path.resolve() or flaw(source):
+        update = self.state.best.update
+        if self.resumed_from is None or update is None:
             return False
-        partial = self.directory.partial(self.state.best.update)
-        shutil.copytree(source, partial)
-        partial.rename(self.directory.folder(self.state.best.update))
-        self.directory.point_to_the_best(self.state.best.update)
+        other = CheckpointDirectory(self.resumed_from / "checkpoints")
+        if other.path.resolve() == self.directory.path.resolve() or flaw(other.folder(update)):
+            return False
+        partial = self.directory.partial(update)
+        shutil.copytree(other.folder(update), partial)
+        partial.rename(self.directory.folder(update))
+        self.directory.point_to_the_best(update)
         return True
 
     def start(self) -> None:
@@ -200,7 +204,7 @@ class CheckpointManager:
         # Opened now: the next evaluation puts others in their place.
         predictions = [path.open("rb") for path in self._predictions()] if held_out else []
 
-        def fill(folder: Path, weights) -> None:
+        def fill(folder: Path, weights: Weights) -> None:
             self._exporter.write(weights, held_out, folder / "model", in_thread=True)
             for file in predictions:
                 with file, (folder / Path(file.name).name).open("wb") as written:

@@ -12,6 +12,7 @@ from train.checkpoint.shards import read_progress
 from train.checkpoint.writer import named_checkpoint_problem
 from train.data.pack import SampleSet
 from train.recipe.errors import NothingToDo, UserError
+from train.recipe.options import TrainingRecipe
 from train.recipe.words import counted
 from train.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
 from train.record.written_files import CHECKPOINTS
@@ -58,7 +59,7 @@ class EarlierRuns:
     named: dict[str, Any] | None = None
 
     @classmethod
-    def read(cls, recipe, folder: RunFolder) -> "EarlierRuns":
+    def read(cls, recipe: TrainingRecipe, folder: RunFolder) -> "EarlierRuns":
         """Raises UserError: `resume` names a folder that is no checkpoint."""
         own = folder.recorded() or _run_in_checkpoints(folder)
         if recipe.resume in ("auto", "never"):
@@ -66,7 +67,7 @@ class EarlierRuns:
         checkpoint = Path(recipe.resume).expanduser()
         return cls(own, checkpoint, _run_of(checkpoint))
 
-    def keep_global_batch(self, recipe, replicas: int) -> tuple[int, str | None]:
+    def keep_global_batch(self, recipe: TrainingRecipe, replicas: int) -> tuple[int, str | None]:
         """Let the accumulation follow where a run resumes with another number of data-parallel processes than its
         options were given for: the recipe adopts the global batch of the run before.
 
@@ -90,13 +91,14 @@ class EarlierRuns:
             f"{size}, and the accumulation follows"
         )
 
-    def _is_evidently_another(self, recipe) -> bool:
+    def _is_evidently_another(self, recipe: TrainingRecipe) -> bool:
         """Whether the folder's run is another one, whatever a strategy may yet fill in."""
+        assert self.own is not None
         left_open = {name for name, value in recipe.to_dict().items() if value is None}
         differing = differences(recipe, self.own.get("global_batch_size"), self.own)
         return any(text.split()[0] not in left_open for text in differing)
 
-    def plan(self, recipe, global_batch: int, folder: RunFolder) -> ResumePlan:
+    def plan(self, recipe: TrainingRecipe, global_batch: int, folder: RunFolder) -> ResumePlan:
         """Decide, once recipe and strategy are resolved.
 
         Raises:
@@ -119,7 +121,7 @@ class EarlierRuns:
                     f"{folder.model}"
                 )
             sources += [] if folder.is_finished else ["auto"]
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and self.named is not None:
             notes += [f"resumes with a change: {text}" for text in differences_from(recipe, global_batch, self.named)]
             sources.append(str(self.checkpoint))
         checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
@@ -172,7 +174,7 @@ def _run_of(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
 
 
-def differences_from(recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
+def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
     """The options in which a run differs from the one of the checkpoint that was named.
 
     Raises:

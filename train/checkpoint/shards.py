@@ -121,7 +121,7 @@ class ShardReader:
         """What the first rank wrote beside its pieces."""
         return self._of(0).get_tensor(name)
 
-    def _of(self, rank: int):
+    def _of(self, rank: int) -> Any:  # safetensors has no types
         from safetensors import safe_open
 
         if rank not in self._open:

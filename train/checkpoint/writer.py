@@ -20,6 +20,7 @@ import torch
 from train.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
 from train.checkpoint.host_copies import HostCopies
 from train.checkpoint.shards import (
+    Piece,
     ShardReader,
     entries_of_shards,
     missing_shards,
@@ -31,6 +32,7 @@ from train.model.export import Weights
 from train.model.parameters import true_numel
 from train.recipe.errors import UserError, first_line
 from train.recipe.files import SECONDS_TO_APPEAR, appears, is_there
+from train.strategy.engine import Engine
 from train.strategy.host_memory import host_memory
 from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
 
@@ -45,7 +47,9 @@ class AsyncCheckpointWriter:
         asynchronous: write while training continues; None: where the host's memory has room for the copies.
     """
 
-    def __init__(self, checkpoints: CheckpointDirectory, engine, whole: bool = True, asynchronous: bool | None = None):
+    def __init__(
+        self, checkpoints: CheckpointDirectory, engine: Engine, whole: bool = True, asynchronous: bool | None = None
+    ):
         self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
         parameters, trained = list(engine.whole.parameters()), list(engine.state.whole.values())
         self._exported, self._whole = parameters if whole else trained, whole
@@ -180,7 +184,7 @@ class AsyncCheckpointWriter:
         if self.engine.is_main:
             is_named = requested != "auto"
             candidates = [Path(requested).expanduser().resolve()] if is_named else list(self.checkpoints.resumable())
-        warnings = []
+        warnings: list[str] = []
         for folder in self.engine.from_main(candidates):
             problem = self._flaw(folder)
             if problem is None:
@@ -256,13 +260,10 @@ class _Save:
         self.failure: str | None = None
         self.blocked_s: float | None = None  # seconds; None: until the save is concluded
         self.told = False
-        self._began = began
-        self._seconds = 0.0
-        self._bytes = 0
+        self._began, self._seconds, self._bytes = began, 0.0, 0
         self._until = float("inf")  # when the main process no longer waits for the files of others
-        self._thread: threading.Thread | None = None
 
-    def start(self, *work) -> None:
+    def start(self, *work: Any) -> None:
         self._thread = threading.Thread(target=self._work, args=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -283,7 +284,15 @@ class _Save:
         blocked_s = time.perf_counter() - self._began if self.blocked_s is None else self.blocked_s
         return {"update": self.update, "bytes": self._bytes, "blocked_s": blocked_s, "seconds": self._seconds}
 
-    def _work(self, pieces, tensors, progress: dict | None, fill: Fill | None, exported, dtypes) -> None:
+    def _work(
+        self,
+        pieces: list[Piece],
+        tensors: dict[str, torch.Tensor],
+        progress: dict[str, Any] | None,
+        fill: Fill | None,
+        exported: dict[str, torch.Tensor],
+        dtypes: dict[str, torch.dtype],
+    ) -> None:
         """Write this rank's shard; on the main process (where there is a `fill`) the rest, too.
 
         Args:
@@ -299,7 +308,7 @@ class _Save:
             if fill is None or (progress is not None and not self._all_are_there()):
                 return
             partial.mkdir(parents=True, exist_ok=True)
-            files = ShardReader(partial / STATE) if dtypes else None
+            files = ShardReader(partial / STATE)
             trained = ((name, files.weight(name).to(dtype)) for name, dtype in dtypes.items())
             fill(partial, chain(exported.items(), trained))
             checked = {}

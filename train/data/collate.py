@@ -33,6 +33,12 @@ class Batch:
     labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss
     packed: bool | None = None  # whether a row has several documents; None: not known
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """An input that is a tensor."""
+        value = self.inputs[name]
+        assert isinstance(value, torch.Tensor)
+        return value
+
     @property
     def samples(self) -> list[int]:
         """The indices of the samples, without FILLER."""

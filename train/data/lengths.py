@@ -9,7 +9,7 @@ from train.recipe.errors import UserError
 from train.recipe.growth import Growth, read_growth
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
-LENGTHS = {  # {task: {option of a length: its default}}
+LENGTHS: dict[str, dict[str, int | None]] = {  # {task: {option of a length: its default}}
     "clm": {"block_size": DEFAULT_BLOCK_SIZE},
     "cls": {"max_length": None},
     "seq2seq": {"max_source_length": None, "max_target_length": None},

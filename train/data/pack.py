@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from train.data.token_row import Documents
 from train.model.loss import IGNORE
@@ -270,7 +271,7 @@ class TextData:
 
     train: SampleSet | None
     validation: SampleSet | None
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     block_size: int
     notes: list[str] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)  # a training sample as text

@@ -12,8 +12,17 @@ where `loss` is the language model's. Padding is neither counted as a choice nor
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+
+
+class RoutingFigures(NamedTuple):
+    """What metrics.jsonl says of the routers."""
+
+    aux_loss: float | None
+    expert_load_max: float
+    expert_load_min: float
 
 
 class Routing:
@@ -107,7 +116,7 @@ class Routing:
         """What is summed over ranks: the auxiliary loss, and how often each expert of each layer was chosen."""
         return [float(self._auxiliary), *self._choices.flatten().tolist()]
 
-    def figures(self, sums: list[float], tokens: float) -> dict[str, float]:
+    def figures(self, sums: list[float], tokens: float) -> RoutingFigures:
         """Those of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even; the largest
         and the smallest of all layers.
 
@@ -117,5 +126,5 @@ class Routing:
         """
         choices = torch.tensor(sums[1:], dtype=torch.float64).view(-1, self.num_experts)
         load = choices * self.num_experts / choices.sum(dim=1, keepdim=True)
-        auxiliary = {"aux_loss": sums[0] / max(tokens, 1.0)} if self.coefficient else {}
-        return {**auxiliary, "expert_load_max": load.max().item(), "expert_load_min": load.min().item()}
+        auxiliary = sums[0] / max(tokens, 1.0) if self.coefficient else None
+        return RoutingFigures(auxiliary, load.max().item(), load.min().item())

@@ -15,13 +15,17 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from train.model.kept_results import keep_results, keeping_contexts
 from train.model.stages import whole_model
 from train.recipe.errors import UserError
+from train.recipe.fields import Recomputation
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)  # of linear layers
 
 
 def enable_recomputation(
-    model: torch.nn.Module, which: bool | str | int, is_traced: bool = False, keeps_attention: bool = True
+    model: torch.nn.Module,
+    which: Recomputation | bool | str | int,
+    is_traced: bool = False,
+    keeps_attention: bool = True,
 ) -> None:
     """Recompute activations of the model's layers; in a frozen model gradients enter the first layer, too.
 

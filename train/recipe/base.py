@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from train.recipe.files import without_folders
 
@@ -35,7 +35,7 @@ class Recipe:
         setattr(self, name, value)
         self.__dict__.setdefault("_sources", {})[name] = source
 
-    def draft(self) -> "Recipe":
+    def draft(self) -> Self:
         """A copy that can change until it is frozen."""
         copied = copy.copy(self)
         copied.__dict__.pop("_frozen", None)

@@ -44,7 +44,7 @@ class UserError(Exception):
 class Problems:
     """The problems of several checks that do not need each other, to be reported in one go."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.found: list[str] = []
 
     @contextlib.contextmanager

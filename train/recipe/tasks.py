@@ -14,6 +14,11 @@ GLUE_ON_THE_HUB = "nyu-mll/glue"
 
 
 @dataclass
+class TaskRecipe(InferenceOptions, TrainingRecipe):
+    """The options that every task has, with those of a launch without training."""
+
+
+@dataclass
 class LossOptions(Recipe):
     """The loss over the vocabulary"""
 
@@ -127,14 +132,14 @@ class GenerationOptions(Recipe):
 
 @dataclass
 class ClmRecipe(
-    SampleOptions, WritingOptions, InferenceOptions, TrainingRecipe, ChatOptions, RecordOptions, CorpusOptions,
+    SampleOptions, WritingOptions, TaskRecipe, ChatOptions, RecordOptions, CorpusOptions,
     TextOptions, LossOptions,
 ):  # fmt: skip
     """Causal language modelling, from scratch or continued."""
 
 
 @dataclass
-class ClsRecipe(InferenceOptions, TrainingRecipe, PaddingOptions, RecordOptions, LabelOptions):
+class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     def __post_init__(self):
@@ -144,7 +149,5 @@ class ClsRecipe(InferenceOptions, TrainingRecipe, PaddingOptions, RecordOptions,
 
 
 @dataclass
-class Seq2SeqRecipe(
-    InferenceOptions, TrainingRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions
-):
+class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
     """Encoder-decoder training: dialogue, or any source and target."""

@@ -6,9 +6,11 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from train.record.metrics import EvaluationTime
 from train.strategy.devices import device_name
 from train.strategy.gpu_table import NO_PEAK, TERA, peak_of
 
@@ -65,6 +67,15 @@ def make_meter(engine, flops_per_token: float, peak_tflops: float | None) -> "Th
     return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)
 
 
+class Rates(NamedTuple):
+    """What one update reached, all ranks together."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None
+
+
 @dataclass
 class ThroughputMeter:
     """Samples/s, tokens/s and FLOP/s over all ranks. Padding is no throughput.
@@ -72,26 +83,20 @@ class ThroughputMeter:
     Args:
         flops_per_token: of the model at this run's sequence length.
         peak: FLOP/s that all devices together could reach, None if not known.
-        evaluations: `evaluation_seconds` and `evaluation_samples_per_s` of each, in order.
+        evaluations: in order.
     """
 
     flops_per_token: float
     peak: float | None
     rates: list[float] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[EvaluationTime] = field(default_factory=list)
 
-    def of_update(self, tokens: int, samples: int, seconds: float) -> dict[str, float]:
-        """The figures of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
+    def of_update(self, tokens: int, samples: int, seconds: float) -> Rates:
+        """The rates of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
         rate = tokens / seconds
         self.rates.append(rate)
-        figures = {
-            "samples_per_s": samples / seconds,
-            "tokens_per_s": rate,
-            "flops_per_s": rate * self.flops_per_token,
-        }
-        if self.peak:
-            figures["mfu"] = figures["flops_per_s"] / self.peak
-        return figures
+        flops_per_s = rate * self.flops_per_token
+        return Rates(samples / seconds, rate, flops_per_s, flops_per_s / self.peak if self.peak else None)
 
     def typical(self) -> float:
         """Median tokens/s, without the first updates (caches, compilation) where there are enough others."""

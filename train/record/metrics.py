@@ -2,12 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 
-def described(text: str, default: Any = None):
+def described(text: str) -> Any:
     """A field with its meaning."""
-    return field(default=default, metadata={"meaning": text})
+    return field(default=None, metadata={"meaning": text})
+
+
+def required(text: str) -> Any:
+    """A field that every line has."""
+    return field(metadata={"meaning": text})
+
+
+class EvaluationTime(NamedTuple):
+    """How long an evaluation took, on the slowest rank, and its samples a second on all ranks together."""
+
+    seconds: float
+    samples_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +27,9 @@ class UpdateMetrics:
     """One line: an update of the optimizer, over all ranks; update 0 is the evaluation before training. A field that
     is None is not in the line."""
 
-    update: int = described("number of the update; 0: held-out figures before training")
-    epoch: float = described("passes over the training data so far")
-    consumed_samples: int = described("samples so far")
+    update: int = required("number of the update; 0: held-out figures before training")
+    epoch: float = required("passes over the training data so far")
+    consumed_samples: int = required("samples so far")
     loss: float | None = described("mean over the trained tokens (examples) of the global batch, in nats")
     grad_norm: float | None = described("2-norm of all gradients, before clipping")
     learning_rate: float | None = described("of this update")
@@ -37,11 +49,24 @@ class UpdateMetrics:
     )
     anomaly: str | None = described("why the update was not applied to the weights")
     skipped: bool | None = described("true: not computed, after a rewind from an anomaly in it")
-    held_out: Mapping[str, float] = described("figures of the evaluation after this update, each as `eval_<figure>`")
+    held_out: Mapping[str, float] | None = described("figures of the evaluation after it, as `eval_<figure>`")
     evaluation_seconds: float | None = described("time of that evaluation, of the slowest rank")
     evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
 
+    @classmethod
+    def of_evaluation(cls, figures: Mapping[str, float], time: EvaluationTime) -> "UpdateMetrics":
+        """The line of an evaluation before training, or without any."""
+        return cls(
+            update=0,
+            epoch=0.0,
+            consumed_samples=0,
+            held_out=figures,
+            evaluation_seconds=time.seconds,
+            evaluation_samples_per_s=time.samples_per_s,
+        )
+
     def to_line(self) -> dict[str, Any]:
+        """The JSON object of the line."""
         line = {each.name: getattr(self, each.name) for each in fields(self)}
         line |= line.pop("held_out") or {}
         return {name: value for name, value in line.items() if value is not None}

@@ -286,7 +286,7 @@ def check_folder_of(output: Path, file: str, what: str) -> None:
         raise UserError(f"output = {str(output)!r} holds something else than an earlier {what}. Name another folder")
 
 
-def differences(recipe: Recipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
+def differences(recipe: Recipe, global_batch: int | None, recorded: dict[str, Any]) -> list[str]:
     """The options in which this run differs from a recorded one, each with both values."""
     return differing_options(identity(recipe, global_batch), recorded)
 
@@ -297,7 +297,7 @@ def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str
     return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
 
 
-def identity(recipe: Recipe, global_batch: int) -> dict[str, Any]:
+def identity(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
     options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
     return {**options, "global_batch_size": global_batch}

@@ -18,7 +18,9 @@ from train.strategy.torch_engine import TorchEngine
 NEVER_FREED: list[Engine] = []
 
 
-def prepare_engine(strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule) -> Engine:
+def prepare_engine(
+    strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule | None
+) -> Engine:
     """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if strategy.fully_shards:

@@ -1,5 +1,7 @@
 """How each class was recognized: precision, recall and F1, and the picture of what was taken for what."""
 
+from typing import Any
+
 import numpy as np
 
 from train.data.labelled.labels import Labels
@@ -30,7 +32,7 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
     return lines
 
 
-def confusion(rows: list[dict], names: tuple[str, ...]) -> np.ndarray:
+def confusion(rows: list[dict[str, Any]], names: tuple[str, ...]) -> np.ndarray:
     """(classes, classes) how many examples of each class, by row, were predicted as each, by column."""
     numbers = {name: number for number, name in enumerate(names)}
     matrix = np.zeros((len(names), len(names)), dtype=np.int64)
@@ -44,7 +46,7 @@ def per_class(matrix: np.ndarray, names: tuple[str, ...]) -> str:
     right, examples, predicted = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall = right / np.maximum(predicted, 1), right / np.maximum(examples, 1)
     f1 = 2 * right / np.maximum(examples + predicted, 1)
-    rows = [("class", "precision", "recall", "f1", "examples", "predicted")]
+    rows: list[tuple[str, ...]] = [("class", "precision", "recall", "f1", "examples", "predicted")]
     for number in sorted(np.argsort(-examples, kind="stable")[:MAX_ROWS]):
         figures = (f"{values[number]:.4f}" for values in (precision, recall, f1))
         rows.append((names[number], *figures, f"{examples[number]:,}", f"{predicted[number]:,}"))

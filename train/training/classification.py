@@ -17,14 +17,15 @@ from train.model.loss import logits_of_examples, loss_of_examples
 from train.recipe.paths import find_files
 from train.recipe.tasks import ClsRecipe
 from train.record.run_folder import RunFolder
-from train.training.evaluation import mean_over_replicas, one_row_each
+from train.strategy.engine import Engine
+from train.training.evaluation import gather_by_index, mean_over_replicas
 from train.training.metrics import compute
 
 
 def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -> tuple[str, ...]:
     """The names of the figures that `evaluate_examples` gives, the one that tells the best evaluation in front."""
     if labels.names is None:
-        of_part = ("pearson", "spearmanr", "mse", "loss")
+        of_part: tuple[str, ...] = ("pearson", "spearmanr", "mse", "loss")
     elif labels.choices:
         of_part = ("accuracy", "loss")
     else:
@@ -36,7 +37,7 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
 
 @torch.no_grad()
 def evaluate_examples(
-    engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
+    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
 ) -> dict[str, float]:
     """The figures of one held-out part; the main process also writes its predictions."""
     loss, targets, answers = _answered(engine, batches, labels)
@@ -52,7 +53,7 @@ def evaluate_examples(
 
 @torch.no_grad()
 def predict_examples(
-    engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder, recipe: ClsRecipe
+    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder, recipe: ClsRecipe
 ) -> list[str]:
     """Write predictions.jsonl of examples without labels, and of a GLUE task what is submitted. Returns the files."""
     answers = _answered(engine, batches, labels)[2]
@@ -63,22 +64,23 @@ def predict_examples(
     folder.write_predictions(rows)
     if not recipe.task_name:
         return ["predictions.jsonl"]
-    (file,) = find_files("predict_file", recipe.predict_file)
-    name, text = submission(recipe.task_name, file, part.numbers, [row["prediction"] for row in rows])
+    (file,) = find_files("predict_file", recipe.predict_file or [])
+    name, text = submission(recipe.task_name, file, part.numbers or [], [row["prediction"] for row in rows])
     with folder.new_file(name) as written:
         written.write(text)
     return ["predictions.jsonl", name]
 
 
-def _answered(engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list | None]:
+def _answered(engine: Engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list[Any] | None]:
     """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
-    loss, targets, answers = torch.zeros((), device=engine.device), 0, {}
+    loss, targets, answers = torch.zeros((), device=engine.device), 0, dict[int, Any]()
     for batch in batches:
         logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
+        assert batch.labels is not None, "a batch of examples"
         loss += loss_of_examples(logits, batch.labels)
         targets += batch.num_targets
         answers |= zip(batch.indices, _answers(logits, labels))
-    return loss, targets, one_row_each(engine, answers)
+    return loss, targets, gather_by_index(engine, answers)
 
 
 def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
@@ -101,7 +103,7 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
     return lines
 
 
-def _measured(predictions: list, truth: list, labels: Labels) -> dict[str, float]:
+def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[str, float]:
     if labels.names is None:
         return compute("regression", predictions, truth)
     figures = compute("classification", predictions, truth, num_labels=len(labels.names))
@@ -116,7 +118,7 @@ def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | 
     return list(zip(classes.tolist(), probabilities.tolist()))
 
 
-def _lines(part: HeldOut, truth: list, answers: list, labels: Labels) -> Iterator[dict[str, Any]]:
+def _lines(part: HeldOut, truth: list[Any], answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
     for texts, label, (answer, probability) in zip(part.texts, truth, answers):
         if labels.names is None:
             yield {**texts, "label": label, "prediction": answer}

@@ -1,11 +1,12 @@
 """A run's configuration, resolved once: recipe, launch environment, strategy pair and earlier run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from train.checkpoint.resume import EarlierRuns, ResumePlan
 from train.recipe.errors import Problems, UserError
-from train.recipe.options import TrainingRecipe
 from train.recipe.paths import output_folder
+from train.recipe.tasks import TaskRecipe
 from train.record.run_folder import RunFolder
 from train.record.trackers import wanted_trackers
 from train.strategy.layout import ParallelLayout
@@ -27,7 +28,7 @@ class RunConfiguration:
     """
 
     task: str
-    recipe: TrainingRecipe
+    recipe: TaskRecipe
     strategy: Strategy
     resume: ResumePlan
     folder: RunFolder
@@ -36,7 +37,7 @@ class RunConfiguration:
     notes: tuple[str, ...]
 
 
-def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -> RunConfiguration:
+def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> RunConfiguration:
     """See that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
 
     Args:
@@ -49,7 +50,7 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     recipe, problems = recipe.draft(), Problems()
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
-    given_for, notes = 1, []
+    given_for, notes = 1, list[str]()
 
     def keep_global_batch(layout: ParallelLayout) -> None:
         nonlocal given_for
@@ -87,7 +88,7 @@ def resolve(task: str, recipe: TrainingRecipe, config_file: str | None = None) -
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
 
 
-def check_model(task: str, recipe: TrainingRecipe, strategy: Strategy | None, auto_class):
+def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_class: Any) -> Any:
     """Check what can be checked of a model before its weights or any data are read. Returns its configuration.
 
     Args:
@@ -111,8 +112,8 @@ def check_model(task: str, recipe: TrainingRecipe, strategy: Strategy | None, au
             if option == "block_size":
                 growing_blocks(recipe, length, is_chat=False)
     with problems.collected():
-        if getattr(recipe, "chat_template", None):
-            named_template(recipe.chat_template)
+        if template := getattr(recipe, "chat_template", None):
+            named_template(template)
     problems.raise_found()
     return config
 
@@ -132,7 +133,7 @@ def check_task(task: str, strategy: Strategy) -> None:
         )
 
 
-def check_layout(config, strategy) -> None:
+def check_layout(config: Any, strategy: Strategy) -> None:
     """Check that a model can be laid out as the strategy says.
 
     Args:

@@ -10,8 +10,8 @@ from train.health.shutdown import StartingRank, listen
 from train.health.watchdog import Watchdog
 from train.recipe.errors import before_leaving, leave, record_codes_with, tell_others_with
 from train.recipe.help import wants_help
-from train.recipe.options import TrainingRecipe
 from train.recipe.paths import check_paths, output_folder
+from train.recipe.tasks import TaskRecipe
 from train.record.exit_code import ExitCode, find_folder
 from train.record.terminal import outlive_the_terminal
 from train.record.timeline import Timeline
@@ -35,7 +35,7 @@ def run_program(task: str, main: Callable[[], int]) -> None:
 
 
 def open_session(
-    task: str, recipe: TrainingRecipe, timeline: Timeline, measurement: "Measurement | None" = None
+    task: str, recipe: TaskRecipe, timeline: Timeline, measurement: "Measurement | None" = None
 ) -> "Session":
     """The session of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
 
@@ -54,4 +54,9 @@ def open_session(
     from train.training.session import Session
 
     MEETING.start(60 * recipe.rendezvous_minutes)
-    return Session.open(task, recipe, timeline, watchdog, measurement)
+    stored = None
+    if not recipe.trains:
+        from train.training.stored_model import StoredModel
+
+        stored = StoredModel.open(task, recipe)
+    return Session.open(task, recipe, timeline, watchdog, stored, measurement)

@@ -13,11 +13,15 @@ import torch
 from train.data.collate import Batch
 from train.data.order import FILLER, FixedOrder, MicroBatches, loader
 from train.data.pack import SampleSet
+from train.record.metrics import EvaluationTime
 from train.strategy.devices import pins_memory, synchronise
+from train.strategy.engine import Engine
 from train.training.task import Task
 
 
-def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], batch_size: int) -> Iterator[Batch]:
+def eval_batches(
+    engine: Engine, samples: SampleSet, collate: Callable[[list[Any]], Batch], batch_size: int
+) -> Iterator[Batch]:
     """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
 
     All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
@@ -32,23 +36,24 @@ def eval_batches(engine, samples: SampleSet, collate: Callable[[list], Batch], b
     engine.model.train()
 
 
-def timed_evaluation(task: Task, engine) -> tuple[dict[str, float], dict[str, float]]:
+def timed_evaluation(task: Task, engine: Engine) -> tuple[dict[str, float], EvaluationTime]:
     """The task's evaluation and how long it took, on the slowest rank: from before the first batch until the figures
     are there, generation and predictions.jsonl included.
 
-    Returns: the held-out figures; `evaluation_seconds`, and `evaluation_samples_per_s` of all ranks together.
+    Returns: the held-out figures, and the time.
     """
+    assert task.evaluate is not None, "something is held out"
     synchronise(engine.device)  # an update that is still being computed is not evaluation
     began = time.perf_counter()
     figures = task.evaluate(engine)
     synchronise(engine.device)
     seconds = max(own for (own,) in engine.per_rank([time.perf_counter() - began]))
-    return figures, {"evaluation_seconds": seconds, "evaluation_samples_per_s": task.num_held_out / seconds}
+    return figures, EvaluationTime(seconds, task.num_held_out / seconds)
 
 
 @torch.no_grad()
 def held_out_loss(
-    engine, batches: Iterator[Batch], loss_sum: Callable[[Any, Batch], torch.Tensor]
+    engine: Engine, batches: Iterator[Batch], loss_sum: Callable[[Any, Batch], torch.Tensor]
 ) -> dict[str, float]:
     """Loss (nats a token) and perplexity over all batches of all ranks."""
     loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
@@ -59,13 +64,13 @@ def held_out_loss(
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
 
 
-def mean_over_replicas(engine, total: torch.Tensor, count: int) -> float:
+def mean_over_replicas(engine: Engine, total: torch.Tensor, count: int) -> float:
     """A sum over all replicas divided by the number of what was summed."""
-    total, count = engine.sum_over_replicas([total.item(), count])
-    return total / max(count, 1)
+    total_sum, total_count = engine.sum_over_replicas([total.item(), count])
+    return total_sum / max(total_count, 1)
 
 
-def one_row_each(engine, rows: dict[int, Any]) -> list[Any] | None:
+def gather_by_index(engine: Engine, rows: dict[int, Any]) -> list[Any] | None:
     """What all ranks together found for each example, in the order of the examples, on the main process.
 
     Args:

@@ -20,24 +20,24 @@ def answer(prepared: Prepared, task: Task) -> int:
         UserError: nothing is held out.
     """
     session, engine, recipe = prepared.session, prepared.engine, prepared.session.recipe
-    folder = session.folder
+    folder, stored = session.folder, session.stored
+    assert stored is not None, "a launch that trains nothing has a stored model"
     if not recipe.predict_file and task.evaluate is None:
         raise UserError("evaluate_only: nothing is held out. Name a validation_file")
     if session.is_main:
         environment = describe_environment(session.strategy.launch.command, engine.device)
-        options = {**recipe.to_dict(), "model_name_or_path": session.stored.asked_for}
+        options = {**recipe.to_dict(), "model_name_or_path": stored.asked_for}
         folder.start_answers(options, engine.effective_strategy(), environment)
     session.watchdog.phase("evaluate", patience=LONG)
     began = time.perf_counter()
-    if recipe.predict_file:
-        files, figures, clock = task.predict(engine), {}, None
+    if task.predict is not None and recipe.predict_file:
+        files, figures, clock = task.predict(engine), dict[str, float](), None
     else:
         figures, clock = timed_evaluation(task, engine)
         written = [path.name for path in sorted(folder.path.glob("predictions*.jsonl"))]
         files = ["metrics.jsonl", *written]
         if session.is_main:
-            metrics = UpdateMetrics(update=0, epoch=0.0, consumed_samples=0, held_out=figures, **clock)
-            folder.metrics.add(metrics.to_line())
+            folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())
     seconds = time.perf_counter() - began
     if session.is_main:
         folder.metrics.close()

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from train.checkpoint.exporter import ModelExporter
 from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.resume import fingerprint
@@ -56,15 +58,17 @@ class TrainResult:
         return self.stop.reason is not StopReason.NONE
 
 
-def fit(prepared: Prepared, task: Task, throughput: ThroughputMeter, tokenizer) -> TrainResult:
+def fit(
+    prepared: Prepared, task: Task, throughput: ThroughputMeter, tokenizer: PreTrainedTokenizerBase
+) -> TrainResult:
     """Run the loop and keep its record.
 
     Raises:
         UserError: there is no such figure as metric_for_best_model; the folder holds another run.
     """
     session, engine, recipe, state = prepared.session, prepared.engine, prepared.session.recipe, RunState()
-    lengths = task.train_set.lengths
-    session.facts.row_tokens = len(task.train_set[0]["input_ids"]) if lengths is None else int(lengths.max())
+    lengths = task.samples.lengths
+    session.facts.row_tokens = len(task.samples[0]["input_ids"]) if lengths is None else int(lengths.max())
     session.advise()
     best = make_best_tracker(recipe, task.figures, task.evaluate is not None, state.best)
     environment = describe_environment(session.strategy.launch.command, engine.device) if engine.is_main else {}
@@ -95,7 +99,7 @@ def _resume(
 ) -> CheckpointManager:
     """The run's checkpoints, and its record in the folder, from the update on that it resumes at."""
     session, engine, config = prepared.session, prepared.engine, prepared.session.config
-    data = fingerprint(task.train_set, task.grouping)
+    data = fingerprint(task.samples, task.grouping)
     check_same({"training data": data}, "Give all machines the same data and the same packages")
     run = {
         **config.resume.identity, "num_processes": engine.layout.world_size, "data_parallel": engine.layout.data_size,
@@ -125,11 +129,12 @@ def _run(
     best: BestMetricTracker,
     checkpoints: CheckpointManager,
     throughput: ThroughputMeter,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     environment: dict[str, Any],
 ) -> Run:
     """The parts that the loop works with."""
     session, engine, recipe, length = prepared.session, prepared.engine, prepared.session.recipe, prepared.length
+    assert length is not None, "of a launch that trains"
     memory = MemoryMeter(engine.device)
     scaled = session.strategy.precision == "fp16"
     detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled)
@@ -138,7 +143,7 @@ def _run(
         return Signals(session.shutdown.reason(), checkpoints.is_due_by_clock(), checkpoints.writer.has_failed)
 
     def preview_sample(index: int) -> str:
-        return tokenizer.decode(task.train_set[index]["input_ids"])
+        return str(tokenizer.decode(task.samples[index]["input_ids"]))
 
     bar = Bar(length.num_updates, recipe.logging_steps, engine.is_main)
     recorder = RunRecorder(session.folder, engine, environment, session.timeline, bar, preview_sample)

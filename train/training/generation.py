@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from train.data.collate import Batch
 from train.data.pairs.prepare import HeldOutPairs, PairData
@@ -15,7 +16,8 @@ from train.data.prompts import Prompts, longest_answer
 from train.model.tokenizer import padding_token
 from train.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from train.record.run_folder import RunFolder
-from train.training.evaluation import one_row_each
+from train.strategy.engine import Engine
+from train.training.evaluation import gather_by_index
 from train.training.metrics import compute
 
 FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
@@ -35,10 +37,11 @@ def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int]) -> dict[
 
 @torch.no_grad()
 def evaluate_generation(
-    engine, batches: Iterator[Batch], data: PairData, folder: RunFolder, settings: dict[str, Any]
+    engine: Engine, batches: Iterator[Batch], data: PairData, folder: RunFolder, settings: dict[str, Any]
 ) -> dict[str, float]:
     """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
-    texts, figures = _written(engine, batches, data.tokenizer, settings), {}
+    texts, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
+    assert data.validation is not None, "something is held out"
     if texts is not None:
         texts = [text.strip() for text in texts]
         folder.write_predictions(_lines(data.validation, texts, data.tokenizer))
@@ -47,7 +50,9 @@ def evaluate_generation(
     return {f"eval_{name}": value for name, value in figures.items()}
 
 
-def writing_settings(recipe: ClmRecipe, config, tokenizer, ends: list[int]) -> dict[str, Any]:
+def writing_settings(
+    recipe: ClmRecipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: list[int]
+) -> dict[str, Any]:
     """Settings of generation where a causal model continues a text: the likeliest token each time.
 
     Args:
@@ -61,7 +66,12 @@ def writing_settings(recipe: ClmRecipe, config, tokenizer, ends: list[int]) -> d
 
 @torch.no_grad()
 def predict_texts(
-    engine, batches: Iterator[Batch], tokenizer, prompts: Prompts, folder: RunFolder, settings: dict[str, Any]
+    engine: Engine,
+    batches: Iterator[Batch],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    folder: RunFolder,
+    settings: dict[str, Any],
 ) -> list[str]:
     """Write predictions.jsonl: what the model writes for each prompt or source. Returns the files."""
     texts = _written(engine, batches, tokenizer, settings)
@@ -72,16 +82,18 @@ def predict_texts(
     return ["predictions.jsonl"]
 
 
-def _written(engine, batches: Iterator[Batch], tokenizer, settings: dict[str, Any]) -> list[str] | None:
+def _written(
+    engine: Engine, batches: Iterator[Batch], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
+) -> list[str] | None:
     """The text that is generated for each row, on the main process."""
-    texts = {}
+    texts: dict[int, str] = {}
     for batch in batches:
-        ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        ids, mask = batch.tensor("input_ids"), batch.tensor("attention_mask")
         written = engine.generate(ids, mask, **settings)
         if not engine.module.config.is_encoder_decoder:
             written = written[:, ids.shape[1] :]
         texts |= zip(batch.indices, tokenizer.batch_decode(written, skip_special_tokens=True))
-    return one_row_each(engine, texts)
+    return gather_by_index(engine, texts)
 
 
 def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
@@ -93,9 +105,9 @@ def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
     return [f"baseline    always {usual!r}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())]
 
 
-def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer) -> Iterator[dict[str, str]]:
+def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
     for index, (target, text) in enumerate(zip(held_out.targets, texts)):
-        source = tokenizer.decode(held_out.samples[index]["input_ids"], skip_special_tokens=True).strip()
+        source = str(tokenizer.decode(held_out.samples[index]["input_ids"], skip_special_tokens=True)).strip()
         yield {"source": source, "target": target, "prediction": text}
 
 

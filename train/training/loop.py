@@ -7,9 +7,9 @@ step, unless the update is refused (step.py). All ranks run the loop together an
 import time
 
 from train.checkpoint.directory import ASKED, CLOCK, LEAVING
-from train.health.anomaly import ACTIONS, MAX_IN_A_ROW
+from train.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from train.health.shutdown import StopReason
-from train.record.metrics import UpdateMetrics
+from train.record.metrics import EvaluationTime, UpdateMetrics
 from train.training.evaluation import timed_evaluation
 from train.training.run import Run, Stop
 from train.training.step import StepResult
@@ -30,7 +30,7 @@ def train(run: Run) -> Stop:
         seconds, totals = time.perf_counter() - began, result.next_totals
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if result.anomaly else 0
         if result.anomaly:
-            report_anomaly(run, result)
+            report_anomaly(run, result.anomaly)
             if run.checkpoints.rewind(result.anomaly):
                 stream, totals = begin(run), None
                 continue
@@ -40,7 +40,7 @@ def train(run: Run) -> Stop:
         is_best = run.best.record_evaluation(update, held_out) if held_out else False
         state.updates = update
         state.tokens, state.positions = state.tokens + result.totals.tokens, state.positions + result.totals.positions
-        metrics = update_metrics(run, result, seconds, held_out, timing)
+        metrics = result.metrics(run.length, run.throughput, seconds, held_out, timing)
         run.recorder.write(metrics)
         run.recorder.show(metrics)
         maybe_checkpoint(run, result, is_best and run.best.keeps, held_out)
@@ -70,47 +70,22 @@ def evaluate_before_training(run: Run) -> None:
     figures, timing = timed_evaluation(run.task, run.engine)
     run.state.held_out_before = run.state.held_out = figures
     run.throughput.evaluations.append(timing)
-    run.recorder.write(UpdateMetrics(update=0, epoch=0.0, consumed_samples=0, held_out=figures, **timing))
+    run.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
 
 
-def update_metrics(
-    run: Run, result: StepResult, seconds: float, held_out: dict[str, float], timing: dict[str, float]
-) -> UpdateMetrics:
-    """The line of metrics.jsonl."""
-    update, totals = result.update, result.totals
-    consumed, before = run.length.consumed(update), run.length.consumed(update - 1)
-    common = {
-        "update": update, "epoch": run.length.epoch(update), "consumed_samples": consumed,
-        "learning_rate": result.learning_rate, "held_out": held_out, **timing,
-    }  # fmt: skip
-    if not result.figures:
-        return UpdateMetrics(**common, skipped=True)
-    return UpdateMetrics(
-        **common,
-        **result.figures,
-        targets=int(totals.targets),
-        tokens=int(totals.tokens),
-        padding=1.0 - totals.tokens / totals.positions,
-        peak_memory_bytes=result.peak_memory_bytes,
-        anomaly=result.anomaly and result.anomaly.reason,
-        seconds=seconds,
-        **run.throughput.of_update(int(totals.tokens), consumed - before, seconds),
-    )
-
-
-def report_anomaly(run: Run, result: StepResult) -> None:
+def report_anomaly(run: Run, anomaly: Anomaly) -> None:
     """Record an update that the step has not applied, and say it."""
     action = run.task.recipe.on_anomaly
-    run.recorder.write_anomaly(result.anomaly, action)
-    run.recorder.note(f"anomaly   update {result.update}: {result.anomaly.reason}. {ACTIONS[action]}")
+    run.recorder.write_anomaly(anomaly, action)
+    run.recorder.note(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
 
 
-def maybe_evaluate(run: Run, update: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The held-out figures and how long they took, where an evaluation is due after this update; empty elsewhere."""
+def maybe_evaluate(run: Run, update: int) -> tuple[dict[str, float], EvaluationTime | None]:
+    """The held-out figures and how long they took, where an evaluation is due now; else ({}, None)."""
     steps = run.task.recipe.eval_steps
     is_due = run.length.is_last(update) or run.length.is_due("steps" if steps else "epoch", steps, update)
     if run.task.evaluate is None or not is_due:
-        return {}, {}
+        return {}, None
     run.phase("evaluate", update)
     run.state.held_out, timing = timed_evaluation(run.task, run.engine)
     run.throughput.evaluations.append(timing)

@@ -2,6 +2,7 @@
 
 from train.data.sources import files_and_sizes
 from train.recipe.files import appears, is_there
+from train.strategy.engine import Engine
 from train.strategy.machines import SHARED_FOLDER_REMEDY, check_same
 from train.training.configuration import RunConfiguration
 
@@ -20,7 +21,7 @@ def check_machines(config: RunConfiguration) -> None:
     check_same(resumed, SHARED_FOLDER_REMEDY)
 
 
-def check_output_folder(config: RunConfiguration, engine) -> None:
+def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
     """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
     if config.recipe.save_strategy == "no":
         return

@@ -10,11 +10,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from train.health.out_of_memory import resident_bytes
 from train.model.load import build_model, size_of_model
-from train.model.lora import add_adapter
+from train.model.lora import Adapter, add_adapter
 from train.model.parameters import count_parameters
 from train.model.stages import whole_model
 from train.recipe.errors import UserError
@@ -47,7 +48,9 @@ class Started:
     length: RunLength | None
     schedule: Schedule | None
 
-    def load(self, auto_class, config, ignored_weights: Sequence[str] = ()) -> tuple[Any, Any]:
+    def load(
+        self, auto_class: Any, config: PretrainedConfig, ignored_weights: Sequence[str] = ()
+    ) -> tuple[Any, Adapter | None]:
         """The model, and its LoRA adapter where it has one (the rest is frozen). See build_model for the arguments.
 
         Raises:
@@ -142,7 +145,7 @@ class Prepared:
 
     session: Session
     engine: Engine
-    adapter: Any
+    adapter: Adapter | None
     length: RunLength | None
     schedule: Schedule | None
     parameters: int
@@ -157,6 +160,8 @@ class Prepared:
         if stored is not None:
             model, layout = stored.describe(self.parameters), strategy.describe_layout
         else:
+            assert length is not None, "it trains"
+            assert schedule is not None, "it trains"
             model, layout = about_the_model(recipe, self.parameters, self.trainable, self.adapter), strategy.describe
             warmup = f", {schedule.num_warmup} warm-up" if schedule.num_warmup else ""
             rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
@@ -172,7 +177,7 @@ class Prepared:
         )
 
 
-def prepare(started: Started, model, adapter) -> Prepared:
+def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     """Shard and place the model under the strategy."""
     session, recipe = started.session, started.session.recipe
     disable_progress_bar()  # of "Writing model shards"; weights are loaded by now

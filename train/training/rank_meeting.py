@@ -10,10 +10,14 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from train.recipe.errors import leave, printable, record_code
 from train.recipe.last_message import LAUNCHER, print_last
 from train.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 CONNECT_S = 20.0  # to say why this rank ends before it has come
 ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
@@ -36,7 +40,9 @@ class RankMeeting:
         self.num_machines = number("GROUP_WORLD_SIZE", 1)
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
-        self.meeting, self.store, self._met, self._server = None, None, threading.Event(), None
+        self.meeting: Meeting | None = None
+        self.store: Store | None = None
+        self._met, self._server = threading.Event(), None
 
     def start(self, limit_s: float) -> None:
         """Come to the meeting, and give signs of life from now on.
@@ -53,9 +59,10 @@ class RankMeeting:
         """Wait until all ranks have come so far. Returns notes for the log."""
         if not self.is_open:
             return []
-        self.meeting.ready()
+        meeting = self._opened
+        meeting.ready()
         self._met.wait()
-        return self.meeting.notes
+        return meeting.notes
 
     def stop(self, message: str, code: int) -> None:
         """Tell the other machines that this rank ends, and why; called at any end. Never fails."""
@@ -66,7 +73,7 @@ class RankMeeting:
         with contextlib.suppress(Exception):
             if self.meeting is None:
                 self._come(CONNECT_S)
-            self.meeting.stop(message, code)
+            self._opened.stop(message, code)
 
     def _stand_in_for_launcher(self) -> None:
         """At the end, where the launcher of this machine was killed: those of other machines wait 5 minutes for it."""
@@ -82,9 +89,13 @@ class RankMeeting:
 
     def named(self, text: str) -> str:
         """A text with addresses of machines, which are named."""
-        if self.meeting is None:
-            return text
-        return ADDRESS.sub(lambda found: self.meeting.machine_at(found[1]) or found[0], text)
+        meeting = self.meeting
+        return text if meeting is None else ADDRESS.sub(lambda found: meeting.machine_at(found[1]) or found[0], text)
+
+    @property
+    def _opened(self) -> Meeting:
+        assert self.meeting is not None, "start comes first"
+        return self.meeting
 
     def _come(self, limit_s: float) -> None:
         from torch.distributed import PrefixStore
@@ -98,12 +109,12 @@ class RankMeeting:
             PrefixStore(prefix, self.store), "rank", self.rank, self.count, self.here,
             self.machine, limit_s,
         )  # fmt: skip
-        self.meeting.come()
+        self._opened.come()
 
     def _watch(self) -> None:
         try:
-            while self.is_open and not self.meeting.poll():
-                time.sleep(BEAT_S / 10 if self.meeting.is_ready else BEAT_S)
+            while self.is_open and not self._opened.poll():
+                time.sleep(BEAT_S / 10 if self._opened.is_ready else BEAT_S)
         except Ended as end:
             if self.is_open:
                 self.is_open = False

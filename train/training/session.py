@@ -3,14 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate import Accelerator
 
 from train.health.failure import explain_failure
 from train.health.out_of_memory import host_advice
 from train.health.shutdown import ShutdownHandler
 from train.health.watchdog import Watchdog
 from train.recipe.errors import explain_failures_with
-from train.recipe.options import TrainingRecipe
+from train.recipe.tasks import TaskRecipe
 from train.record.run_folder import RunFolder
 from train.record.terminal import say
 from train.record.timeline import Timeline
@@ -18,7 +20,9 @@ from train.strategy.engine import Engine
 from train.strategy.strategy import Strategy
 from train.training.configuration import RunConfiguration, check_model, resolve
 from train.training.rank_meeting import MEETING
-from train.training.stored_model import StoredModel
+
+if TYPE_CHECKING:
+    from train.training.stored_model import StoredModel
 
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 PATIENCE = {"save": 4.0}  # the same, of the loop's phases
@@ -30,13 +34,13 @@ class Measurement(Protocol):
     def samples(self, num_samples: int, global_batch: int) -> int:
         """The samples that the run's length is made of."""
 
-    def started(self, accelerator, session: "Session") -> None:
+    def started(self, accelerator: Accelerator, session: "Session") -> None:
         """Called when the processes have started, before there is a model."""
 
     def explain(self, error: Exception, phase: str) -> int | None:
         """Tell of an error. Returns the exit code; None: nothing is known of it."""
 
-    def run(self, prepared, task) -> int:
+    def run(self, prepared: Any, task: Any) -> int:
         """Called in place of training. Returns the exit code."""
 
 
@@ -65,16 +69,17 @@ class Session:
     watchdog: Watchdog
     shutdown: ShutdownHandler
     facts: Facts
-    stored: StoredModel | None
+    stored: "StoredModel | None"
     measurement: Measurement | None
 
     @classmethod
     def open(
         cls,
         task: str,
-        recipe: TrainingRecipe,
+        recipe: TaskRecipe,
         timeline: Timeline,
         watchdog: Watchdog,
+        stored: "StoredModel | None" = None,
         measurement: Measurement | None = None,
     ) -> "Session":
         """Resolve the configuration, and see that the output folder is free.
@@ -82,7 +87,6 @@ class Session:
         Raises:
             UserError: anything that can be found wrong before data is read.
         """
-        stored = None if recipe.trains else StoredModel.open(task, recipe)
         config = resolve(task, recipe if stored is None else stored.recipe)
         if config.strategy.layout.is_main:
             config.folder.lock()
@@ -98,7 +102,7 @@ class Session:
         return self.config.task
 
     @property
-    def recipe(self) -> TrainingRecipe:
+    def recipe(self) -> TaskRecipe:
         return self.config.recipe
 
     @property
@@ -121,7 +125,7 @@ class Session:
         self.facts.strategy = strategy
         return replace(self, config=replace(self.config, strategy=strategy, notes=(*self.config.notes, *notes)))
 
-    def model_configuration(self, auto_class) -> Any:
+    def model_configuration(self, auto_class: Any) -> Any:
         """The configuration of the model, which the task needs an `auto_class` of transformers for.
 
         Raises:

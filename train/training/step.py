@@ -1,7 +1,7 @@
 """One update: forward and backward over its micro-batches, the decision about it, and one step of the optimizer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +9,11 @@ import torch
 
 from train.health.anomaly import Anomaly, AnomalyDetector
 from train.health.shutdown import StopReason
-from train.record.meters import MemoryMeter
+from train.model.experts import RoutingFigures
+from train.record.meters import MemoryMeter, ThroughputMeter
+from train.record.metrics import EvaluationTime, UpdateMetrics
 from train.strategy.engine import Engine
+from train.training.length import RunLength
 from train.training.stream import Totals, UpdateBatches
 from train.training.task import Task
 
@@ -26,7 +29,7 @@ class Signals:
     checkpoint_failed: bool = False
 
     @classmethod
-    def merge(cls, ranks: list[list[float]]) -> "Signals":
+    def merge(cls, ranks: list[tuple[float, float, float]]) -> "Signals":
         """The signals of all ranks as one, the same on each of them."""
         reasons, due, failed = zip(*ranks)
         return cls(StopReason(int(max(reasons))), bool(max(due)), bool(max(failed)))
@@ -49,7 +52,7 @@ class RankReport(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[float]) -> "RankReport":
-        return cls(*row[:6], counts=row[6:])
+        return cls(row[0], row[1], row[2], row[3], row[4], row[5], row[6:])
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,55 @@ class StepResult:
     """What came of one update; the same on every rank, but for `anomaly`, which has this rank's micro-batches.
 
     Args:
-        figures: loss, grad_norm, and of a mixture of experts the routers' figures; empty where it was skipped.
+        loss: None where the update was skipped.
+        routing: of a mixture of experts.
         totals: of its global batch.
         next_totals: of the next update's global batch; None where the ranks have not told each other.
     """
 
     update: int
-    figures: dict[str, float] = field(default_factory=dict)
+    loss: float | None = None
+    grad_norm: float | None = None
+    routing: RoutingFigures | None = None
     learning_rate: float | None = None
     totals: Totals = NO_COUNTS
     next_totals: Totals | None = None
     peak_memory_bytes: int | None = None
     anomaly: Anomaly | None = None
     signals: Signals = Signals()
+
+    def metrics(
+        self,
+        length: RunLength,
+        throughput: ThroughputMeter,
+        seconds: float,
+        held_out: dict[str, float],
+        evaluation: EvaluationTime | None,
+    ) -> UpdateMetrics:
+        """The line of metrics.jsonl; `held_out` and `evaluation` where one followed this update."""
+        update, totals, skipped = self.update, self.totals, self.loss is None
+        consumed, before = length.consumed(update), length.consumed(update - 1)
+        rates = None if skipped else throughput.of_update(int(totals.tokens), consumed - before, seconds)
+        return UpdateMetrics(
+            update=update,
+            epoch=length.epoch(update),
+            consumed_samples=consumed,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            learning_rate=self.learning_rate,
+            targets=None if skipped else int(totals.targets),
+            tokens=None if skipped else int(totals.tokens),
+            padding=None if skipped else 1.0 - totals.tokens / totals.positions,
+            peak_memory_bytes=self.peak_memory_bytes,
+            anomaly=self.anomaly.reason if self.anomaly else None,
+            skipped=skipped or None,
+            seconds=None if skipped else seconds,
+            held_out=held_out,
+            **(self.routing._asdict() if self.routing else {}),
+            **(rates._asdict() if rates else {}),
+            evaluation_seconds=evaluation.seconds if evaluation else None,
+            evaluation_samples_per_s=evaluation.samples_per_s if evaluation else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +163,7 @@ class TrainStep:
         replicas = [ranks[rank] for rank in engine.layout.loss_ranks]
         loss = sum(report.loss_sum for report in replicas) / max(totals.targets, 1.0)
         decisive = {"loss": loss, "grad_norm": ranks[0].grad_norm}  # rank 0's, so that all decide alike
-        routing = {}
+        routing = None
         if task.routing:
             routing = task.routing.figures(engine.sum_over_replicas(task.routing.sums), totals.tokens)
         anomaly = None
@@ -136,7 +175,8 @@ class TrainStep:
             engine.apply()
         return StepResult(
             update,
-            figures=decisive | routing,
+            **decisive,
+            routing=routing,
             learning_rate=engine.learning_rate,
             totals=totals,
             next_totals=Totals.sum(report.counts for report in replicas) if following else None,
@@ -148,7 +188,9 @@ class TrainStep:
     def _exchange(self, loss_sum: float, grad_norm: float, following: UpdateBatches | None) -> list[RankReport]:
         """What each rank has to tell, on all of them."""
         counts = following.counts if following else []
-        own = RankReport(loss_sum, grad_norm, self.memory.peak_bytes(), *astuple(self.signals()), counts=counts)
+        signals = self.signals()
+        own = RankReport(loss_sum, grad_norm, self.memory.peak_bytes(), signals.stop_reason,
+                         signals.checkpoint_is_due, signals.checkpoint_failed, counts)  # fmt: skip
         self.memory.reset()
         return [RankReport.of(row) for row in self.engine.per_rank(own.row)]
 

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from transformers import PretrainedConfig, PreTrainedModel
+
 from train.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
 from train.model.adapter_injection import inject_adapter
 from train.model.folders import is_adapter, model_folder
 from train.recipe.errors import UserError
 from train.recipe.inference_options import DATA_OPTIONS
-from train.recipe.options import TrainingRecipe
 from train.recipe.paths import answers_folder
+from train.recipe.tasks import TaskRecipe
 from train.record.run_folder import RunFolder, differences, read_yaml
 from train.strategy.strategy import Strategy
 
@@ -22,31 +24,35 @@ class StoredModel:
     Args:
         recipe: it names the model that is loaded: of a run its model/, of an adapter its base.
         asked_for: what --model_name_or_path says.
+        base: what is loaded: of an adapter its base.
         adapter: None: the model is whole.
         notes: for the log.
     """
 
     task: str
-    recipe: TrainingRecipe
+    recipe: TaskRecipe
     asked_for: str
+    base: str
     adapter: AdapterFolder | None
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def open(cls, task: str, recipe: TrainingRecipe) -> "StoredModel":
+    def open(cls, task: str, recipe: TaskRecipe) -> "StoredModel":
         """See also that no training run's folder is written to.
 
         Raises:
             UserError: it would be; the model is an adapter without a base, or for another task.
         """
-        asked_for, recipe = recipe.model_name_or_path, recipe.draft()
+        recipe = recipe.draft()
+        asked_for = recipe.model_name_or_path
+        assert asked_for, "the recipe's own check"
         if not (recipe.source("output_dir") or "").startswith("--"):
             recipe.adopt("output_dir", answers_folder(task, recipe), "")
-        folder = RunFolder(recipe.output_dir)
+        folder = RunFolder(recipe.output_dir or "")
         refuse_a_training_run(folder)
         if not recipe.overwrite_output_dir:
             refuse_other_answers(folder, recipe)
-        adapter, name = None, model_folder(recipe.model_name_or_path)
+        adapter, name = None, model_folder(asked_for)
         recipe.adopt("lora", is_adapter(name), "")
         if recipe.lora:
             adapter = open_adapter(name, "model_name_or_path")
@@ -58,7 +64,7 @@ class StoredModel:
                 recipe.adopt("tokenizer_name", name, "the adapter")
             name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]
         recipe.adopt("model_name_or_path", name, "--model_name_or_path")
-        stored = cls(task, recipe, asked_for, adapter)
+        stored = cls(task, recipe, asked_for, name, adapter)
         if recipe.evaluate_only and recipe.train_file:
             stored.notes.append(
                 f"evaluated is what is held out of train_file ({recipe.validation_split_percentage:g} %); "
@@ -68,11 +74,11 @@ class StoredModel:
             stored.notes.append(f"without effect, since nothing is trained: {', '.join(recipe.without_effect)}")
         return stored
 
-    def configuration(self, config):
+    def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
         """The configuration that the model was trained with, where the adapter changes that of its base."""
         if self.adapter is not None:
             where = f"model_name_or_path = {self.asked_for!r}"
-            config, notes = trained_config(self.adapter, config, where, self.recipe.model_name_or_path)
+            config, notes = trained_config(self.adapter, config, where, self.base)
             config.use_cache = False
             self.notes.extend(notes)
         return config
@@ -82,7 +88,7 @@ class StoredModel:
         """Weights of the model that the adapter has and its base has not, or otherwise."""
         return [name for name in self.adapter.shapes if "lora_" not in name] if self.adapter else []
 
-    def inject(self, model, strategy: Strategy) -> None:
+    def inject(self, model: PreTrainedModel, strategy: Strategy) -> None:
         """Put the adapter onto its base.
 
         Raises:
@@ -90,7 +96,7 @@ class StoredModel:
         """
         if self.adapter is not None:
             quantised = self.recipe.quantised is not None
-            self.notes.extend(inject_adapter(self.adapter, model, self.recipe.model_name_or_path, strategy, quantised))
+            self.notes.extend(inject_adapter(self.adapter, model, self.base, strategy, quantised))
         lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
         if lacking:
             raise UserError(
@@ -100,7 +106,7 @@ class StoredModel:
 
     def describe(self, num_parameters: int) -> list[str]:
         """For the log."""
-        base = f" on {self.recipe.model_name_or_path}" if self.adapter else ""
+        base = f" on {self.base}" if self.adapter else ""
         return [f"model     {self.asked_for}{base}: {num_parameters:,} parameters"]
 
 
@@ -114,7 +120,7 @@ def refuse_a_training_run(folder: RunFolder) -> None:
         )
 
 
-def refuse_other_answers(folder: RunFolder, recipe: TrainingRecipe) -> None:
+def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
     """The same model may be asked the same again; answers of another, or to other data, stay (UserError)."""
     if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
         return  # nothing was answered

@@ -10,6 +10,7 @@ from train.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened,
 from train.recipe.growth import Growth
 from train.strategy.batches import BatchSizes
 from train.strategy.devices import pins_memory
+from train.strategy.engine import Engine
 from train.training.length import RunLength
 from train.training.task import Task
 
@@ -51,7 +52,7 @@ class UpdateStream:
         updates: updates that are done: the stream begins behind them.
     """
 
-    def __init__(self, task: Task, engine, length: RunLength, updates: int):
+    def __init__(self, task: Task, engine: Engine, length: RunLength, updates: int):
         self._micro_batches = micro_batches(task, engine, length, updates)
         self._length, self._loaded = length, updates
         self._prefetched: UpdateBatches | None = None
@@ -59,6 +60,7 @@ class UpdateStream:
     def next(self) -> UpdateBatches:
         """The micro-batches of the next update."""
         batches = self.prefetch()
+        assert batches is not None, "the loop ends with the last update"
         self._prefetched = None
         return batches
 
@@ -71,21 +73,22 @@ class UpdateStream:
         return self._prefetched
 
 
-def micro_batches(task: Task, engine, length: RunLength, updates: int) -> Iterator[Batch]:
+def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -> Iterator[Batch]:
     """This rank's micro-batches after so many updates; ranks of one replica get the same."""
-    recipe, sizes, samples = task.recipe, length.batches, task.train_set
-    groups = LengthGroups(samples.lengths, sizes.global_batch) if task.grouping == "window" else None
+    recipe, sizes, samples = task.recipe, length.batches, task.samples
+    groups = None
+    if task.grouping == "window" and samples.lengths is not None:
+        groups = LengthGroups(samples.lengths, sizes.global_batch)
     sort_key = samples.sort_key if task.grouping != "none" else None
     order = task.order or SampleOrder(length.num_samples, recipe.seed, groups, task.easiest)
-    sampler = MicroBatches(
+    micro = MicroBatches(
         order, length.total_samples, length.consumed(updates), sizes.micro_batch, sizes.accumulation,
         engine.layout.data_size, engine.layout.data_rank, sort_key,
         [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )  # fmt: skip
     pin = pins_memory(engine.device)
-    if task.lengths is not None:
-        sampler = Shortened(sampler, _lengths(task.lengths, sizes, updates))
-    return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers, pin))
+    sampler = micro if task.lengths is None else Shortened(micro, _lengths(task.lengths, sizes, updates))
+    return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers or 0, pin))
 
 
 def _lengths(growth: Growth, sizes: BatchSizes, updates: int) -> Iterator[int]:

@@ -6,16 +6,20 @@ from typing import Any
 
 from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.run_state import RunState
-from train.health.shutdown import StopReason
+from train.health.anomaly import Anomaly
+from train.model.lora import Adapter
 from train.recipe.options import TrainingRecipe
 from train.recipe.words import counted
 from train.record.meters import ThroughputMeter
+from train.record.metrics import EvaluationTime
 from train.record.terminal import duration, rounded
 from train.training.best_metric import BestMetricTracker
 from train.training.run import Stop
 
 
-def about_the_model(recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter) -> list[str]:
+def about_the_model(
+    recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter: Adapter | None
+) -> list[str]:
     """Lines for the log."""
     origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
     trained = "all" if num_trained == num_parameters else f"{num_trained:,} ({num_trained / num_parameters:.2%})"
@@ -35,8 +39,8 @@ def why_stopped(
 ) -> list[str]:
     """What a person has to know of a run that stopped before its `num_updates` updates were made."""
     by = f"stopped     by {stop.reason.text} after update {state.updates:,} of {num_updates:,}"
-    if stop.reason is StopReason.ANOMALY:
-        return _after_anomaly(by, stop, checkpoints.folder.anomalies.path, on_anomaly)
+    if stop.anomaly is not None:
+        return _after_anomaly(by, stop.anomaly, checkpoints.folder.anomalies.path, on_anomaly)
     newest = next(checkpoints.directory.resumable(), None)
     remedy = f"resumes from {newest}" if newest else "starts over"
     if not checkpoints.saved_latest:
@@ -44,9 +48,9 @@ def why_stopped(
     return [f"{by}: the same command resumes there"]
 
 
-def _after_anomaly(by: str, stop: Stop, file: Path, on_anomaly: str) -> list[str]:
+def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> list[str]:
     lines = [
-        f"{by}: update {stop.anomaly.update}: {stop.anomaly.reason}",
+        f"{by}: update {anomaly.update}: {anomaly.reason}",
         f"            its samples are in {file}; the weights are as they were before it",
     ]
     if on_anomaly == "stop":
@@ -89,7 +93,7 @@ def summary(
         saves: a record of each checkpoint.
         remarks: what the task has to say of the held-out figures.
     """
-    trained = seconds - sum(each["evaluation_seconds"] for each in throughput.evaluations)
+    trained = seconds - sum(each.seconds for each in throughput.evaluations)
     lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
     if saves:
         size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "blocked_s"))
@@ -111,14 +115,13 @@ def summary(
     return lines
 
 
-def about_evaluations(evaluations: list[dict[str, float]]) -> list[str]:
+def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
     """For the log: the time that evaluations took, which is no time of training."""
     if not evaluations:
         return []
-    total, last = sum(each["evaluation_seconds"] for each in evaluations), evaluations[-1]
+    total, last = sum(each.seconds for each in evaluations), evaluations[-1]
     times = f"{len(evaluations)} times in {duration(total)}, the last" if len(evaluations) > 1 else "once"
-    rate = rounded(last["evaluation_samples_per_s"])
-    return [f"evaluated   {times} in {rounded(last['evaluation_seconds'])} s: {rate} samples/s"]
+    return [f"evaluated   {times} in {rounded(last.seconds)} s: {rounded(last.samples_per_s)} samples/s"]
 
 
 def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputMeter) -> str:

@@ -11,7 +11,7 @@ from train.data.order import EasiestFirst, Order
 from train.data.pack import SampleSet
 from train.model.experts import Routing
 from train.recipe.growth import Growth
-from train.recipe.options import TrainingRecipe
+from train.recipe.tasks import TaskRecipe
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Task:
         report: lines for the log, from the predictions in the run's folder; only the main process calls it.
     """
 
-    recipe: TrainingRecipe
+    recipe: TaskRecipe
     train_set: SampleSet | None
-    collate: Callable[[list], Batch]
+    collate: Callable[[list[Any]], Batch]
     loss_sum: Callable[[Any, Batch], torch.Tensor]
     evaluate: Callable[[Any], dict[str, float]] | None
     figures: tuple[str, ...] = ("loss", "perplexity")
@@ -56,6 +56,12 @@ class Task:
     report: Callable[[], list[str]] | None = None
     routing: Routing | None = None
     num_held_out: int = 0
+
+    @property
+    def samples(self) -> SampleSet:
+        """The training set, of a task that trains."""
+        assert self.train_set is not None
+        return self.train_set
 
     def remarks(self) -> list[str]:
         """Lines for the log below the held-out figures. Only the main process asks for them."""

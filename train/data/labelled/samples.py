@@ -1,9 +1,11 @@
 """Samples of labelled data: the held-out parts, all that a run needs, and texts as rows of token ids."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
 
 from train.data.labelled.labels import Labels
 from train.data.pack import SampleSet
@@ -14,6 +16,12 @@ from train.recipe.cache import cache_root, prepare_anew
 from train.recipe.tasks import ClsRecipe
 
 
+class LabelledSamples(SampleSet, Protocol):
+    """Samples with a label each."""
+
+    labels: np.ndarray  # (N,) int64 classes or float32 numbers
+
+
 @dataclass
 class HeldOut:
     """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
@@ -22,7 +30,7 @@ class HeldOut:
         numbers: of records without labels: their numbers in the file, for a submission.
     """
 
-    samples: SampleSet
+    samples: LabelledSamples
     texts: Dataset
     suffix: str  # "" or "_mismatched"
     numbers: list | None = None
@@ -36,7 +44,7 @@ class ExampleData:
     train: SampleSet | None
     held_out: list[HeldOut]
     labels: Labels
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     max_length: int
     notes: list[str] = field(default_factory=list)
 

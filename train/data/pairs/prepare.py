@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
 
 from train.data.difficulty import score_column, scores_of
 from train.data.lengths import choose_length, report_data_loss
@@ -60,7 +61,7 @@ class PairData:
 
     train: TokenizedDataset | None
     validation: HeldOutPairs | None
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     widths: tuple[int, int]  # the longest source and target, in tokens
     notes: list[str] = field(default_factory=list)
 

@@ -152,7 +152,7 @@ class Trial:
             began = time.perf_counter()
             result = self._update(size, batches)
             synchronise(self.device)
-            if not math.isfinite(result.figures["grad_norm"]):
+            if not math.isfinite(result.grad_norm):
                 continue  # fp16 is still looking for its loss scale: no step was taken, and there may be no state yet
             if to_warm_up:
                 to_warm_up -= 1
@@ -164,8 +164,12 @@ class Trial:
             if self.task.evaluate is not None:
                 self.phase("evaluate", self.done)
                 self.task.evaluate(self.engine)  # warms up
-                evaluation = timed_evaluation(self.task, self.engine)[1]
-                evaluation["evaluation_samples"] = self.task.num_held_out
+                time_taken = timed_evaluation(self.task, self.engine)[1]
+                evaluation = {
+                    "evaluation_seconds": time_taken.seconds,
+                    "evaluation_samples_per_s": time_taken.samples_per_s,
+                    "evaluation_samples": self.task.num_held_out,
+                }
         peaks, names = self.memory.note(), list(trained)
         ranks = self.engine.per_rank([*trained.values(), *peaks.values(), *self.held.values()])
         typical = statistics.median(seconds)
@@ -175,7 +179,7 @@ class Trial:
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
             "held": [dict(zip(self.held, map(int, rank[2 * len(names) :]))) for rank in ranks],
             "seconds": seconds, "samples_per_s": samples / typical, "tokens_per_s": result.totals.tokens / typical,
-            "loss": result.figures["loss"], **evaluation,
+            "loss": result.loss, **evaluation,
         }  # fmt: skip
 
     def _batches(self, size: int) -> list[Batch]:

@@ -9,11 +9,11 @@ matthews_correlation. Predictions and references are class numbers."""
 
 
 class Classification(evaluate.Metric):
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
         return evaluate.MetricInfo(description=DESCRIPTION, citation="", features=features)
 
-    def _compute(self, predictions, references, num_labels=2):
+    def _compute(self, predictions: list[int], references: list[int], num_labels: int = 2) -> dict[str, float]:
         accuracy = float(accuracy_score(references, predictions))
         matthews = float(matthews_corrcoef(references, predictions))
         if num_labels == 2:

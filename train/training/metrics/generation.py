@@ -11,11 +11,11 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 class Generation(evaluate.Metric):
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
         return evaluate.MetricInfo(description=DESCRIPTION, citation="", features=features)
 
-    def _compute(self, predictions, references):
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         bleu = sacrebleu.corpus_bleu(predictions, [references])
         scorer = rouge_scorer.RougeScorer(ROUGE, use_stemmer=True)
         scores = [scorer.score(reference, prediction) for reference, prediction in zip(references, predictions)]

@@ -10,17 +10,17 @@ model that has diverged (it predicts nan) the correlations are nan."""
 
 
 class Regression(evaluate.Metric):
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("float"), "references": datasets.Value("float")})
         return evaluate.MetricInfo(description=DESCRIPTION, citation="", features=features)
 
-    def _compute(self, predictions, references):
-        predictions, references = np.float64(predictions), np.float64(references)
-        mse = float(np.mean((predictions - references) ** 2))
-        if not all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predictions, references)):
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        predicted, truth = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+        mse = float(np.mean((predicted - truth) ** 2))
+        if not all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predicted, truth)):
             return {"pearson": float("nan"), "spearmanr": float("nan"), "mse": mse}
         return {
-            "pearson": float(pearsonr(references, predictions).statistic),
-            "spearmanr": float(spearmanr(references, predictions).statistic),
+            "pearson": float(pearsonr(truth, predicted).statistic),
+            "spearmanr": float(spearmanr(truth, predicted).statistic),
             "mse": mse,
         }
