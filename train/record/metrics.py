@@ -43,7 +43,9 @@ class UpdateMetrics:
     samples_per_s: float | None = described("samples a second, all ranks together")
     tokens_per_s: float | None = described("tokens a second without padding, all ranks together")
     flops_per_s: float | None = described("model FLOP/s, all ranks together")
-    mfu: float | None = described("share of the devices' peak FLOP/s, where that is known")
+    mfu: float | None = described(
+        "share of the devices' peak FLOP/s, where that is known (a table of GPUs, or `--peak_tflops`)"
+    )
     peak_memory_bytes: int | None = described(
         "the largest of all ranks: of the device's allocator, or resident memory on a CPU"
     )
