@@ -12,13 +12,13 @@ import yaml
 from helpers import BIN, ROOT, environment
 
 from train.cli import main
+from train.recipe.idle import IDLE, idle_options
+from train.recipe.parse import parse_recipe
 from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from train.tools.doctor.judge import Needs, judge
 from train.tools.doctor.machine import COMPILED, IMPOSSIBLE, TO_COMPILE, Device, Folder, Machine
-from train.tools.doctor.packages import judge_packages, pinned_versions, required_packages
 from train.tools.doctor.report import Finding, Report
 from train.tools.doctor.values import OWNERS, flat
-from train.tools.doctor.without_effect import IDLE
 
 GIB = 2**30
 A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
@@ -184,29 +184,6 @@ def test_folders():
 def test_variables_of_debugging():
     ((level, said),) = judged(CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="OFF")
     assert (level, "unset CUDA_LAUNCH_BLOCKING" in said) == ("warning", True)
-
-
-# ---------------------------------------------------------------------------------------------------------- packages
-
-
-def test_packages():
-    required = ["torch>=2.10", "peft>=0.21", "numpy"]
-    installed = {"torch": {"2.13.0+cpu": "/a"}, "numpy": {"2.4.6": "/a", "1.26.4": "/b"}, "peft": {"0.20.0": "/a"}}
-    found = {one.what.split()[0]: one for one in judge_packages(installed, {"torch": "2.13.0"}, required)}
-    assert found.keys() == {"numpy", "peft"}, "torch's build is no other version"
-    assert found["numpy"].level == "warning"
-    assert "2.4.6 in /a, 1.26.4 in /b" in found["numpy"].what
-    assert found["peft"].level == "error"
-    assert "zerofit needs >=0.21" in found["peft"].what
-    (missing,) = judge_packages({}, {}, ["peft>=0.21"])
-    assert missing.what == "peft is not installed"
-    (other,) = judge_packages({"torch": {"2.12.0": "/a"}}, {"torch": "2.13.0"}, ["torch>=2.10"])
-    assert (other.level, "torch 2.12.0 (2.13.0)" in other.what) == ("note", True)
-
-
-def test_the_tree_has_what_packages_are_compared_with():
-    assert len(pinned_versions()) > 50
-    assert len(required_packages()) > 10
 
 
 # ------------------------------------------------------------------------------------------------------- the command
@@ -536,3 +513,8 @@ def test_options_that_may_be_idle_exist():
     names = {field.name for recipe in (ClmRecipe, ClsRecipe, Seq2SeqRecipe) for field in dataclasses.fields(recipe)}
     assert {name for group in IDLE for name in group} <= names
     assert {name for owner in OWNERS.values() for name in owner.split(", ")} <= names
+
+
+def test_a_run_tells_of_idle_options_too():
+    recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", "x", "--train_file", "x.txt", "--report_to", "wandb"])
+    assert idle_options(recipe) == ["report_to = wandb (--report_to) has no effect. Set with_tracking"]

@@ -1,5 +1,6 @@
 """What a run runs on: versions, commit, hardware, command and variables, for environment.json."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -54,17 +55,19 @@ def describe_environment(command: list[str], device) -> dict[str, Any]:
         "zerofit_changed": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": installed_packages(),
         "hardware": hardware,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS)},
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def installed_packages() -> dict[str, str]:
+    """{package: its version}, of those that decide what a run computes."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from train.checkpoint.resume import EarlierRuns, ResumePlan
 from train.recipe.errors import Problems, UserError
+from train.recipe.idle import idle_options
 from train.recipe.paths import output_folder
 from train.recipe.tasks import TaskRecipe
 from train.record.run_folder import RunFolder
@@ -82,7 +83,7 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
 
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    notes += [*without_effect(recipe), *plan.notes]
+    notes += [*idle_options(recipe), *without_effect(recipe), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))

@@ -20,6 +20,7 @@ import yaml
 
 from train.recipe.errors import UserError
 from train.recipe.parse import parse_recipe, read_recipe
+from train.record.environment import installed_packages
 from train.record.terminal import say, screen_width
 from train.tools.doctor.options import DoctorOptions
 from train.tools.doctor.report import ERROR, Finding, Report, shown_value
@@ -99,7 +100,6 @@ def make_report(options: DoctorOptions, task: str | None, problems: list[str], s
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a library that it needs
         report.findings.append(Finding(ERROR, f"torch cannot be imported: {error}", "make setup"))
-        _judge_packages(report)
         return report
 
     from train.tools.doctor.examine import Examination
@@ -109,16 +109,8 @@ def make_report(options: DoctorOptions, task: str | None, problems: list[str], s
         report.examined = "this recipe" if task else "this strategy"
         examination.of_launch(_program(options, task))
     examination.of_machine()
-    _judge_packages(report)
+    report.machine["packages"] = installed_packages()
     return report
-
-
-def _judge_packages(report: Report) -> None:
-    from train.tools.doctor.packages import installed_packages, judge_packages, pinned_versions, required_packages
-
-    installed = installed_packages()
-    report.findings += judge_packages(installed, pinned_versions(), required_packages())
-    report.machine["packages"] = {name: next(iter(versions)) for name, versions in sorted(installed.items())}
 
 
 def _program(options: DoctorOptions, task: str | None) -> list[str]:

@@ -24,7 +24,7 @@ from train.tools.doctor.machine import inspect_machine
 from train.tools.doctor.options import DoctorOptions
 from train.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report
 from train.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
-from train.tools.doctor.without_effect import idle_keys, idle_options, idle_settings
+from train.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
 from train.tools.rank_environment import environment_of_a_rank
 from train.tools.tool_recipe import TASKS
 
@@ -111,7 +111,7 @@ class Examination:
             with self._collected():
                 self._look_at_model()
         if self.task and self.is_sound:
-            report.findings += [*idle_options(self.recipe), *downloads]
+            report.findings += [*schedule_warnings(self.recipe), *downloads]
             flags = getattr(self.options, "without_effect", [])
             report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
 

@@ -1,4 +1,4 @@
-"""What is set and has no effect: in the recipe, in the accelerate YAML, in the DeepSpeed JSON."""
+"""What is set and has no effect: in the accelerate YAML and in the DeepSpeed JSON; the run itself tells of options."""
 
 from typing import Any
 
@@ -9,48 +9,13 @@ from train.tools.doctor.launcher import STANDARD, Launch
 from train.tools.doctor.report import NOTE, WARNING, Finding
 from train.tools.doctor.values import flat, stated_json
 
-CONSTANT = ("constant", "constant_with_warmup")
-# {options: (when they have no effect, what would change that)}
-IDLE = {
-    ("report_to", "report_name"): (lambda recipe: not recipe.with_tracking, "Set with_tracking"),
-    ("num_train_epochs",): (lambda recipe: recipe.max_train_steps, "max_train_steps overrides it: keep one of them"),
-    ("warmup_ratio", "num_warmup_steps"): (
-        lambda recipe: recipe.lr_scheduler_type == "constant",
-        "constant_with_warmup has a warm-up, constant has none",
-    ),
-    ("min_lr_ratio", "lr_decay_steps"): (
-        lambda recipe: recipe.lr_scheduler_type in CONSTANT,
-        "The learning rate stays constant: choose linear, cosine or wsd as lr_scheduler_type, or remove it",
-    ),
-    ("wsd_decay_ratio",): (
-        lambda recipe: recipe.lr_scheduler_type != "wsd",
-        "It belongs to lr_scheduler_type = wsd",
-    ),
-    ("num_beams", "val_max_target_length", "val_min_target_length", "n_val_batch_generations"): (
-        lambda recipe: not recipe.predict_with_generate and recipe.trains,
-        "Set predict_with_generate, or remove it",
-    ),
-    ("dataset_config_name",): (lambda recipe: not recipe.dataset_name, "It belongs to dataset_name"),
-    ("validation_split_percentage",): (lambda recipe: recipe.validation_file, "validation_file overrides it"),
-}
 # {section of the YAML: the distributed_type that reads it}
 SECTIONS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
 ONLY_STAGE_3 = ("offload_param", "sub_group_size")  # and all that begin with stage3_
 HOSTS = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
 
 
-def idle_options(recipe: Any) -> list[Finding]:
-    """Options of the recipe, in a recipe whose combination of options is right."""
-    findings = []
-    for names, (is_idle, remedy) in IDLE.items():
-        for name in names:
-            if hasattr(recipe, name) and recipe.is_changed(name) and is_idle(recipe):
-                value = f"{name} = {getattr(recipe, name)} ({recipe.source(name)})"
-                findings.append(Finding(WARNING, f"{value} has no effect", remedy))
-    return findings + _of_schedule(recipe)
-
-
-def _of_schedule(recipe: Any) -> list[Finding]:
+def schedule_warnings(recipe: Any) -> list[Finding]:
     """What the schedule says of a run whose length is known."""
     if not recipe.max_train_steps:
         return []
