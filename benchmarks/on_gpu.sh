@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in one go: tests/gpu, then the three published comparisons with two ranks of 23 GiB each
-# (on one GPU of 48 GiB or more they share it). No network: the models have their real shapes and random weights, the
-# published data and tokenizers lie in the folder DATA, as docs/real-data.md says. Reports and the tests' output go to OUT.
-#   DATA=data bash benchmarks/on_gpu.sh OUT
+# What only a GPU can show. No network: models have their real shapes and random weights. Results go to OUT.
+#   bash benchmarks/on_gpu.sh OUT                  # quick: the head, MFU and plan's predictions (on_gpu.py), ten minutes
+#   DATA=data bash benchmarks/on_gpu.sh OUT all    # tests/gpu and the three published comparisons as well: hours. Two
+#                                                  # ranks of 23 GiB each (one GPU of 48 GiB or more is shared); DATA
+#                                                  # has the data and tokenizers of docs/real-data.md
 set -u
 OUT=${1:?where the results are to go}
-DATA=${DATA:?the folder of published data and tokenizers: see docs/real-data.md}
+PARTS=${2:-quick}
 mkdir -p "$OUT"
-python -m pytest tests/gpu -q > "$OUT/tests.txt" 2>&1
+timeout --kill-after 30 660 python benchmarks/on_gpu.py "$OUT"
+[ "$PARTS" = all ] || exit
+
+DATA=${DATA:?the folder of published data and tokenizers: see docs/real-data.md}
+timeout 3600 python -m pytest tests/gpu -q > "$OUT/tests.txt" 2>&1
 tail -n 3 "$OUT/tests.txt"
 
 compare() {  # name, then options of zerofit compare
   local name=$1
   shift
-  python -m train.cli compare "$@" --num_processes 2 --memory_limit 23GiB --steps 3 --output "$OUT/$name" \
-    > "$OUT/$name.txt" 2>&1
+  timeout 7200 python -m train.cli compare "$@" --num_processes 2 --memory_limit 23GiB --steps 3 \
+    --output "$OUT/$name" > "$OUT/$name.txt" 2>&1
   tail -n 12 "$OUT/$name.txt"
   rm -rf "$OUT/$name/trials"
 }

@@ -26,6 +26,7 @@ SMALL = {
                     "{tmp}/lora.md"],
     "save_stall": ["save_stall", *TINY_GPT2, "--tokenizer", "{material}/tokenizers/gpt2", "--updates", "12",
                    "--output", "{tmp}/saves.md"],
+    "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny"],
     "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
                 "1", "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
     "pipeline_idle": ["pipeline_idle", "--micro_batches", "1", "2", "--updates", "4", "--text", "docs/*.md", "--shape",
