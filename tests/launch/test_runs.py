@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers import BIN, ROOT, environment, launch, launched, metrics, tiny_model, updates
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from train import clm
@@ -193,6 +194,25 @@ def test_options_that_change_the_cost_and_not_the_curve(scratch, text, cache, tm
     ours, expected = ([line["loss"] for line in updates(each)] for each in (lines, scratch[1]))
     assert len(ours) >= 2
     assert ours == pytest.approx(expected[: len(ours)], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(name, marks=LONG) for name in ("ddp", "zero2", "tp", "pp"))]
+)
+def test_blocks_are_compiled_under_a_strategy(scratch, text, cache, tmp_path, strategy):
+    """Layers of one kind run one graph: of rows with a mask, without one, and without gradients."""
+    done = launched(
+        tmp_path / "run", *SCRATCH, "--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12",
+        "--cache_dir", cache, "--torch_compile", "--gradient_checkpointing", "selective", "--save_steps", "2",
+        strategy=strategy, TORCH_COMPILE_OVERRIDE_BACKENDS=">=0:aot_eager",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours, expected = ([line["loss"] for line in updates(each)] for each in (metrics(tmp_path / "run"), scratch[1]))
+    assert len(ours) >= 2
+    assert ours == pytest.approx(expected, rel=1e-5)
+    assert 1 <= int(re.search(r"^compiled +(\d+) graph", done.stdout, re.MULTILINE)[1]) <= 6
+    names = set(load_file(tmp_path / "run" / "model" / "model.safetensors"))
+    assert names == set(load_file(scratch[0] / "model" / "model.safetensors"))
 
 
 @pytest.mark.long  # that it goes on as it was: test_resume.py

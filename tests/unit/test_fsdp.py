@@ -8,12 +8,13 @@ import yaml
 from helpers import ROOT, refusal
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+from train.model.compilation import blocks_of
 from train.model.rows import keep_rows, rows_of
 from train.model.stages import whole_model
 from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe, parse_recipe
 from train.strategy import launch as launch_module
-from train.strategy.fsdp_engine import blocks_of, replace_parameters
+from train.strategy.fsdp_engine import replace_parameters
 from train.strategy.read import read_strategy
 
 OWN = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
@@ -74,7 +75,7 @@ def test_what_it_is(read):
         ),
         ({"deepspeed_config": {"deepspeed_config_file": "ds_configs/zero3.json"}}, [], "Keep one of the two"),
         ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),
-        ({}, ["--torch_compile"], "FSDP does not go together with torch_compile (--torch_compile)"),
+        ({}, ["--torch_compile", "model"], "torch_compile = model (--torch_compile). Use --torch_compile blocks"),
     ],
 )  # fmt: skip
 def test_what_it_refuses(read, content, flags, said):

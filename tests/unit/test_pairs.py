@@ -408,7 +408,7 @@ def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
         ({"zero_quantized_gradients": True}, {}, ["zero_quantized_gradients"]),
         ({}, {"attn_implementation": "eager"}, ["attn_implementation = eager", "--attn_implementation sdpa"]),
         ({}, {"lora": True}, ["lora (--lora)", "such as zero3"]),
-        ({}, {"torch_compile": True}, ["torch_compile (--torch_compile)"]),
+        ({}, {"torch_compile": "blocks"}, ["torch_compile (--torch_compile)"]),
     ],
 )
 def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, words):

@@ -344,7 +344,7 @@ def test_what_deepspeed_would_do_by_itself_is_turned_off():
 
 
 def test_what_does_not_go_together_is_refused_in_one_message():
-    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, predict_file="asked.jsonl")
+    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile="model", predict_file="asked.jsonl")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
     about = {"zero_optimization": zero}, "my.json", recipe, "fp32"

@@ -388,7 +388,7 @@ def test_the_degree_is_taken_out_before_deepspeed_sees_it():
 
 
 def test_what_does_not_go_together_is_refused_in_one_message():
-    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile=True, loss="liger")
+    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile="model", loss="liger")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}
     about = {"zero_optimization": zero}, "my.json", recipe, "fp32"

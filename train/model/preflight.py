@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from train.model.attention import choose_attention, takes_lengths, use_masks
+from train.model.compilation import uncompiled
 from train.model.families import family_of
 from train.model.loss import choose_loss, has_separate_body, install_loss
 from train.recipe.errors import UserError
@@ -57,6 +58,7 @@ def choose_packed_attention(model, recipe: ModelOptions, precision: str) -> str:
 # ----------------------------------------------------------------------------------------------- of the prepared model
 
 
+@uncompiled()
 def check_loss(engine, recipe: LossOptions) -> str:
     """Check that the installed loss is this model's loss. Returns a line for the log.
 
@@ -83,6 +85,7 @@ def check_loss(engine, recipe: LossOptions) -> str:
     return f"loss      {reason}"
 
 
+@uncompiled()
 def check_packing(engine, recipe: ModelOptions, collate) -> str:
     """Check that the documents of a packed row stay apart; `collate`, a CausalCollator, lays rows out as the prepared
     model's attention takes them. Returns a line for the log, or nothing.
@@ -108,6 +111,7 @@ def check_packing(engine, recipe: ModelOptions, collate) -> str:
     return note
 
 
+@uncompiled()
 @torch.no_grad()
 def check_split_rows(engine, collate, packed: bool) -> None:
     """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full.

@@ -38,14 +38,24 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-class Recomputation:
-    """The type of gradient_checkpointing. Values: False; True, written full or 1, too; "selective"; N, above 1."""
+class FlagOrValue:
+    """The type of an option that is a flag, or has a value."""
 
-    WORDS = "full, selective, N (every N-th layer), true or false"
+    WORDS, SHORT = "", ""  # what it takes, in a message and in the help
 
     @staticmethod
-    def of(value: Any) -> "bool | str | int":
+    def of(value: Any) -> Any:
         """The value that a user has written. Raises ValueError if there is no such one."""
+        raise NotImplementedError
+
+
+class Recomputation(FlagOrValue):
+    """The type of gradient_checkpointing. Values: False; True, written full or 1, too; "selective"; N, above 1."""
+
+    WORDS, SHORT = "full, selective, N (every N-th layer), true or false", "full|selective|N"
+
+    @staticmethod
+    def of(value: Any) -> bool | str | int:
         if isinstance(value, bool) or value == "selective":
             return value
         if value == "full":
@@ -53,6 +63,20 @@ class Recomputation:
         if type(value) is not int or value < 1:
             raise ValueError(value)
         return value if value > 1 else True
+
+
+class Compilation(FlagOrValue):
+    """The type of torch_compile. Values: False; "blocks", written true, too; "model"."""
+
+    WORDS, SHORT = "blocks, model, true or false", "blocks|model"
+
+    @staticmethod
+    def of(value: Any) -> bool | str:
+        if isinstance(value, bool):
+            return value and "blocks"
+        if value not in ("blocks", "model"):
+            raise ValueError(value)
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +89,9 @@ class Kind:
 
     @property
     def words(self) -> str:
-        name = {int: "an integer", float: "a number", bool: "true or false", str: "text",
-                Recomputation: Recomputation.WORDS}[self.base]  # fmt: skip
+        if issubclass(self.base, FlagOrValue):
+            return self.base.WORDS
+        name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.base]
         return f"a list, each {name}" if self.many else name
 
 
@@ -80,7 +105,7 @@ def kind_of(annotation: Any) -> Kind:
     many = typing.get_origin(annotation) is list
     if many:
         (annotation,) = typing.get_args(annotation)
-    assert annotation in (int, float, bool, str, Recomputation), f"no such kind of option: {annotation}"
+    assert issubclass(annotation, (int, float, str, FlagOrValue)), f"no such kind of option: {annotation}"
     return Kind(annotation, many, optional)
 
 
@@ -94,10 +119,10 @@ def from_text(text: str, base: type) -> Any:
         raise ValueError(text)
     if base is int:
         return int(text.replace("_", ""))
-    if base is Recomputation:
+    if issubclass(base, FlagOrValue):
         word = text.lower()
         if word in (*TRUE, *FALSE) and not word.isdigit():
-            return word in TRUE
+            return base.of(word in TRUE)
         return base.of(int(word) if word.isdigit() else word)
     return base(text)
 
@@ -108,7 +133,7 @@ def checked(value: Any, base: type) -> Any:
         return float(value)
     if base is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    if base is Recomputation:
+    if issubclass(base, FlagOrValue):
         return base.of(value)
     if type(value) is not base:
         raise ValueError(value)

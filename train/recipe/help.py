@@ -10,7 +10,7 @@ import re
 import shutil
 import textwrap
 
-from train.recipe.fields import Kind, Recomputation
+from train.recipe.fields import FlagOrValue, Kind
 from train.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -105,8 +105,10 @@ def value_text(field: dataclasses.Field, kind: Kind) -> str:
         words = next((word for ending, word in METAVARS.items() if field.name.endswith(ending)), "TEXT")
     elif kind.base is bool:
         words = "" if field.default is False else "true|false"
+    elif issubclass(kind.base, FlagOrValue):
+        words = kind.base.SHORT
     else:
-        words = {int: "N", float: "X", Recomputation: "full|selective|N"}[kind.base]
+        words = {int: "N", float: "X"}[kind.base]
     return f"{words} ..." if kind.many else words
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.recipe.base import Recipe
-from train.recipe.fields import Recomputation, option
+from train.recipe.fields import Compilation, Recomputation, option
 from train.recipe.paths import is_run
 
 
@@ -47,7 +47,11 @@ class ModelOptions(Recipe):
     activation_offload: bool = option(
         False, "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect."
     )
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    torch_compile: Compilation = option(  # noqa: RUF009
+        False,
+        "Compile the model with torch.compile. blocks, or the flag alone: each layer by itself; all of them run one "
+        "graph. model: all of the model.",
+    )
 
     def settle(self) -> None:
         """Of a run's folder, its model/ is meant."""

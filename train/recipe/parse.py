@@ -11,7 +11,7 @@ import yaml
 
 from train.recipe.base import Recipe
 from train.recipe.errors import UserError, nearest
-from train.recipe.fields import Recomputation, broken_rule, checked, from_text, kind_of
+from train.recipe.fields import FlagOrValue, broken_rule, checked, from_text, kind_of
 from train.recipe.foreign_options import foreign_option_hints
 from train.recipe.help import help_text, wants_help
 from train.recipe.parsing import BoundedLoader
@@ -152,7 +152,7 @@ def is_flag(word: str) -> bool:
 
 def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems: list[str]) -> None:
     kind = kinds[name]
-    if not texts and kind.base in (bool, Recomputation):
+    if not texts and issubclass(kind.base, (bool, FlagOrValue)):
         texts = ["true"]
     if not texts or (len(texts) > 1 and not kind.many):
         given = " ".join(texts) or "nothing"

@@ -99,11 +99,13 @@ def check_degrees(config: dict[str, Any], source: str, recipe, precision: str, l
     def refuse(what: str, remedy: str, key: str = next(iter(degrees))) -> None:
         problems.append(f"{source}: {key} = {degrees[key]} does not go together with {what}. {remedy}")
 
-    for name in ("lora", "torch_compile"):
-        if getattr(recipe, name, False):
-            refuse(
-                f"{name} ({recipe.source(name)})", "Remove it, or use a pair without model parallelism, such as zero3"
-            )
+    if getattr(recipe, "lora", False):
+        refuse(f"lora ({recipe.source('lora')})", "Remove it, or use a pair without model parallelism, such as zero3")
+    compiled = getattr(recipe, "torch_compile", False)
+    if compiled and layout.sequence > 1:  # DeepSpeed's exchange of heads looks a group up that a graph has not
+        refuse(f"torch_compile ({recipe.source('torch_compile')})", "Remove one of them")
+    elif compiled == "model":
+        refuse(f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks")
     settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
     settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
     for setting in settings:

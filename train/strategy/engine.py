@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from train.model.compilation import uncompiled
 from train.model.stages import whole_model
 from train.recipe.options import OptimizerOptions
 from train.strategy.layout import ParallelLayout
@@ -222,7 +223,7 @@ class Engine:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         together = (self.strategy.shards_parameters or self.strategy.fully_shards) and self.layout.world_size > 1
-        with self.rows_in_full():
+        with self.rows_in_full(), uncompiled():
             return self.module.generate(
                 input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True,
                 **kwargs,

@@ -74,8 +74,10 @@ def check_fsdp(source: str, recipe, precision: str | None) -> None:
     beside, problems = f"{source}: FSDP does not go together with", []
     if precision == "fp16":
         problems.append(f"{beside} precision = fp16. Use --precision bf16, or a ZeRO pair such as zero3")
-    if getattr(recipe, "torch_compile", False):
-        problems.append(f"{beside} torch_compile ({recipe.source('torch_compile')}). Remove one of them")
+    if getattr(recipe, "torch_compile", False) == "model":
+        problems.append(
+            f"{beside} torch_compile = model ({recipe.source('torch_compile')}). Use --torch_compile blocks"
+        )
     if getattr(recipe, "quantised", None):
         problems.append(f"{beside} {recipe.quantised} ({recipe.source(recipe.quantised)}). Use zero2.yaml or ddp.yaml")
     if problems:

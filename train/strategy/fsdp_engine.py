@@ -5,13 +5,14 @@ alone, or MULTI_CPU), and it loads the full model before it shards it. So the en
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from train.model.compilation import blocks_of
 from train.model.parameters import true_shape
 from train.model.rows import rows_of
 from train.model.stages import whole_model, without_weights
@@ -183,26 +184,6 @@ class FullyShardedEngine(Engine):
                 "gathered_in": self.strategy.precision, "reduced_in": "fp32",
                 "divides_experts": self.strategy.divides_experts}  # fmt: skip
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's blocks, which are gathered one at a time: what transformers can recompute one at a time, else what
-    it says is not to be split."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    return _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer)) or _outermost(
-        model, lambda module: type(module).__name__ in named
-    )
-
-
-def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:
-    """The modules below the model that are such ones, and are in no other."""
-    found: dict[str, torch.nn.Module] = {}
-    for name, module in model.named_modules():
-        if module is not model and is_one(module) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values())
 
 
 def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Parameter]) -> None:

@@ -91,6 +91,7 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
         check_degrees(resolved, source, recipe, precision, layout)
+        _check_compiled(resolved, source, recipe)
     if problems.found:
         return None
     recipe.precision = precision
@@ -103,6 +104,16 @@ def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layou
     )
     strategy = strategy.with_precision(precision)
     return strategy if recipe.trains else strategy.without_optimizer()
+
+
+def _check_compiled(config: dict[str, Any], source: str, recipe: Recipe) -> None:
+    """Raises UserError where torch.compile would compile many small graphs instead of one."""
+    if getattr(recipe, "torch_compile", False) and config["zero_optimization"]["stage"] == 3:
+        raise UserError(
+            f"{source}: zero_optimization.stage = 3 does not go together with torch_compile "
+            f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "
+            "cuts a layer's graph into pieces. Use --strategy fsdp2, which gathers those of a layer, or remove it"
+        )
 
 
 def _of_launcher(launch: Launch) -> Stated:

@@ -2,6 +2,7 @@
 
 import torch
 
+from train.model.compilation import compile_model
 from train.model.recomputation import enable_recomputation
 from train.recipe.model_options import ModelOptions
 from train.strategy.offloaded_inputs import host_store, offload_inputs
@@ -11,11 +12,11 @@ def prepare_passes(model: torch.nn.Module, recipe: ModelOptions, device: torch.d
     """Let the passes on this device be as the recipe says. Returns notes for the log."""
     notes = []
     if recipe.gradient_checkpointing:
-        enable_recomputation(model, recipe.gradient_checkpointing)
+        enable_recomputation(model, recipe.gradient_checkpointing, is_traced=bool(recipe.torch_compile))
     if recipe.activation_offload and device.type == "cpu":
         notes.append("activation_offload has no effect: the device's memory is the host's")
     elif recipe.activation_offload:
         offload_inputs(model, host_store(device))
     if recipe.torch_compile:
-        model.compile()
+        compile_model(model, recipe.torch_compile)
     return notes

@@ -1,0 +1,108 @@
+"""torch_compile: its values, how many graphs there are, and that a compiled model computes what another one does."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import refusal, tiny_model
+from torch._dynamo.utils import counters
+
+from train.model.attention import _convert_masks_once
+from train.model.compilation import compile_model, uncompiled
+from train.model.recomputation import enable_recomputation
+from train.recipe import ClmRecipe, parse_recipe
+from train.strategy.read import _check_compiled
+
+LONG = pytest.mark.long
+START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
+LAYERS, ROWS, TOKENS = 4, 2, 32
+SHAPES = {"llama": {"num_hidden_layers": LAYERS}, "gpt2": {"n_layer": LAYERS}}
+
+
+@pytest.fixture(autouse=True)
+def no_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], "blocks"), (["true"], "blocks"), (["blocks"], "blocks"), (["model"], "model"), (["false"], False)],
+)
+def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(f"torch_compile: {words[0] if words else 'true'}\n")
+    for given in (["--torch_compile", *words], ["--config", str(tmp_path / "recipe.yaml")]):
+        assert parse_recipe(ClmRecipe, [*given, *START]).torch_compile == value
+    assert "expected blocks, model, true or false" in refusal(
+        parse_recipe, ClmRecipe, [*START, "--torch_compile", "layers"]
+    )
+
+
+def test_zero3_is_refused():
+    recipe = parse_recipe(ClmRecipe, [*START, "--torch_compile"])
+    assert "torch_compile (--torch_compile): DeepSpeed gathers the weights of each module" in refusal(
+        _check_compiled, {"zero_optimization": {"stage": 3}}, "my.json", recipe
+    )
+    _check_compiled({"zero_optimization": {"stage": 2}}, "my.json", recipe)
+
+
+def packed_rows(count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches whose rows are of two documents; where the first one ends differs."""
+    for seed in range(count):
+        draw = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 60, (ROWS, TOKENS), generator=draw)
+        cuts = torch.randint(1, TOKENS, (ROWS,), generator=draw)
+        positions = torch.stack([torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)]) for cut in cuts])
+        yield {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "recomputed", "graphs"),
+    [("llama", False, 1), ("llama", "selective", 1), ("llama", 2, 2), pytest.param("llama", True, 1, marks=LONG),
+     pytest.param("gpt2", "selective", 1, marks=LONG)],
+)  # fmt: skip
+def test_all_blocks_run_one_graph(name, recomputed, graphs):
+    """Every second layer recomputed: two. In evaluation there is one more for each kind of layer."""
+    _convert_masks_once()
+    model = tiny_model(name, **SHAPES[name]).train()
+    plain, names = copy.deepcopy(model), list(model.state_dict())
+    for each, is_traced in ((model, True), (plain, False)) if recomputed else ():
+        enable_recomputation(each, recomputed, is_traced)
+    compile_model(model, "blocks", backend="aot_eager")
+    for batch in packed_rows(5):
+        for ours, theirs in zip(loss_and_gradients(model, batch), loss_and_gradients(plain, batch), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        assert counters["stats"]["unique_graphs"] == graphs
+    model.eval()
+    with torch.no_grad():
+        for batch in packed_rows(3):
+            model(**batch)
+    assert counters["stats"]["unique_graphs"] <= 3 * graphs
+    assert not counters["graph_break"]
+    assert list(model.state_dict()) == names
+
+
+def test_what_is_called_once_is_not_compiled():
+    model = tiny_model("llama").eval()
+    compile_model(model, "blocks", backend="aot_eager")
+    with torch.no_grad():
+        with uncompiled():
+            expected = model(**next(packed_rows(1))).loss
+        assert not counters["stats"]["unique_graphs"]
+        assert model(**next(packed_rows(1))).loss == pytest.approx(expected.item(), rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_without_blocks_is_named():
+    model = tiny_model("gpt2")
+    for block in model.transformer.h:
+        block.__class__ = torch.nn.Identity
+    assert "names no blocks. Use --torch_compile model" in refusal(compile_model, model, "blocks")
