@@ -15,7 +15,7 @@ from helpers import TINY, forked, loss_and_gradients, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.checkpoint.shards import ShardReader, write_shard
-from train.model.families import BY_MODEL_TYPE, family_of
+from train.model.families import BY_MODEL_TYPE
 from train.model.parameters import count_parameters
 from train.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
 from train.model.tensor_parallel.draw import draw_share
@@ -99,11 +99,12 @@ def exchanges_of(model) -> list[dict[str, int]]:
     return counts
 
 
-def in_full(model) -> int:
-    """The elements of the weights behind the embeddings that every rank has in full."""
-    plan = family_of(model.config).stage_plan
-    modules = (getattr(model.base_model, name) for name in (plan.layers, *plan.after))
-    return sum(each.numel() for module in modules for each in module.parameters() if not hasattr(each, "cut"))
+def weights_of_norms(model) -> int:
+    """The elements of those that every rank has in full."""
+    norms = (
+        module for name, module in model.named_modules() if name.split(".")[-1].startswith("ln_") or "norm" in name
+    )
+    return sum(each.numel() for module in norms for each in module.parameters() if not hasattr(each, "cut"))
 
 
 def kept_of(model) -> list[int]:
@@ -182,7 +183,7 @@ def share(rank: int, folder: str) -> None:
     for name in MODELS:
         model = model_of(name)
         split_model(model, tensor)
-        counted = {"exchanged": exchanges_of(model), "kept": kept_of(model), "in full": in_full(model)}
+        counted = {"exchanged": exchanges_of(model), "kept": kept_of(model), "norms": weights_of_norms(model)}
         model.gradient_checkpointing_enable()
         counted |= {"kept if recomputed": kept_of(model), "in turns": taken_in_turns(model)}
         model.gradient_checkpointing_disable()
@@ -227,13 +228,13 @@ def test_a_layer_exchanges_the_bytes_of_four_all_reduces(ranks, name):
     """Korthikanti et al. 2022: a reduce-scatter and an all-gather in place of each, however many layers read one
     input. Beside the layers the hidden states are taken apart once, and joined once."""
     statistics = 2 * LAYERS * batch_of()["input_ids"].numel() if name == "olmo2" else 0  # of q_norm and k_norm
-    for (forward, backward), in_full in ((rank[name]["exchanged"], rank[name]["in full"]) for rank in ranks):
-        assert in_full >= (2 * LAYERS + 1) * HIDDEN, "weights of norms"
+    for (forward, backward), norms in ((rank[name]["exchanged"], rank[name]["norms"]) for rank in ranks):
+        assert norms >= (2 * LAYERS + 1) * HIDDEN
         assert forward.pop("less", 0) == statistics
         assert forward == {"all_reduce": 1, "reduce_scatter_tensor": 2 * LAYERS,
                            "all_gather_into_tensor": 2 * LAYERS + 1}  # fmt: skip
         assert backward == {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1,
-                            "less": in_full + statistics}  # fmt: skip
+                            "less": norms + statistics}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -56,8 +56,7 @@ class RowLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         share = F.linear(inputs, self.weight.t() if self.is_transposed else self.weight)
-        outputs = self.parts.add_up(share)
-        return outputs if self.bias is None else outputs + self.bias
+        return self.parts.add_up(share, self.bias)
 
 
 class SharedNorm(nn.Module):

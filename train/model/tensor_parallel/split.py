@@ -89,14 +89,15 @@ def _join_input(parts: TokenParts, module: torch.nn.Module, args: tuple, kwargs:
 
 def _share_tokens(model: torch.nn.Module, parts: TokenParts) -> None:
     """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
-    weights that are not cut it finds a part of the gradients there, which add up."""
+    a norm's weights it finds a part of the gradients, which add up."""
     body, plan = model.base_model, family_of(model.config).stage_plan
     layers, last = getattr(body, plan.layers), getattr(body, plan.after[-1])
     dropouts = [module for name in plan.before if isinstance(module := getattr(body, name), torch.nn.Dropout)]
     first = dropouts[0] if dropouts else layers[0]
     first.register_forward_pre_hook(lambda module, args: (parts.enter(args[0]), *args[1:]))
     last.register_forward_hook(parts.leave)
-    for parameter in (*layers.parameters(), *last.parameters()):
+    norms = (module for module in (*layers.modules(), last) if not isinstance(module, RowLinear))
+    for parameter in (each for module in norms for each in module.parameters(recurse=False)):
         if parameter.requires_grad and not hasattr(parameter, "cut"):
             parameter.register_hook(partial(total, group=parts.tensor.group))
 

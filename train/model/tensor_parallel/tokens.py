@@ -41,9 +41,12 @@ class TokenParts:
         """All tokens (B, T, H), to be read by layers that are cut: the gradients of their shares add up."""
         return part if self._shape is None else Gathered.apply(part, self._shape, self.tensor)
 
-    def add_up(self, share: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum of all ranks' shares (B, T, H)."""
-        return total(share, self.tensor.group) if self._shape is None else Scattered.apply(share, self.tensor)
+    def add_up(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
+        if self._shape is not None:
+            return Scattered.apply(share, bias, self.tensor)
+        summed = total(share, self.tensor.group)
+        return summed if bias is None else summed + bias
 
     def leave(self, module: nn.Module, args: tuple, hidden: torch.Tensor) -> torch.Tensor:
         """All tokens behind the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the part
@@ -107,16 +110,18 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """This rank's part of the sum of all ranks' tensors; each of them gets the whole gradient."""
+    """This rank's part of the sum of all ranks' tensors, and of a bias; each of them gets the whole gradient."""
 
     @staticmethod
-    def forward(ctx, share, tensor):
+    def forward(ctx, share, bias, tensor):
         ctx.shape, ctx.tensor = share.shape[:2], tensor
-        return _scatter(share, tensor)
+        part = _scatter(share, tensor)
+        return part if bias is None else part.add_(bias)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _gather(gradient, ctx.shape, ctx.tensor), None
+        whole = _gather(gradient, ctx.shape, ctx.tensor)
+        return whole, whole.sum((0, 1)) if ctx.needs_input_grad[1] else None, None
 
 
 def total(tensor: torch.Tensor, group) -> torch.Tensor:
