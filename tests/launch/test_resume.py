@@ -5,6 +5,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -140,6 +141,7 @@ def test_who_dies_is_spoken_for_and_nobody_waits_for_it(legs):
     assert "SIGKILL" in said
     assert "rank 0 leaves in phase" in said
     assert "another process is gone" in said
+    assert re.search(r"waiting  gloo:\w+ of ", said), said[said.find("leaves in") - 200 :][:900]
     assert "[rank0]: Traceback" not in said
 
 

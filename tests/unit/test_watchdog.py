@@ -1,6 +1,7 @@
 """How a rank ended, told by its watchdog process: of real processes that are killed, hang, or leave in order."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 import pytest
 from helpers import ROOT, environment
 
+from train.health import flight
 from train.health import watchdog_process as watch
 from train.health.watchdog import Watchdog, died_elsewhere
 from train.health.watchdog_process import (
@@ -287,9 +289,20 @@ PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
     ],
 )
 def test_the_cause(status, last, kills, words, for_memory):
-    text, memory = cause(status, [last._replace(oom_kills=last.oom_kills), last], last._replace(oom_kills=kills))
+    samples, now = [last._replace(oom_kills=last.oom_kills), last], last._replace(oom_kills=kills)
+    text, memory = cause(status, samples, now, RankMessages())
     assert words in text
     assert memory == for_memory
+
+
+def test_under_nccl_an_abort_points_to_the_other_ranks():
+    alone = RankMessages().after("group\t/runs/flight\t1\tnccl\t")
+    here = RankMessages().after("group\t/runs/flight\t8\tnccl\t")
+    many = RankMessages().after("group\t/runs/flight\t16\tnccl\tmachine 1 (node1)")
+    assert "native code" in cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
+    assert "the other ranks of this machine first" in cause(signal.SIGABRT, [PLENTY], PLENTY, here)[0]
+    assert "the other ranks on machine 1 (node1) first" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
+    assert "native code" in cause(signal.SIGSEGV, [PLENTY], PLENTY, many)[0]
 
 
 def test_a_rank_that_was_asked_to_end_is_not_reported():
@@ -414,3 +427,68 @@ def test_gloo_says_that_a_process_is_gone(tmp_path):
     ]  # fmt: skip
     (out, err), _ = (rank.communicate(timeout=60) for rank in ranks)
     assert out.strip() == "[True, True, True, True]", err
+
+
+# ---------------------------------------------------------------------------------------------------- flight recorder
+
+HANGING = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch
+import torch.distributed as d
+from train.health.watchdog import Watchdog
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+d.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + str(folder / "meeting"))
+pair = d.new_group([0, 1], group_desc="pair")
+watchdog = Watchdog(rank, 1.0)
+watchdog.start()
+watchdog.record_collectives(folder, 2, "gloo", "")
+watchdog.phase("backward", 17)
+d.all_reduce(torch.ones(3))
+d.all_reduce(torch.ones(5), group=pair)
+if rank == 0:
+    d.all_reduce(torch.ones(7), group=pair)
+time.sleep(60)
+"""
+
+
+def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_path):
+    (tmp_path / "files.json").write_text("{}")
+    program = HANGING.format(root=str(ROOT))
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path)], env=environment(),
+                         stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    expected = "gloo:all_reduce of [[7]], number 2 in group pair: rank 0 waits, rank 1 has not come to it"
+    assert any(expected in text for text in said), said
+    analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path / "flight", "-p", "rank_"]
+    done = subprocess.run(analyzer, capture_output=True, text=True, env=environment(), timeout=60)
+    assert "missing ranks: {1}" in done.stdout + done.stderr, "torch reads it as well"
+
+
+def of_nccl(*states: str) -> list[dict]:
+    """Entries as FlightRecorderDetail.hpp (torch 2.13, version 2.10) writes them."""
+    return [
+        {"record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number + 1,
+         "p2p_seq_id": 0, "op_id": number + 1, "profiling_name": "nccl:_reduce_scatter_base", "input_sizes": [[16]],
+         "state": state, "retired": state != "started", "is_p2p": False}
+        for number, state in enumerate(states)
+    ]  # fmt: skip
+
+
+def test_records_of_nccl_are_read(tmp_path):
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    states = {0: ("completed", "started"), 1: ("completed", "scheduled"), 2: ("completed",)}  # 1 was given up
+    for rank, of_rank in states.items():
+        record = {"version": "2.10", "pg_config": config, "entries": of_nccl(*of_rank)}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    (tmp_path / "rank_3").write_bytes(pickle.dumps(subprocess.run))
+    (line,) = flight.describe(flight.read_records(str(tmp_path)))
+    assert line == ("nccl:_reduce_scatter_base of [[16]], number 2 in group default_pg: rank 0, 1 waits, rank 2 has "
+                    "not come to it, rank 3 has left no record"), "a record runs no code"  # fmt: skip
+    assert flight.read_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
+    assert flight.describe({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []

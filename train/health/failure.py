@@ -12,13 +12,20 @@ from train.recipe.last_message import print_last
 
 
 def explain_failure(
-    error: Exception, at: tuple[str, int | None], named: Callable[[str], str], *, strategy, **facts
+    error: Exception,
+    at: tuple[str, int | None],
+    named: Callable[[str], str],
+    waits_for: Callable[[], list[str]],
+    *,
+    strategy,
+    **facts,
 ) -> int | None:
     """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
 
     Args:
         at: the phase and the update in which the error came.
         named: names the machines of the addresses in a text.
+        waits_for: says which collective the ranks wait in.
         facts: what the out-of-memory report is made of, see `explain`.
     """
     phase, update = at
@@ -32,7 +39,8 @@ def explain_failure(
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
         said = re.sub(r"^\[\S+\.cc:\d+\] ", "", first_line(error).split(". ")[0])  # a line of gloo's source
         cause = f"another process is gone ({named(said)})"
-        print(printable(f"\nrank {strategy.layout.rank} leaves in {where}: {cause}"), file=sys.stderr, flush=True)
+        said = "\n  waiting  ".join([f"rank {strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
+        print(printable(f"\n{said}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None
 

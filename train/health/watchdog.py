@@ -14,8 +14,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from train.health import flight
 
 LONGEST = 1000  # bytes of a message: less than PIPE_BUF anywhere, so it is written whole or not at all
 PIPE_BYTES = 2**20  # the watchdog process reads twice a second: room for some 40,000 messages
@@ -61,6 +65,7 @@ class Watchdog:
         self.locks_after_seconds = locks_after_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
         self._message, self._pipe, self._child, self._pid = b"", None, None, os.getpid()
+        self._flight, self._began = None, time.time()
 
     def start(self) -> None:
         """Start the watchdog process; once, as early as the rank is known. On Windows there is none."""
@@ -78,7 +83,7 @@ class Watchdog:
         try:
             self._child = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(script), *numbers],
-                stdin=reader, stdout=subprocess.DEVNULL, start_new_session=True,
+                stdin=reader, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
             )  # fmt: skip
         except OSError:
             os.close(writer)
@@ -122,6 +127,33 @@ class Watchdog:
         """What the watchdog is to propose from here on, a line each, should the rank die for want of host memory."""
         for line in ("", *lines):  # an empty one: what was said before holds no more
             self._send(b"advice\t" + " ".join(line.split()).encode()[: LONGEST - 8] + b"\n")
+
+    def record_collectives(self, folder: Path, world_size: int, backend: str, others: str) -> None:
+        """There is a process group: from now on this rank writes down where it stands in its collectives when the
+        watchdog asks for it, from a thread, since the main thread waits.
+
+        Args:
+            folder: of the run.
+            others: the other machines, in words; empty where there are none.
+        """
+        if self._child is None:
+            return
+        self._flight = str(folder.absolute() / flight.FOLDER)
+        threading.Thread(target=self._write_records, args=(self._child.stdout.fileno(),), daemon=True).start()
+        self._send("\t".join(("group", self._flight, str(world_size), backend, others)).encode() + b"\n")
+
+    def waits_for(self) -> list[str]:
+        """What is known of the collective that this rank has failed in; its record is written."""
+        if self._flight is None:
+            return []
+        flight.write_record(self._flight, self.rank)
+        records = flight.read_records(self._flight, self._began)
+        return flight.describe(records) or (flight.last(records[self.rank]) if self.rank in records else [])
+
+    def _write_records(self, asked: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while os.read(asked, 64):
+                flight.write_record(self._flight, self.rank)
 
     def leave(self) -> None:
         """The rank leaves in order: the watchdog process ends and says nothing."""

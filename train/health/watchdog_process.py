@@ -19,6 +19,7 @@ from typing import NamedTuple
 if __name__ == "__main__":  # started alone: the package's folder is not on the path
     sys.path.insert(0, __file__.rpartition("/train/")[0])
 
+from train.health import flight
 from train.strategy.build_locks import compilers_running, lock_files, stale_locks
 from train.strategy.host_memory import GIB, cgroups, field, headroom, read
 
@@ -26,7 +27,8 @@ TICK_S = 0.5
 SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
 HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
 SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
-STACKS_S = 2.0  # from the request for the rank's stacks to its end
+STACKS_S = 2.0  # from the request for the rank's stacks and its record to its end
+RECORDS_S = 10.0  # the same, while records of other ranks are missing: they hang for the same time, almost
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 STOPPED = "is stopped (state T: SIGSTOP, or a debugger)"
@@ -57,12 +59,18 @@ class RankMessages(NamedTuple):
     told: str = ""  # the signal that asked it to stop, and that it has taken notice of
     asked: bool = False  # it was ended by a signal that asks
     advice: tuple[str, ...] = ()
+    flight: str = ""  # the folder of records of collectives
+    world_size: int = 1
+    backend: str = ""
+    others: str = ""  # machines
 
     def after(self, line: str) -> "RankMessages":
         """The same with one more message."""
         kind, *words = line.split("\t")
         if kind == "phase":
             return self._replace(phase=words[0], update=words[1], patience=float(words[2]))
+        if kind == "group":
+            return self._replace(flight=words[0], world_size=int(words[1]), backend=words[2], others=words[3])
         if kind == "told":
             return self._replace(told=words[0])
         if kind == "advice":
@@ -132,11 +140,17 @@ def stopped_ranks(pid: int) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- telling
 
 
-def cause(status: int | None, samples: list[Sample], now: Sample) -> tuple[str, bool]:
+def cause(status: int | None, samples: list[Sample], now: Sample, messages: RankMessages) -> tuple[str, bool]:
     """(why a rank died, whether for want of memory), from its wait status where that is known and from the samples."""
     ended_by = status & 127 if status else None
     if ended_by and ended_by != signal.SIGKILL:
         name = signal.Signals(ended_by).name if ended_by in list(signal.Signals) else f"signal {ended_by}"
+        if ended_by == signal.SIGABRT and messages.backend == "nccl" and messages.world_size > 1:
+            where = f"on {messages.others}" if messages.others else "of this machine"
+            return (
+                f"{name}: so torch ends a rank whose NCCL collective has failed or does not end. Most likely another "
+                f"rank is gone or waits elsewhere: read the last words of the other ranks {where} first"
+            ), False
         return f"{name}, a crash in native code" if ended_by in CRASHES else name, False
     counts = [sample.oom_kills for sample in samples if sample.oom_kills is not None]
     if counts and now.oom_kills is not None and now.oom_kills > counts[0]:
@@ -172,7 +186,7 @@ def crash_report(
     ended_by = status & 127 if status is not None else None
     if ended_by == 0 or ended_by in ORDERLY or messages.asked:
         return ""
-    why, for_memory = cause(status, samples, now)
+    why, for_memory = cause(status, samples, now, messages)
     if messages.told and not for_memory:
         return f"rank {rank} (pid {pid}) had been told to stop ({messages.told}), and was killed in {messages.where}"
     lines = [
@@ -253,7 +267,17 @@ class Watch:
     def tell_end(self, state: tuple[str, bool, int] | None) -> None:
         status = state[2] if state and state[1] else None
         now = take_sample(self.pid, self.groups)
-        say(crash_report(self.rank, self.pid, self.messages, status, self.samples, now))
+        report = crash_report(self.rank, self.pid, self.messages, status, self.samples, now)
+        say("\n  waiting  ".join([report, *self.waiting()]) if report else "")
+
+    def waiting(self) -> list[str]:
+        """Which collectives ranks wait in, by the records that there are of this launch."""
+        return flight.describe(flight.read_records(self.messages.flight, self.began)) if self.messages.flight else []
+
+    def records_are_missing(self) -> bool:
+        """Whether this rank has written its record, and others have not yet."""
+        there = flight.recorded(self.messages.flight, self.began) if self.messages.flight else {}
+        return self.rank in there and len(there) < self.messages.world_size
 
     def look_for_stop(self, is_stopped: bool) -> None:
         """Say once that it is this rank that others wait for; it is not ended itself."""
@@ -297,7 +321,9 @@ class Watch:
         )
         asked_at = time.monotonic()
         send(self.pid, signal.SIGUSR2)
-        while time.monotonic() - asked_at < STACKS_S:
+        with contextlib.suppress(OSError):  # the rank has a thread that listens once there is a process group
+            os.write(1, b"record\n")
+        while time.monotonic() - asked_at < (RECORDS_S if self.records_are_missing() else STACKS_S):
             self.end.poll(1000 * TICK_S)
             self.listen()
             if os.getppid() != self.pid:
@@ -305,6 +331,7 @@ class Watch:
         if self.messages_at > asked_at:
             say(f"rank {self.rank} continues after all, in {self.messages.where}")
             return False
+        say("\n".join(f"rank {self.rank} by the flight recorder: {line}" for line in self.waiting()))
         say(f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs for good (--watchdog_minutes); "
             f"{RESUME}")  # fmt: skip
         send(self.pid, signal.SIGKILL)

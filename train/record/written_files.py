@@ -18,7 +18,7 @@ RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"
 # What every run may write; names that follow from the data are added when the files are written.
 NAMES = {
     "recipe.yaml", "strategy.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "anomalies.jsonl",
-    "loss.png", "predictions.jsonl",
+    "loss.png", "predictions.jsonl", "flight/",
 }  # fmt: skip
 
 

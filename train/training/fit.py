@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
 from train.checkpoint.exporter import ModelExporter
@@ -15,6 +16,7 @@ from train.checkpoint.manager import CheckpointManager
 from train.checkpoint.resume import fingerprint
 from train.checkpoint.run_state import RunState
 from train.health.anomaly import AnomalyDetector
+from train.health.flight import FOLDER
 from train.health.shutdown import StopReason
 from train.recipe.last_message import print_last
 from train.record.environment import describe_environment
@@ -117,6 +119,8 @@ def _resume(
             state.updates, checkpoints.resumed_from,
         )  # fmt: skip
         session.say(*(f"note      {note}" for note in notes))
+        if distributed.is_initialized() and distributed.get_backend() == "nccl":
+            (session.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
     check_output_folder(config, engine)
     checkpoints.restore_best_checkpoint()
     return checkpoints

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import distributed
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from train.health.flight import FOLDER, PREFIX
 from train.health.out_of_memory import resident_bytes
 from train.model.load import build_model, size_of_model
 from train.model.lora import Adapter, add_adapter
@@ -118,6 +121,7 @@ def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
     watchdog.phase("rendezvous", patience=math.inf)
     met = MEETING.wait()
     watchdog.phase("process group", patience=2.0)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((session.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=session.recipe.watchdog_minutes)
     accelerator, notes = start_processes(
         session.strategy,
@@ -125,6 +129,9 @@ def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
         log_with=list(session.config.trackers) or None,
         project_dir=str(session.folder.path),
     )
+    if distributed.is_initialized():
+        size, backend = distributed.get_world_size(), distributed.get_backend()
+        watchdog.record_collectives(session.folder.path, size, backend, MEETING.others)
     session.facts.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)
     check_machines(session.config)

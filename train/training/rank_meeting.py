@@ -97,6 +97,13 @@ class RankMeeting:
         assert self.meeting is not None, "start comes first"
         return self.meeting
 
+    @property
+    def others(self) -> str:
+        """The other machines, in words."""
+        cards = [] if self.meeting is None else self.meeting.machines.values()
+        others = (card for card in cards if card["machine"] != self.machine)
+        return ", ".join(f"machine {card['machine']} ({card['host']})" for card in others)
+
     def _come(self, limit_s: float) -> None:
         from torch.distributed import PrefixStore
 

@@ -154,4 +154,7 @@ class Session:
         phase, _ = self.watchdog.at
         if self.measurement is not None and (code := self.measurement.explain(error, phase)) is not None:
             return code
-        return explain_failure(error, self.watchdog.at, MEETING.named, recipe=self.recipe, **vars(self.facts))
+        watchdog = self.watchdog
+        return explain_failure(
+            error, watchdog.at, MEETING.named, watchdog.waits_for, recipe=self.recipe, **vars(self.facts)
+        )

@@ -1,0 +1,121 @@
+"""Where each rank stands in its collectives, by torch's flight recorder: written when a run hangs, and read.
+
+The recorder is on by default for NCCL and for gloo (torch 2.13, FlightRecorder.hpp: the last 2,000 collectives;
+TORCH_FR_BUFFER_SIZE=0 switches it off). A rank's record is a pickle, as torch writes it: NCCL's own watchdog writes to
+the same place (TORCH_FR_DUMP_TEMP_FILE), and torch's analyzer reads it:
+
+    python -m torch.distributed.flight_recorder.fr_trace outputs/RUN/flight -p rank_ --allow-incomplete-ranks
+
+Reading takes Python's own library alone, since the watchdog process does it; writing takes torch.
+"""
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+FOLDER, PREFIX = "flight", "rank_"
+LARGEST = 2**28  # bytes of a record that is read
+SHOWN = 3  # groups in a summary
+
+
+def write_record(folder: str, rank: int) -> None:
+    """Write this rank's record into a run's folder, unless no run has begun there. Nothing is raised."""
+    import pickle
+
+    c10d, groups = sys.modules.get("torch._C._distributed_c10d"), sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not os.path.isfile(os.path.join(os.path.dirname(folder), "files.json")):
+        return
+    with contextlib.suppress(Exception):
+        of_nccl = groups.is_initialized() and groups.get_backend() == "nccl"
+        dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace
+        record = pickle.loads(dump(includeStackTraces=False))  # stacks would import torch._inductor first: seconds
+        for group, ranks in groups._world.pg_group_ranks.items():  # gloo's record has no names of groups
+            name, members = groups._world.pg_names[group], sorted(ranks)
+            record["pg_config"].setdefault(name, {"name": name, "desc": group.group_desc, "ranks": str(members)})
+        record["pg_config"].pop("", None)
+        os.makedirs(folder, exist_ok=True)
+        target = os.path.join(folder, f"{PREFIX}{rank}")
+        with open(f"{target}.partial", "wb") as file:
+            pickle.dump(record, file)
+        os.replace(f"{target}.partial", target)
+
+
+def recorded(folder: str, since: float) -> dict[int, str]:
+    """{rank: the file of its record}, of those that were written after `since` (seconds since the epoch)."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            rank = entry.name.removeprefix(PREFIX)
+            if rank.isdigit() and since <= entry.stat().st_mtime and entry.stat().st_size < LARGEST:
+                found[int(rank)] = entry.path
+    return found
+
+
+def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
+    """{rank: its record}, of those that were written after `since`. A record holds no code: none is run."""
+    import pickle
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module, name):
+            raise pickle.UnpicklingError(f"a record holds no {module}.{name}")
+
+    found = {}
+    for rank, path in recorded(folder, since).items():
+        with contextlib.suppress(Exception), open(path, "rb") as file:
+            record = Plain(file).load()
+            found[rank] = {key: record[key] for key in ("entries", "pg_config")}
+    return found
+
+
+def describe(records: dict[int, dict[str, Any]]) -> list[str]:
+    """Which collective each group waits in, and which of its ranks have not come to it; empty: none waits."""
+    groups: dict[str, list[int]] = {}
+    entries: dict[str, dict[int, list[dict]]] = {}
+    for rank, record in records.items():
+        for name, config in record["pg_config"].items():
+            groups[name] = [int(number) for number in config["ranks"].strip("[]").split(",")]
+        for entry in record["entries"]:
+            entries.setdefault(entry["process_group"][0], {}).setdefault(rank, []).append(entry)
+    lines = []
+    for name, of_ranks in entries.items():
+        members = groups.get(name, sorted(of_ranks))
+        waits = [entry for mine in of_ranks.values() for entry in mine if _waits(entry)]
+        if not waits:
+            continue
+        first = min(waits, key=_number)
+        came = {rank for rank, mine in of_ranks.items() if any(_number(entry) >= _number(first) for entry in mine)}
+        late = [rank for rank in members if rank in records and rank not in came]
+        unknown = [rank for rank in members if rank not in records]
+        lines.append(
+            f"{_named(first)}: rank {_listed(sorted(came))} waits"
+            + (f", rank {_listed(late)} has not come to it" if late else "")
+            + (f", rank {_listed(unknown)} has left no record" if unknown else "")
+        )
+    return lines[:SHOWN]
+
+
+def last(record: dict[str, Any]) -> list[str]:
+    """The last collective of a rank: where gloo has ended one with an error, it is not told from the others."""
+    return [f"{_named(entry)} was the last" for entry in record["entries"][-1:]]
+
+
+def _named(entry: dict) -> str:
+    name, description = entry["process_group"]
+    what = f"{entry['profiling_name']} of {entry['input_sizes']}"
+    return f"{what}, number {_number(entry)} in group {description or name}"
+
+
+def _waits(entry: dict) -> bool:
+    """Whether it has not ended. gloo knows no states (torch 2.13); of NCCL, one that is given up is retired too."""
+    of_gloo = entry["profiling_name"].startswith("gloo:")
+    return not entry["is_p2p"] and (not entry["retired"] if of_gloo else entry["state"] != "completed")
+
+
+def _number(entry: dict) -> int:
+    return entry["collective_seq_id"]
+
+
+def _listed(ranks: list[int]) -> str:
+    """0, 1, 3: at most eight."""
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
