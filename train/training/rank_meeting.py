@@ -99,10 +99,10 @@ class RankMeeting:
 
     @property
     def others(self) -> str:
-        """The other machines, in words."""
+        """The other machines, in words; of many the first eight."""
         cards = [] if self.meeting is None else self.meeting.machines.values()
-        others = (card for card in cards if card["machine"] != self.machine)
-        return ", ".join(f"machine {card['machine']} ({card['host']})" for card in others)
+        others = [f"machine {card['machine']} ({card['host']})" for card in cards if card["machine"] != self.machine]
+        return ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
 
     def _come(self, limit_s: float) -> None:
         from torch.distributed import PrefixStore
