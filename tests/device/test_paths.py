@@ -1,5 +1,6 @@
 """What a run can do beside training in fp32, on the simulated device: go on, adapt, compute in half precision, ..."""
 
+import gzip
 import json
 import re
 import shutil
@@ -77,6 +78,16 @@ def test_options_that_change_no_figure(runs, option):
         assert differences(runs("device", strategy, *option)[0], runs("device", strategy)[0]) == {
             "loss": 0, "grad_norm": 0, "learning_rate": 0,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_updates_are_profiled(runs, strategy):
+    lines, output = runs("device", strategy, "--profile", "2:3", "--profile_memory")
+    assert max(differences(lines, runs("device", strategy)[0]).values()) == 0
+    with gzip.open(output / "profile_rank0.json.gz") as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"]]
+    assert names.count("aten::mm") > 10
+    assert not list(output.glob("memory_rank*"))
 
 
 def test_the_mask_of_packed_documents_is_held_once(runs):

@@ -1,5 +1,6 @@
 """Real launches of the causal task: from scratch, options, a user's own DeepSpeed JSON, the published command, ..."""
 
+import gzip
 import json
 import re
 import shlex
@@ -213,6 +214,32 @@ def test_blocks_are_compiled_under_a_strategy(scratch, text, cache, tmp_path, st
     assert 1 <= int(re.search(r"^compiled +(\d+) graph", done.stdout, re.MULTILINE)[1]) <= 6
     names = set(load_file(tmp_path / "run" / "model" / "model.safetensors"))
     assert names == set(load_file(scratch[0] / "model" / "model.safetensors"))
+
+
+def test_updates_are_profiled(scratch, text, cache, tmp_path):
+    """Of two ranks, one has a trace of two updates; the log has the ten costliest operators."""
+    output = tmp_path / "run"
+    done = launched(
+        output, *SCRATCH, "--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12",
+        "--cache_dir", cache, "--profile", "1:2", "--profile_ranks", "1", "--profile_memory", strategy="ddp",
+        processes=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    with gzip.open(output / "profile_rank1.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    steps = [event for event in events if event["name"].startswith("Optimizer.step")]
+    assert len(steps) == 2
+    assert [path.name for path in output.glob("*_rank*")] == ["profile_rank1.json.gz"]
+    assert "profile_rank1.json.gz" in json.loads((output / "files.json").read_text())["written"]
+    logged = done.stdout.splitlines()
+    header = next(
+        index for index, line in enumerate(logged) if re.match(r" +operator +calls +CPU ms +share +MiB", line)
+    )
+    shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in logged[header + 1 : header + 11]]
+    assert shares == sorted(shares, reverse=True)
+    assert "profile_memory: a cpu device has no snapshot" in done.stdout
+    ours, expected = ([line["loss"] for line in updates(each)] for each in (metrics(output), scratch[1]))
+    assert ours == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.long  # that it goes on as it was: test_resume.py

@@ -97,6 +97,10 @@ def test_forms_of_flags():
         (["--config_overrides", "n_layer"], ["n_layer", "name=value"]),
         (["--validation_split_percentage", "100"], ["validation_split_percentage = 100", "no sample"]),
         (["--config", "no/such.yaml"], ["no/such.yaml"]),
+        (["--profile", "12"], ["profile = '12': expected N:M"]),
+        (["--profile", "12:9"], ["profile = '12:9': expected N:M"]),
+        (["--profile", "0:3"], ["profile = '0:3': expected N:M"]),
+        (["--profile_memory"], ["profile_memory: no effect without --profile N:M"]),
     ],
 )  # fmt: skip
 def test_what_is_refused(flags, words):

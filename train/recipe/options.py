@@ -3,6 +3,7 @@
 Those of the model and of the data are in model_options.py and data_options.py.
 """
 
+import re
 from dataclasses import dataclass
 
 from train.recipe.base import Recipe
@@ -159,6 +160,31 @@ class RunOptions(Recipe):
         positive=True,
     )
     record_samples: bool = option(False, "Write samples.jsonl: the indices of the training samples of each update.")
+    profile: str | None = option(
+        None, "N:M: write a trace of the updates N to M (torch's profiler), and show the costliest operators."
+    )
+    profile_ranks: list[int] = option([0], "The ranks of which there is a trace.", minimum=0)  # noqa: RUF009
+    profile_memory: bool = option(
+        False, "Profile memory, too: what each operator allocates, and on CUDA a snapshot of all allocations."
+    )
+
+    @property
+    def profiled_updates(self) -> range:
+        """Those of `profile`; empty without it, and where it is not of the form N:M."""
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile or "")
+        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.profile and not self.profiled_updates:
+            problems.append(
+                f"profile = {self.profile!r}: expected N:M, the first and the last update, such as 10:12 (in a YAML "
+                'file "10:12", in quotes)'
+            )
+        useless = [name for name in ("profile_ranks", "profile_memory") if self.source(name) and not self.profile]
+        if useless:
+            problems.append(f"{', '.join(useless)}: no effect without --profile N:M")
+        return problems
 
 
 @dataclass

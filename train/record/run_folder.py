@@ -33,6 +33,7 @@ NOT_THE_RUN = {
     "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",
     "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async", "on_save_failure",
     "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes", "peak_tflops",
+    "profile", "profile_ranks", "profile_memory",
 }  # fmt: skip
 
 
@@ -229,6 +230,12 @@ class RunFolder:
         with (self.path / f"predictions{suffix}.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
+    def claim(self, name: str) -> None:
+        """Note that a file of this name is the run's. Raises UserError: there is one which no run has written."""
+        if not self.written.is_ours(name):
+            raise UserError(f"{self.path / name} was written by no run, and is not replaced. Move it away")
+        self.written.add([name])
+
     @contextlib.contextmanager
     def new_file(self, name: str, mode: str = "w") -> Iterator[IO]:
         """A file of the run, which replaces an earlier one at the end of the block.
@@ -236,9 +243,7 @@ class RunFolder:
         Raises:
             UserError: there is a file of that name which no run has written.
         """
-        if not self.written.is_ours(name):
-            raise UserError(f"{self.path / name} was written by no run, and is not replaced. Move it away")
-        self.written.add([name])
+        self.claim(name)
         with atomic_file(self.path / name, mode) as file:
             yield file
 

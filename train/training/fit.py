@@ -152,6 +152,10 @@ def _run(
     bar = Bar(length.num_updates, recipe.logging_steps, engine.is_main)
     recorder = RunRecorder(session.folder, engine, environment, session.timeline, bar, preview_sample)
     step = TrainStep(task, engine, detector, memory, signals, session.phase)
+    if recipe.profile:
+        from train.training.profiling import profiled
+
+        step = profiled(step, recipe, session.folder, recorder.note)
     return Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase)
 
 

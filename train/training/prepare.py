@@ -108,7 +108,12 @@ def _length(session: Session, num_samples: int) -> RunLength:
             "accumulation x processes). Make the batch smaller, or train on more data (or, of text, on a shorter "
             "block_size)"
         )
-    return run_length(session.recipe, num_samples, sizes)
+    length, last = run_length(session.recipe, num_samples, sizes), session.recipe.profiled_updates[-1:]
+    if last and last[0] > length.num_updates:
+        raise UserError(
+            f"profile = {session.recipe.profile}: the run has {length.num_updates} updates. Choose an M within them"
+        )
+    return length
 
 
 def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
