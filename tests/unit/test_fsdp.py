@@ -1,21 +1,28 @@
 """FSDP2: the settings that a run honours, and the rows that a rank keeps. That it trains: tests/launch."""
 
+import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers import ROOT, refusal
+from helpers import ROOT, forked, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from train.model.compilation import blocks_of
+from train.model.load import build_model
+from train.model.lora import add_adapter
 from train.model.rows import keep_rows, rows_of
-from train.model.stages import whole_model
+from train.model.stages import without_weights
 from train.model.tensor_parallel.draw import draw_share
 from train.recipe import ClmRecipe, parse_recipe
 from train.strategy import launch as launch_module
+from train.strategy.batches import BatchSizes
 from train.strategy.fsdp_engine import replace_parameters
 from train.strategy.read import read_strategy
+from train.strategy.strategy import Strategy
 
 OWN = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
@@ -104,13 +111,13 @@ def small_llama(tied: bool = True):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_rank_keeps_its_rows_of_the_weights_of_one_process(tied):
     expected = dict(small_llama(tied).named_parameters())
-    shares = [draw_share(lambda: small_llama(tied), lambda model, rank=rank: keep_rows(model, rank, 3, torch.float32))
+    shares = [draw_share(lambda: small_llama(tied), lambda model, rank=rank: keep_rows(model, rank, 3))
               for rank in range(3)]  # fmt: skip
     for name, weight in expected.items():
         parts = [dict(share.named_parameters())[name] for share in shares]
         torch.testing.assert_close(torch.cat([part.detach() for part in parts]), weight.detach(), rtol=0, atol=0)
         assert parts[0].cut.shape == weight.shape
-    whole = dict(whole_model(shares[0]).named_parameters())
+    whole = dict(without_weights(shares[0]).named_parameters())
     assert {name: each.shape for name, each in whole.items()} == {name: p.shape for name, p in expected.items()}
     assert all(each.is_meta for each in whole.values())
 
@@ -142,3 +149,40 @@ def test_blocks_are_found(kind, auto_class, sizes, count):
     with torch.device("meta"):
         model = auto_class.from_config(AutoConfig.for_model(kind, vocab_size=20, **sizes))
     assert len(blocks_of(model)) == count
+
+
+def adapted(base: str, world_size: int, rank: int = 0) -> dict:
+    """What a rank holds of a stored model and its adapter before it is trained."""
+    recipe = ClmRecipe(model_name_or_path=base, lora=True)
+    launch = launch_module.Launch(world_size, rank, deepspeed=False, precision=None, json_path=None, config_file=None)
+    settings = {"fsdp_version": "2"} if world_size > 1 else None
+    strategy = Strategy(launch, BatchSizes(2, 1, world_size), "fp32", None, "a test", fsdp=settings)
+    model = build_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy, 0)
+    sample = add_adapter(model, recipe, "clm", strategy).base_sample
+    parameters = dict(model.named_parameters())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                for p in parameters.values() if not p.requires_grad}  # fmt: skip
+    trained = {name: p.tolist() for name, p in parameters.items() if p.requires_grad}
+    return {"frozen": sum(storages.values()), "trained": trained, "sample": sample}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_under_an_adapter_a_rank_holds_its_rows_only(family, tmp_path):
+    base = tmp_path / "base"
+    tiny_model(family).save_pretrained(base)
+    forked(__file__, base)
+    one, *ranks = adapted(str(base), 1), *(json.loads((base / f"{rank}.rank").read_text()) for rank in range(2))
+    assert one["frozen"] > 10_000
+    assert sum(rank["frozen"] for rank in ranks) == one["frozen"]
+    for rank in ranks:
+        assert rank["frozen"] < 0.52 * one["frozen"]
+        assert rank["trained"] == one["trained"], "drawn as by one process"
+        assert rank["sample"] == one["sample"]
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
+    own = torch.distributed.get_rank()
+    Path(sys.argv[1], f"{own}.rank").write_text(json.dumps(adapted(sys.argv[1], 2, own)))
+    torch.distributed.barrier()
+    os._exit(0)

@@ -40,7 +40,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
     """
     dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
     build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters, dtype)
-    keeps_rows = strategy.fully_shards and not recipe.lora  # an adapter is made for full weights
+    keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
     keep = partial(_keep_share, strategy, dtype)
@@ -51,7 +51,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
 
 def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
     if strategy.fully_shards:
-        keep_rows(model, strategy.layout.rank, strategy.layout.world_size, dtype)
+        keep_rows(model, strategy.layout.rank, strategy.layout.world_size)
     if strategy.pipeline > 1:
         keep_stage(model, strategy.layout.stage, strategy.pipeline, dtype)
     if strategy.tensor > 1:

@@ -2,7 +2,6 @@
 
 import torch
 
-from train.model.stages import without_weights
 from train.model.tensor_parallel.cut import Cut, cut_parameter
 
 
@@ -12,12 +11,8 @@ def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * most, count), min((rank + 1) * most, count)
 
 
-def keep_rows(model: torch.nn.Module, rank: int, size: int, dtype: torch.dtype) -> None:
-    """Keep this rank's rows of all parameters; `whole_model` knows the rest from then on.
-
-    Args:
-        dtype: of the weights when the model is loaded.
-    """
-    model.__dict__["whole"] = without_weights(model, dtype)
+def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
+    """Keep this rank's rows of all parameters."""
     for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
         cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (rows_of(parameter.shape[0], rank, size),)))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from train.model.families import family_of
+from train.model.parameters import true_shape
 from train.recipe.errors import UserError
 
 
@@ -108,7 +109,7 @@ def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
     Args:
         dtype: of all weights; None: each has its own.
     """
-    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype, device="meta"), p.requires_grad)
+    empty = {id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
              for p in model.parameters()}  # fmt: skip
     whole = copy.deepcopy(model, empty)
     whole.config = model.config

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from train.model.compilation import blocks_of
 from train.model.parameters import true_shape
 from train.model.rows import rows_of
-from train.model.stages import whole_model, without_weights
+from train.model.stages import without_weights
 from train.strategy.engine import Engine, checksums, storages
 from train.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from train.strategy.optimizers import adamw
@@ -32,9 +32,7 @@ class FullyShardedEngine(Engine):
     """
 
     def _prepare(self, model, recipe):
-        if "whole" not in model.__dict__:  # it was loaded in full, for an adapter
-            model.__dict__["whole"] = without_weights(model)
-        self.whole = whole_model(model)
+        self.whole = without_weights(model)
         if not recipe.trains:
             model.requires_grad_(False)
         modules = experts_of(model) if self.strategy.divides_experts else []

@@ -188,11 +188,21 @@ class Strategy:
 
     def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
+        if self.fully_shards and hasattr(parameter, "cut"):
+            return self._rows_gathered(parameter)
         if not self.shards_parameters or not hasattr(parameter, "ds_id"):
             return contextlib.nullcontext()
         import deepspeed
 
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
+
+    @contextlib.contextmanager
+    def _rows_gathered(self, parameter) -> Iterator[None]:
+        import torch
+
+        parameter.data = torch.cat(self.gather(parameter.data))
+        yield
+        parameter.data = parameter.cut.of(parameter.data)
 
     def read_from_outside(self, module, parameter) -> None:
         """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""
