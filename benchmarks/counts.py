@@ -1,6 +1,6 @@
 """Collectives, and what the host waits for, in an update under every strategy: counted on the simulated accelerator.
 
-    python benchmarks/counts.py                       # every pair, four launches each, into docs/counts.md: 10 minutes
+    python benchmarks/counts.py                       # every pair, five launches each, into docs/counts.md: 10 minutes
     python benchmarks/counts.py ddp zero3 --lines     # these, on the screen; with the line of code behind each wait
 
 Each launch trains a small Llama (under ep a Mixtral) in bf16, with 2 or 4 layers and 2 or 4 micro-batches an update.
@@ -42,6 +42,7 @@ COMMON = (
 KINDS = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "allgather": "all-gather", "alltoall":
          "all-to-all", "broadcast": "broadcast", "send": "send", "recv": "receive", "barrier": "barrier"}  # fmt: skip
 LETTERS = {"forward": "F", "backward": "B", "update": "U", "data": "U"}
+GRAPHS = "graphs"  # the phase of what torch.compile has done in all updates
 PER = ("per layer and micro-batch", "per layer", "other, per micro-batch", "other")
 Counts = dict[tuple[str, str], list[float]]  # {(phase, what): [count, bytes]}
 
@@ -81,9 +82,9 @@ def waits(ranks: list[list[dict]]) -> Counts:
     """Of the rank with most."""
     each = []
     for events in ranks:
-        found = collections.defaultdict(lambda: [0, 0])
+        found: Counts = collections.defaultdict(lambda: [0, 0])
         for event in events:
-            if not event["ranks"] or "barrier" in event["event"]:
+            if event["phase"] != GRAPHS and (not event["ranks"] or "barrier" in event["event"]):
                 found[event["phase"], event["event"].removeprefix("aten::")][0] += event["count"]
         each.append(found)
     return max(each, key=lambda found: sum(count for count, _ in found.values()))
@@ -110,36 +111,51 @@ def cell(counts: Counts) -> str:
     """What there is, by phase: "F 2 all-reduce 32 KiB; B 2 all-reduce 32 KiB"."""
     phases = {}
     for (phase, what), (count, size) in counts.items():
-        shown = [f"{count:.4g}"] * (abs(count) > 0.005) + [what] + [f"{size / 1024:,.1f} KiB"] * (abs(size) >= 52)
+        shown = [f"{count:.4g}"] * (abs(count) > 0.005) + [what] + [f"{size / 1024:,.1f} KiB"] * (abs(size) >= 512)
         if len(shown) > 1:
             phases.setdefault(LETTERS[phase], []).append(" ".join(shown))
     return "; ".join(f"{letter} {', '.join(phases[letter])}" for letter in "FBU" if letter in phases)
 
 
-def rank_server():
-    """What ranks are forked from: a process with four simulated devices that has imported the libraries."""
+def reason_of(error: RuntimeError) -> str:
+    """Why a launch has no figures, as a cell."""
+    print(error, file=sys.stderr)
+    lines = [line for line in str(error).splitlines() if "rror: " in line] or str(error).strip().splitlines()
+    return "none: " + lines[0].partition("rror: ")[2].replace("|", "/").split(". ")[0]
+
+
+def graphs(on_cpu, strategy: str) -> str:
+    """Cells of the table of graphs; on the CPU, as torch.compile does not know the simulated accelerator."""
+    try:
+        events = launch(on_cpu, strategy, *SIZES[1], "--torch_compile")[0]
+    except RuntimeError as error:
+        return "refused |" if "torch_compile" in str(error).partition("rror: ")[2] else f"{reason_of(error)} |"
+    return " | ".join(str(event["count"]) for event in events if event["phase"] == GRAPHS)
+
+
+def rank_server(on_cpu: bool = False):
+    """What ranks are forked from: a process that has imported the libraries, with four simulated devices or none."""
     from helpers import environment
     from ranks import RankServer
 
     from train.tools.simulate import build
 
     devices = {**build.environment(build.build()), "SIMGPU_MEMORY": ",".join(["4294967296"] * 4)}
-    return RankServer({**environment(), **devices})
+    return RankServer({**environment(), **({} if on_cpu else devices)})
 
 
 def tables(strategies: list[str], lines: bool) -> str:
     """Launch every strategy and write both tables, in Markdown."""
-    server = rank_server()
+    server, on_cpu = rank_server(), rank_server(on_cpu=True)
     heads = [f"| pair (processes) | {' | '.join(PER)} |", "|---" * 5 + "|"]
     exchanged, waited, behind = list(heads), list(heads), []
+    compiled = ["| pair (processes) | graphs of 4 layers | graph breaks |", "|---|--:|--:|"]
     for strategy in strategies:
         name = f"`{strategy}` ({PROCESSES.get(strategy, 2)})"
         try:
             runs = {size: launch(server, strategy, *size) for size in SIZES}
         except RuntimeError as error:
-            print(error, file=sys.stderr)
-            reason = str(error).strip().splitlines()[-1].replace("|", "/")
-            exchanged.append(f"| {name} | not counted: {reason} | | | |")
+            exchanged.append(f"| {name} | {reason_of(error)} | | | |")
             continue
         stages = STAGES.get(strategy, 1)
         of_rank = {size: collectives(ranks[0], len(ranks)) for size, ranks in runs.items()}
@@ -147,8 +163,9 @@ def tables(strategies: list[str], lines: bool) -> str:
         parts = split({size: waits(ranks) for size, ranks in runs.items()}, stages)
         waited.append(f"| {name} | {' | '.join(map(cell, parts))} |")
         behind += [f"{strategy}: {event['count']} {event['event']} {event['phase']} {event['line']}"
-                   for event in runs[SIZES[0]][0] if not event["ranks"]]  # fmt: skip
-        print(exchanged[-1], waited[-1], sep="\n", flush=True)
+                   for event in runs[SIZES[0]][0] if not event["ranks"] and event["phase"] != GRAPHS]  # fmt: skip
+        compiled.append(f"| {name} | {graphs(on_cpu, strategy)} |")
+        print(exchanged[-1], waited[-1], compiled[-1], sep="\n", flush=True)
     if lines:
         print("\n".join(["", f"waits of rank 0, {SIZES[0][0]} layers, {SIZES[0][1]} micro-batches:", *behind]))
     sizes = (
@@ -157,7 +174,8 @@ def tables(strategies: list[str], lines: bool) -> str:
         f"{2 * ROWS * LENGTH * HIDDEN / 1024:g} KiB."
     )
     about = provenance("simulated accelerator", "torch", "accelerate", "deepspeed", "transformers")
-    return "\n".join([TABLES, sizes, "", *exchanged, "", "## Waits of the host", "", *waited, "", about, ""])
+    return "\n".join([TABLES, sizes, "", *exchanged, "", "## Waits of the host", "", *waited, "",
+                      "## Graphs of --torch_compile", "", *compiled, "", about, ""])  # fmt: skip
 
 
 def main() -> None:
@@ -181,14 +199,16 @@ def main() -> None:
 
 def count_and_run() -> None:
     """A rank of a launch: the task itself, and a file of what its update COUNTED did until the next began."""
-    import simgpu
     import torch
+    import torch._dynamo
     import torch.distributed as dist
 
+    from train.model import compilation
     from train.training.step import TrainStep
 
-    simgpu.set_device(int(os.environ["RANK"]))  # the process that ranks are forked from has device 0
-    os.environ["ACCELERATE_TORCH_DEVICE"] = f"simgpu:{os.environ['RANK']}"
+    if simgpu := sys.modules.get("simgpu"):  # its current device is that of the process that ranks are forked from
+        simgpu.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"simgpu:{os.environ['LOCAL_RANK']}"
     counts, now, step = collections.defaultdict(lambda: [0, 0]), {"phase": "update"}, TrainStep.__call__
 
     def note(event: str, size: int, group: str) -> None:
@@ -198,9 +218,13 @@ def count_and_run() -> None:
         found[0], found[1] = found[0] + 1, found[1] + size
 
     def counted(self, update, *args, **kwargs):
-        simgpu.observe(note if update == COUNTED else None)
+        if simgpu:
+            simgpu.observe(note if update == COUNTED else None)
         if update == COUNTED + 1:
             names = ("phase", "event", "ranks", "line", "count", "bytes")
+            compiled = torch._dynamo.utils.counters  # which is empty where nothing is compiled
+            counts[GRAPHS, "graphs", (), ""] = [compiled["stats"]["unique_graphs"], 0]
+            counts[GRAPHS, "breaks", (), ""] = [sum(compiled["graph_break"].values()), 0]
             events = [dict(zip(names, (*key, *found))) for key, found in counts.items()]
             Path(os.environ[FOLDER], f"rank_{os.environ['RANK']}.json").write_text(json.dumps(events))
         elif update == COUNTED:
@@ -209,6 +233,7 @@ def count_and_run() -> None:
         return step(self, update, *args, **kwargs)
 
     TrainStep.__call__ = counted
+    compilation.compile_model.__defaults__ = ("eager",)  # graphs as dynamo finds them; nothing is generated
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
