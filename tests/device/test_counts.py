@@ -8,8 +8,8 @@ from helpers import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import counts
 
-EXPECTED = {  # bytes of a layer: DDP's gradients once an update; ZeRO-3's of each micro-batch, of two
-    "ddp": {"all-reduce": (4 * counts.LAYER,)},
+EXPECTED = {  # bytes of a layer: DDP's gradients once an update, fp32 or bf16; ZeRO-3's of each micro-batch, of two
+    "ddp": {"all-reduce": (4 * counts.LAYER, 2 * counts.LAYER)},
     "zero3": {
         "all-gather": (2 * 2 * 2 * (counts.LAYER - 2 * counts.HIDDEN),),
         "reduce-scatter": (2 * 2 * counts.LAYER,),
