@@ -303,7 +303,12 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(run, material, ca
     from train.data.text.documents import load_texts
     from train.recipe import ClmRecipe
 
-    recipe = ClmRecipe(train_file=[str(material / "text" / "train.txt")], packing="none", max_eval_samples=17)
+    recipe = ClmRecipe(
+        train_file=[str(material / "text" / "train.txt")],
+        packing="none",
+        max_train_samples=100,
+        max_eval_samples=17,
+    )
     total = count = 0
     for text in load_texts(recipe).validation["text"]:
         ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:192]])

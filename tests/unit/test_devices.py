@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, environment
+from helpers import ROOT, environment, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.record import meters
 from train.record.environment import describe_environment
@@ -178,3 +179,54 @@ def test_deepspeed_is_spared_what_it_does_for_nothing_on_a_cpu(monkeypatch):
     assert TorchBackend.__init__.__globals__["build_shm_op"]() is None
     assert [get_accelerator().device_count() for _ in range(5)] == [3] * 5
     assert len(asked) == 1
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is cast from one dtype to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].dtype != output.dtype:
+            self.number, self.bytes = self.number + 1, self.bytes + args[0].nbytes + output.nbytes
+        return output
+
+
+def casts_and_kept_bytes(layers: int, autocasts: bool) -> list[int]:
+    """Of a forward and a backward pass: casts of each, their bytes, bytes that are kept in between."""
+    model = tiny_model("llama", num_hidden_layers=layers, hidden_size=64, intermediate_size=172)
+    model = model if autocasts else model.bfloat16()
+    weights, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    ids = torch.arange(4 * 64).view(4, 64) % 97
+    with Casts() as casts, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            loss = model(input_ids=ids, labels=ids).loss
+        forward = casts.number
+        loss.backward()
+    return [forward, casts.number - forward, casts.bytes, sum(storage.nbytes() for storage in kept.values())]
+
+
+@pytest.mark.parametrize(
+    ("autocasts", "of_a_layer"), [(True, [14, 20, 2313216, 973312]), (False, [4, 4, 786432, 718848])]
+)
+def test_what_bf16_costs_a_layer_with_weights_in_fp32_and_in_bf16(autocasts, of_a_layer):
+    """The table of docs/strategies.md."""
+    few, many = casts_and_kept_bytes(2, autocasts), casts_and_kept_bytes(6, autocasts)
+    assert [(more - less) / 4 for less, more in zip(few, many)] == of_a_layer
+
+
+@pytest.mark.parametrize(("precision", "kind", "accumulation", "is_told"), [
+    ("bf16", "cuda", 8, True), ("bf16", "cuda", 1, False), ("bf16", "cpu", 8, False), ("fp16", "cuda", 8, False),
+])  # fmt: skip
+def test_a_run_that_casts_its_weights_in_each_micro_batch_is_told_of_zero1(precision, kind, accumulation, is_told):
+    strategy = Strategy(Launch(1, 0, False, None, None, None), BatchSizes(1, accumulation, 1), precision, None, "")
+    assert bool(strategy.faster_pair(kind)) == is_told

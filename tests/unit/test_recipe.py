@@ -100,7 +100,6 @@ def test_forms_of_flags():
         (["--profile", "12"], ["profile = '12': expected N:M"]),
         (["--profile", "12:9"], ["profile = '12:9': expected N:M"]),
         (["--profile", "0:3"], ["profile = '0:3': expected N:M"]),
-        (["--profile_memory"], ["profile_memory: no effect without --profile N:M"]),
     ],
 )  # fmt: skip
 def test_what_is_refused(flags, words):

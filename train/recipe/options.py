@@ -181,9 +181,6 @@ class RunOptions(Recipe):
                 f"profile = {self.profile!r}: expected N:M, the first and the last update, such as 10:12 (in a YAML "
                 'file "10:12", in quotes)'
             )
-        useless = [name for name in ("profile_ranks", "profile_memory") if self.source(name) and not self.profile]
-        if useless:
-            problems.append(f"{', '.join(useless)}: no effect without --profile N:M")
         return problems
 
 

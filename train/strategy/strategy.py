@@ -162,6 +162,15 @@ class Strategy:
         """Whether weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
         return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
 
+    def faster_pair(self, device_type: str) -> str | None:
+        """A note for the log where each micro-batch casts all weights to bf16; zero1 has them in bf16."""
+        if not self.autocasts or self.precision != "bf16" or device_type == "cpu" or self.batches.accumulation == 1:
+            return None
+        return (
+            "bf16 without DeepSpeed: weights are in fp32 and cast in each micro-batch. --strategy zero1 keeps them in "
+            "bf16: usually faster with accumulation"
+        )
+
     @property
     def frozen_dtype(self):
         """The dtype of weights that are not trained: no optimizer needs them in fp32."""

@@ -18,5 +18,5 @@ def prepare_passes(model: torch.nn.Module, recipe: ModelOptions, device: torch.d
     elif recipe.activation_offload:
         offload_inputs(model, host_store(device))
     if recipe.torch_compile:
-        compile_model(model, recipe.torch_compile)
+        compile_model(model, str(recipe.torch_compile))
     return notes

@@ -201,6 +201,8 @@ def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     notes += prepare_passes(model, recipe, device)
     if recipe.trains:
         notes += filter(None, [without_mfu(device, session.strategy.precision, recipe.peak_tflops)])
+        if not adapter:
+            notes += filter(None, [session.strategy.faster_pair(device.type)])
     parameters, trainable = count_parameters(whole_model(model))
     engine = prepare_engine(session.strategy, started.accelerator, model, recipe, started.schedule)
     engine.alive = session.watchdog.alive

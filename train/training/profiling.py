@@ -50,7 +50,7 @@ class ProfiledStep(TrainStep):
     note: Callable[[str], None] = lambda line: None
     running: list[profile] = field(default_factory=list)
 
-    def __call__(self, update: int, *args, **kwargs) -> StepResult:
+    def __call__(self, update: int, *args: Any, **kwargs: Any) -> StepResult:
         if update not in self.updates:
             return super().__call__(update, *args, **kwargs)
         if not self.running:
