@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
-from train.data.collate import CausalCollator
-from train.data.order import SampleOrder
-from train.data.pack import PackedBlocks
-from train.data.token_row import Documents
-from train.health.watchdog import Watchdog
-from train.model.configuration import load_configuration
-from train.model.load import build_model
-from train.model.loss import install_loss, model_loss
-from train.model.parameters import flops_per_token
-from train.model.preflight import check_loss, install_chosen_loss
-from train.recipe import ClmRecipe
-from train.record.jsonl import JsonlFile
-from train.record.meters import make_meter
-from train.record.timeline import Timeline
-from train.strategy.devices import pins_memory
-from train.training.fit import fit
-from train.training.prepare import prepare, start
-from train.training.session import Session
-from train.training.task import Task
+from zerofit.data.collate import CausalCollator
+from zerofit.data.order import SampleOrder
+from zerofit.data.pack import PackedBlocks
+from zerofit.data.token_row import Documents
+from zerofit.health.watchdog import Watchdog
+from zerofit.model.configuration import load_configuration
+from zerofit.model.load import build_model
+from zerofit.model.loss import install_loss, model_loss
+from zerofit.model.parameters import flops_per_token
+from zerofit.model.preflight import check_loss, install_chosen_loss
+from zerofit.recipe import ClmRecipe
+from zerofit.record.jsonl import JsonlFile
+from zerofit.record.meters import make_meter
+from zerofit.record.timeline import Timeline
+from zerofit.strategy.devices import pins_memory
+from zerofit.training.fit import fit
+from zerofit.training.prepare import prepare, start
+from zerofit.training.session import Session
+from zerofit.training.task import Task
 
 
 @dataclass(frozen=True)

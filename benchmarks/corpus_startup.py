@@ -58,8 +58,8 @@ def main() -> None:
 
 def make_corpus(folder: Path, tokens: int) -> tuple[Path, str]:
     """(tokenizer's folder, prefix of a corpus of so many tokens)."""
-    from train.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
-    from train.model.tokenizer import train_tokenizer
+    from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
+    from zerofit.model.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer((file.read_text() for file in (ROOT / "docs").glob("*.md")), IDS, "docs", folder)
     tokenizer.save_pretrained(folder / "tokenizer")

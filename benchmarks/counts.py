@@ -20,7 +20,7 @@ from pathlib import Path
 
 from provenance import provenance
 
-from train.strategy.pairs import CONFIGS
+from zerofit.strategy.pairs import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -138,7 +138,7 @@ def rank_server(on_cpu: bool = False):
     from helpers import environment
     from ranks import RankServer
 
-    from train.tools.simulate import build
+    from zerofit.tools.simulate import build
 
     devices = {**build.environment(build.build()), "SIMGPU_MEMORY": ",".join(["4294967296"] * 4)}
     return RankServer({**environment(), **({} if on_cpu else devices)})
@@ -203,8 +203,8 @@ def count_and_run() -> None:
     import torch._dynamo
     import torch.distributed as dist
 
-    from train.model import compilation
-    from train.training.step import TrainStep
+    from zerofit.model import compilation
+    from zerofit.training.step import TrainStep
 
     if simgpu := sys.modules.get("simgpu"):  # its current device is that of the process that ranks are forked from
         simgpu.set_device(int(os.environ["LOCAL_RANK"]))

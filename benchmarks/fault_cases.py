@@ -164,7 +164,7 @@ def meet(case: Case, rank: int, run: Path) -> None:
     """Let this rank do what is done in a case."""
     if case.do is None or rank not in case.ranks:
         return
-    from train.health.watchdog import Watchdog
+    from zerofit.health.watchdog import Watchdog
 
     done, enter, rename = [], Watchdog.phase, os.rename
 

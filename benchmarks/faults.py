@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fault_cases import CASES, Case, meet, send  # noqa: E402
 from ranks import LIBRARIES, fork_ranks, rank_environments  # noqa: E402
 
-from train.record.jsonl import JsonlFile  # noqa: E402
+from zerofit.record.jsonl import JsonlFile  # noqa: E402
 
 UPDATES, LIMIT_S, TOLERANCE = 8, 240.0, 1e-6
 AFTERWARDS_S = 60.0  # for ranks whose launcher has been killed
@@ -110,7 +110,7 @@ class Bench:
 
     def launch(self, case: Case, run: Path) -> Seen:
         """Launch with real launchers, all at once."""
-        from train.tools.launches import launched
+        from zerofit.tools.launches import launched
 
         place, flags = run.parent, case.flags.format(case=run.parent, done=self.folder / "done")
         program = place / "clm.py"
@@ -237,7 +237,7 @@ def mounts_removed(folder: Path) -> Iterator[None]:
 
 def command(launcher: str) -> str:
     """A line for bash, which a signal to the launcher does not reach instead of it."""
-    programs = {"zerofit launch": f"{sys.executable} -m train.cli launch",
+    programs = {"zerofit launch": f"{sys.executable} -m zerofit.cli launch",
                 "accelerate launch": f"{Path(sys.executable).parent / 'accelerate'} launch"}  # fmt: skip
     for name, program in programs.items():
         launcher = launcher.replace(name, program)

@@ -54,7 +54,7 @@ def write(rows: list[str], options: argparse.Namespace) -> None:
     """The report."""
     import torch
 
-    from train.record.environment import describe_environment
+    from zerofit.record.environment import describe_environment
 
     about = describe_environment(sys.argv, torch.device("cpu"))
     packages = ", ".join(

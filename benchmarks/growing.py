@@ -55,7 +55,7 @@ def main() -> None:
 
 def grown(first: int, last: int, updates: int) -> int:
     """The sum of the sizes of the updates that grow."""
-    from train.recipe.growth import Growth
+    from zerofit.recipe.growth import Growth
 
     growth = Growth(first, last, updates)
     return sum(growth(update) for update in range(1, updates + 1))

@@ -11,7 +11,7 @@ with the samples of the undisturbed run in every update, none repeated, none ski
 without a traceback.
 
 Builds of DeepSpeed's operations lie in the folder too. A kill in the middle of one leaves a lock (column `builds cut
-off`) that the next launch would wait for, for ever, if it did not take it away (train/strategy/builds.py).
+off`) that the next launch would wait for, for ever, if it did not take it away (zerofit/strategy/builds.py).
 
 A strategy's result is kept in the folder; the same command again measures only those that have none yet.
 """
@@ -31,11 +31,11 @@ from random import Random
 import torch
 import yaml
 
-from train.record.environment import describe_environment
-from train.record.jsonl import JsonlFile
-from train.tools.launches import Trial, ending_in_order, failure, launched
-from train.tools.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
-from train.tools.verify.record_comparison import compare_metrics, compare_samples
+from zerofit.record.environment import describe_environment
+from zerofit.record.jsonl import JsonlFile
+from zerofit.tools.launches import Trial, ending_in_order, failure, launched
+from zerofit.tools.verify.killing import Killed, Moment, after_seconds, run_and_kill, within_the_rest
+from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-6

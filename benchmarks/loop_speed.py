@@ -8,7 +8,7 @@ Each round trains the same small GPT-2 from the same weights on the same batches
 through every candidate, one after another in one process:
 
     bare full        a loop written by hand: transformers' own mean loss, fused AdamW, clipping, linear decay
-    zerofit full     Trainer.train, that is train.training.loop with its engine, its data and its record on disk
+    zerofit full     Trainer.train, that is zerofit.training.loop with its engine, its data and its record on disk
     bare chunked     the bare loop with zerofit's memory-saving loss, so that loops are compared at an equal loss
     zerofit chunked  zerofit as it comes
     Trainer          transformers.Trainer: logs each update to nobody, no progress bar, no evaluation, no saving
@@ -20,7 +20,7 @@ are taken within a round. All candidates must arrive at the same loss, or there 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
 updates in all rounds, is disturbed least; that is why there are many short rounds.
 
-OpenMP's threads sleep while they wait, for all candidates alike, as train/strategy/launch.py has it: spinning ones are
+OpenMP's threads sleep while they wait, for all candidates alike, as in zerofit/strategy/launch.py: spinning ones are
 a little faster while nobody else wants the cores, and many times slower when somebody does. OMP_WAIT_POLICY=ACTIVE in
 front of the command measures everything with torch's default.
 """
@@ -46,9 +46,9 @@ import torch
 from candidates import CANDIDATES, Options, Stopwatch, Workload
 from startup import LAUNCHES, measure_startup
 
-from train.model.parameters import count_parameters
-from train.record.environment import describe_environment
-from train.record.terminal import duration, table
+from zerofit.model.parameters import count_parameters
+from zerofit.record.environment import describe_environment
+from zerofit.record.terminal import duration, table
 
 RATIOS = {  # shown name: (whose tokens/s, divided by whose)
     "zerofit / bare, full loss": ("zerofit full", "bare full"),

@@ -4,7 +4,7 @@
     python benchmarks/on_gpu.py outputs/on-cpu --tiny      # small shapes, to see on a CPU that it works
 
 * The head alone: hidden states x vocabulary in bf16, loss and gradients of 8,192 tokens in chunks of some rows
-  (train/model/loss.py): milliseconds, and the memory that is taken beside inputs and gradients.
+  (zerofit/model/loss.py): milliseconds, and the memory that is taken beside inputs and gradients.
 * Updates of Llama-3.2-1B and Llama-3-8B in bf16 under zero1, fsdp2 and tp, one process a GPU: random weights, text of
   docs/. Where the memory does not hold a model, it has half of its layers, or a quarter, ...: the MFU is about that of
   the whole, the seconds are not. Beside them what `zerofit plan` predicts.
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from train.model.loss import IGNORE, _Chunked, chunk_rows
-from train.record.environment import describe_environment
-from train.strategy.devices import device_name
-from train.strategy.gpu_table import gpu_of
+from zerofit.model.loss import IGNORE, _Chunked, chunk_rows
+from zerofit.record.environment import describe_environment
+from zerofit.strategy.devices import device_name
+from zerofit.strategy.gpu_table import gpu_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -96,7 +96,7 @@ def flags_of(name: str, changes: str, layers: int, vocabulary: int, rows: int, l
 
 def predict(flags: list[str], strategy: str, gpus: int, where: list[str]) -> dict:
     """What `zerofit plan` says of this micro-batch; empty, with a reason, if it says nothing."""
-    words = [sys.executable, "-m", "train.cli", "plan", "--task", "clm", *flags, *where, "--num_gpus", str(gpus),
+    words = [sys.executable, "-m", "zerofit.cli", "plan", "--task", "clm", *flags, *where, "--num_gpus", str(gpus),
              "--strategies", strategy, "--batch_sizes", flags[flags.index("--per_device_train_batch_size") + 1],
              "--json", "-"]  # fmt: skip
     said, reason = _run(words)

@@ -18,7 +18,7 @@ tail -n 3 "$OUT/tests.txt"
 compare() {  # name, then options of zerofit compare
   local name=$1
   shift
-  timeout 7200 python -m train.cli compare "$@" --num_processes 2 --memory_limit 23GiB --steps 3 \
+  timeout 7200 python -m zerofit.cli compare "$@" --num_processes 2 --memory_limit 23GiB --steps 3 \
     --output "$OUT/$name" > "$OUT/$name.txt" 2>&1
   tail -n 12 "$OUT/$name.txt"
   rm -rf "$OUT/$name/trials"

@@ -12,7 +12,7 @@ a task and a layout one after another, with the same seed, so that they see the 
 rotates from round to round and turns around in every other one, and the next round has another seed. Ratios are taken
 within a round: on a machine that others share, only they count.
 
-The rest follows from the lengths of the same samples and train.data.order alone: the share of padding and what else
+The rest follows from the lengths of the same samples and zerofit.data.order alone: the share of padding and what else
 depends on the window of LengthGroups, and the mean place of short and of long samples in an epoch.
 
 The tables are printed, kept with all figures as JSON, and set into docs/padding.md.
@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.data.order import LengthGroups, MicroBatches, SampleOrder
-from train.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
-from train.record.environment import describe_environment
-from train.record.terminal import duration, table
+from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder
+from zerofit.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
+from zerofit.record.environment import describe_environment
+from zerofit.record.terminal import duration, table
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {
@@ -203,9 +203,9 @@ def speed_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def read_lengths(task: str, data: str, scratch: Path) -> tuple[np.ndarray, ...]:
     """Tokens of each training sample: (rows,), or (sources, targets), as the run itself prepares them."""
-    from train.data.labelled.examples import prepare_examples
-    from train.data.pairs.prepare import prepare_pairs
-    from train.model.configuration import load_configuration
+    from zerofit.data.labelled.examples import prepare_examples
+    from zerofit.data.pairs.prepare import prepare_pairs
+    from zerofit.model.configuration import load_configuration
 
     kind, prepare = (ClsRecipe, prepare_examples) if task == "MRPC" else (Seq2SeqRecipe, prepare_pairs)
     recipe = parse_recipe(kind, flags({**task_options(task, data), **COMMON, "cache_dir": scratch / "cache"}))
@@ -220,7 +220,7 @@ def order_with(lengths: np.ndarray, size: int, window: int, seed: int) -> Sample
 
 
 def by_source(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """What updates are made by, and what an update's rows are sorted by, as train/data/tokenized.py has them."""
+    """What updates are made by, and what an update's rows are sorted by, as zerofit/data/tokenized.py has them."""
     source, *target = columns
     return source, source * (target[0].max() + 1) + target[0] if target else source
 

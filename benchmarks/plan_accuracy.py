@@ -12,9 +12,9 @@
     python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
-`zerofit compare` launches (train/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
+`zerofit compare` launches (zerofit/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
 tries three micro-batches, and the allocator's peak starts anew at each. The simulated accelerator
-(train/tools/simulate) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
+(zerofit/tools/simulate) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
 fragmentation and no cuBLAS workspace, so max_memory_allocated is compared with the prediction without that workspace.
 On a CPU the peak is what the memory limit counts, beyond what the process took before the model. It is that of rank 0:
 only of that one is it noted what it took before, and ranks differ there by 150 MiB.
@@ -39,13 +39,13 @@ import psutil
 import yaml
 from provenance import provenance
 
-from train.record.terminal import table
-from train.tools.compare.candidates import make_recipe
-from train.tools.compare.machine import Machine, launch_environment
-from train.tools.compare.options import CompareOptions
-from train.tools.compare.trial_request import ANSWERS, Answers, TrialRequest
-from train.tools.launches import Trial, launched
-from train.tools.tool_recipe import read_with_recipe
+from zerofit.record.terminal import table
+from zerofit.tools.compare.candidates import make_recipe
+from zerofit.tools.compare.machine import Machine, launch_environment
+from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.trial_request import ANSWERS, Answers, TrialRequest
+from zerofit.tools.launches import Trial, launched
+from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
@@ -333,7 +333,7 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
     trial = Trial(
         configuration.task, ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml", recipe, folder / "run",
         ("--per_device_train_batch_size", str(request.first)),
-        ("-m", "train.tools.compare.trial", configuration.task, str(file)),
+        ("-m", "zerofit.tools.compare.trial", configuration.task, str(file)),
     )  # fmt: skip
     command, log = trial.command(configuration.processes), folder / "log.txt"
     with launched(command, trial.output, log, environment=_environment(on, configuration.processes)) as launch:
@@ -362,7 +362,7 @@ def peaks_in(folder: Path, configuration: Configuration, on: str) -> dict[str, i
 def _environment(on: str, processes: int) -> dict[str, str]:
     if on == "cpu":
         return launch_environment(Machine("cpu", [], 0, 0, {}), processes) | {"OMP_NUM_THREADS": "1"}
-    from train.tools.simulate import build as simgpu_build
+    from zerofit.tools.simulate import build as simgpu_build
 
     sizes = ",".join([str(16 * GIB)] * processes)
     return {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}
@@ -375,11 +375,11 @@ class Predictor:
     """What `zerofit plan` predicts for a configuration."""
 
     def __init__(self, configuration: Configuration, on: str):
-        from train.tools.plan.options import PlanOptions
-        from train.tools.plan.planner import Planner
-        from train.tools.plan.prediction import Budget
-        from train.tools.plan.resolve import resolve
-        from train.tools.plan.subject import read_subject
+        from zerofit.tools.plan.options import PlanOptions
+        from zerofit.tools.plan.planner import Planner
+        from zerofit.tools.plan.prediction import Budget
+        from zerofit.tools.plan.resolve import resolve
+        from zerofit.tools.plan.subject import read_subject
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
@@ -392,8 +392,8 @@ class Predictor:
 
     def peak(self, micro_batch: int):
         """The Peak, without the workspace that the simulated accelerator does not have."""
-        from train.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
-        from train.tools.plan.memory import WORKSPACE
+        from zerofit.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
+        from zerofit.tools.plan.memory import WORKSPACE
 
         peak = self.planner.predict(self.resolved, micro_batch).peak
         if self.on == "cpu":

@@ -61,7 +61,7 @@ def measure(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> float:
 
 
 def predict(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> dict:
-    from train.cli import main as zerofit
+    from zerofit.cli import main as zerofit
 
     words = ["plan", "--task", "clm", *flags, *COMMON, "--gpu", "cpu", "--gpu_memory", "64GiB", "--num_gpus", "2",
              "--strategies", strategy, "--batch_sizes", str(micro_batch), "--json", "-"]  # fmt: skip
@@ -73,7 +73,7 @@ def predict(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> dict:
 
 def run_and_note_times() -> None:
     """A process of a launch: the task itself, and a note of the processor time of each update."""
-    from train.training.step import TrainStep
+    from zerofit.training.step import TrainStep
 
     times, step = [], TrainStep.__call__
 

@@ -40,7 +40,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def start_encoder(name: str) -> None:
-    from train.tools.prepare.named_tokenizer import named_tokenizer
+    from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 
     start_encoder.tokenizer = named_tokenizer("tokenizer", name)
 
@@ -59,8 +59,8 @@ def megatrons_way(source: str, prefix: str, name: str, workers: int) -> None:
     """Prints the seconds from the first line to the last, and the tokens."""
     import multiprocessing
 
-    from train.data.megatron.corpus import megatron
-    from train.tools.prepare.named_tokenizer import named_tokenizer
+    from zerofit.data.megatron.corpus import megatron
+    from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 
     indexed = megatron().indexed
     tokenizer = named_tokenizer("tokenizer", name)
@@ -89,9 +89,9 @@ def _ready(_: int) -> bool:
 
 def our_way(source: str, prefix: str, name: str, workers: int) -> None:
     """The same, by `zerofit prepare`'s own figures."""
-    from train.data.megatron.corpus import read_card
-    from train.tools.prepare.options import PrepareOptions
-    from train.tools.prepare.prepare import prepare
+    from zerofit.data.megatron.corpus import read_card
+    from zerofit.tools.prepare.options import PrepareOptions
+    from zerofit.tools.prepare.prepare import prepare
 
     options = PrepareOptions(
         input=[source], output_prefix=prefix, tokenizer=name, append_eod=True, workers=workers, overwrite=True

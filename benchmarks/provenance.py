@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from train.record.environment import describe_environment
+from zerofit.record.environment import describe_environment
 
 
 def provenance(how: str, *packages: str) -> str:

@@ -19,8 +19,8 @@ from provenance import provenance
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from train.model.recomputation import enable_recomputation
-from train.record.terminal import table
+from zerofit.model.recomputation import enable_recomputation
+from zerofit.record.terminal import table
 
 WAYS = {"none": False, "full": True, "selective": "selective", "dispatch modes": "selective", "2": 2}
 NOT_COUNTED = 2  # rounds

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.record.terminal import table
+from zerofit.record.terminal import table
 
 ROOT = Path(__file__).resolve().parents[1]
 STRATEGIES = {"single": 1, "zero2": 2}  # accelerate_configs/NAME.yaml: processes

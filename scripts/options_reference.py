@@ -12,10 +12,10 @@ import typing
 from pathlib import Path
 from unittest.mock import patch
 
-from train.cli import main as zerofit
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
-from train.recipe.fields import Kind, kind_of
-from train.recipe.help import default_text, heading, option_groups, value_text
+from zerofit.cli import main as zerofit
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.recipe.fields import Kind, kind_of
+from zerofit.recipe.help import default_text, heading, option_groups, value_text
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TASKS = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
@@ -65,7 +65,7 @@ def page() -> str:
 def options_class(tool: str) -> type:
     """The dataclass of a tool's options: the one that the tool shows with --help_all."""
     quiet = contextlib.redirect_stdout(io.StringIO())
-    with patch("train.recipe.parse.help_text", return_value="") as help_text, quiet, contextlib.suppress(SystemExit):
+    with patch("zerofit.recipe.parse.help_text", return_value="") as help_text, quiet, contextlib.suppress(SystemExit):
         zerofit([*tool.split(), "--help_all"])
     return help_text.call_args.args[0]
 

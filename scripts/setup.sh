@@ -20,7 +20,7 @@ pinned=$(grep '^torch==' constraints.txt)
 }
 "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-gpus=$("$venv/bin/python" train/strategy/gpus.py)
+gpus=$("$venv/bin/python" zerofit/strategy/gpus.py)
 
 has_the_torch() {
   local version=$pinned
@@ -65,8 +65,8 @@ if [ "$choice" != cpu ]; then
   "$venv/bin/python" - <<'PYTHON'
 import sys
 
-from train.recipe.errors import UserError
-from train.strategy.gpus import check_devices
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.gpus import check_devices
 
 try:
     check_devices()

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from train.data.chat.instructions import Form
-from train.data.chat.prepare import ChatEncoder
-from train.model.chat import install_template
-from train.model.configuration import load_configuration
-from train.model.tokenizer import load_tokenizer
-from train.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.data.chat.instructions import Form
+from zerofit.data.chat.prepare import ChatEncoder
+from zerofit.model.chat import install_template
+from zerofit.model.configuration import load_configuration
+from zerofit.model.tokenizer import load_tokenizer
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 
 TOKENIZERS = {  # byte-level, with byte fallback, and a small one with byte fallback that came with a model
     "gpt2": ("tokenizers/gpt2", "--config_name", "gpt2", "--tokenizer_name"),

@@ -28,7 +28,7 @@ def tools_in_this_process():
 
 def small_tokenizer(cache: Path):
     """A byte-level tokenizer, trained on a text that does not change; <|endoftext|> (0) begins and ends texts."""
-    from train.model.tokenizer import train_tokenizer
+    from zerofit.model.tokenizer import train_tokenizer
 
     return train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", cache)
 

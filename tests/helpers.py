@@ -11,7 +11,7 @@ import torch
 import yaml
 from ranks import RankServer, rank_environments
 
-from train.strategy.pairs import find_strategies
+from zerofit.strategy.pairs import find_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -32,7 +32,7 @@ def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int =
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=vocab_size, **{**TINY.get(family, {}), **changes})
-    config.use_cache = False  # as train.model.configuration sets it: with a cache, transformers sees no documents
+    config.use_cache = False  # as zerofit.model.configuration sets it: with a cache, transformers sees no documents
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
 
 
@@ -49,7 +49,7 @@ def tiny_deberta(folder: Path, num_labels: int) -> None:
     """A DeBERTa-v2 with relative attention and random weights, without dropout, and a tokenizer for its family."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from train.model.tokenizer import train_tokenizer
+    from zerofit.model.tokenizer import train_tokenizer
 
     words = (file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
     tokenizer = train_tokenizer(words, 600, "docs", folder.parent, pairs=True)
@@ -81,7 +81,7 @@ def tiny_t5(folder: Path, vocabulary: Path) -> None:
 
 def loss_and_gradients(model, kind: str, batch: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of `kind`, and the gradients of a seventh of it, by parameter."""
-    from train.model.loss import install_loss
+    from zerofit.model.loss import install_loss
 
     install_loss(model, kind)
     model.zero_grad()
@@ -92,7 +92,7 @@ def loss_and_gradients(model, kind: str, batch: dict) -> tuple[torch.Tensor, dic
 
 def refusal(function, *args, **kwargs) -> str:
     """What a function says as it refuses its arguments: a mistake of the user."""
-    from train.recipe.errors import UserError
+    from zerofit.recipe.errors import UserError
 
     try:
         function(*args, **kwargs)
@@ -178,8 +178,8 @@ def updates(lines: list[dict]) -> list[dict]:
 def check_offloaded_inputs(device: torch.device) -> None:
     """That inputs wait on the host: gradients are the same, and of 12 layers at most half of the inputs are on the
     device."""
-    from train.model.recomputation import enable_recomputation
-    from train.strategy.offloaded_inputs import host_store, offload_inputs
+    from zerofit.model.recomputation import enable_recomputation
+    from zerofit.strategy.offloaded_inputs import host_store, offload_inputs
 
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = tiny_model("llama", vocab_size=64, num_hidden_layers=12, max_position_embeddings=256, **shape)

@@ -31,7 +31,7 @@ class RankServer:
     """The process from which ranks are forked, and the way to ask it."""
 
     def __init__(self, environment: dict[str, str]):
-        # The first two as train.strategy.launch sets them before it imports anything.
+        # The first two as zerofit.strategy.launch sets them before it imports anything.
         variables = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", **environment,
                      "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
         self._server = subprocess.Popen(

@@ -9,10 +9,10 @@ r"""Causal language modelling: GPT-2, GPT-NeoX, Llama and every other AutoModelF
 Read `main` from top to bottom: what is loaded, how text becomes batches, what the loss is, what is left behind.
 """
 
-from train.recipe import ClmRecipe, parse_recipe
-from train.recipe.errors import reports_user_errors
-from train.record.timeline import Timeline
-from train.training.entry import open_session, run_program
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe.errors import reports_user_errors
+from zerofit.record.timeline import Timeline
+from zerofit.training.entry import open_session, run_program
 
 
 @reports_user_errors
@@ -27,13 +27,13 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     from transformers import AutoModelForCausalLM
 
-    from train.data.causal import is_packed, prepare_causal_data
-    from train.data.collate import CausalCollator, PromptCollator, multiple_for
-    from train.data.difficulty import easiest_first
-    from train.data.lengths import growing_blocks
-    from train.model.loss import model_loss
-    from train.model.parameters import flops_per_token
-    from train.model.preflight import (
+    from zerofit.data.causal import is_packed, prepare_causal_data
+    from zerofit.data.collate import CausalCollator, PromptCollator, multiple_for
+    from zerofit.data.difficulty import easiest_first
+    from zerofit.data.lengths import growing_blocks
+    from zerofit.model.loss import model_loss
+    from zerofit.model.parameters import flops_per_token
+    from zerofit.model.preflight import (
         check_loss,
         check_mask_support,
         check_packing,
@@ -41,15 +41,15 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         choose_packed_attention,
         install_chosen_loss,
     )
-    from train.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
-    from train.record.meters import make_meter
-    from train.record.terminal import screen_width, table
-    from train.training.evaluation import eval_batches, held_out_loss
-    from train.training.evaluation_only import answer
-    from train.training.fit import export, finish, fit
-    from train.training.generation import predict_texts, writing_settings
-    from train.training.prepare import prepare, start
-    from train.training.task import Task
+    from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
+    from zerofit.record.meters import make_meter
+    from zerofit.record.terminal import screen_width, table
+    from zerofit.training.evaluation import eval_batches, held_out_loss
+    from zerofit.training.evaluation_only import answer
+    from zerofit.training.fit import export, finish, fit
+    from zerofit.training.generation import predict_texts, writing_settings
+    from zerofit.training.prepare import prepare, start
+    from zerofit.training.task import Task
 
     timeline.mark("imports")
 
@@ -133,7 +133,7 @@ def sample(engine, recipe: ClmRecipe, tokenizer, is_chat: bool) -> str:
     """What the trained model writes after `sample_prompt` (in a chat: its answer), as long as its positions allow."""
     import torch
 
-    from train.model.chat import question_ids
+    from zerofit.model.chat import question_ids
 
     if is_chat and recipe.sample_prompt:
         ids = torch.tensor([question_ids(tokenizer, recipe.sample_prompt, recipe.system_prompt)])

@@ -10,10 +10,10 @@ AutoModelForSequenceClassification; and multiple choice, with an AutoModelForMul
 Read `main` from top to bottom: what is loaded, how records become batches, what the loss and the metrics are.
 """
 
-from train.recipe import ClsRecipe, parse_recipe
-from train.recipe.errors import reports_user_errors
-from train.record.timeline import Timeline
-from train.training.entry import open_session, run_program
+from zerofit.recipe import ClsRecipe, parse_recipe
+from zerofit.recipe.errors import reports_user_errors
+from zerofit.record.timeline import Timeline
+from zerofit.training.entry import open_session, run_program
 
 
 @reports_user_errors
@@ -28,25 +28,25 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
-    from train.data.collate import ChoiceCollator, ExampleCollator, multiple_for
-    from train.data.difficulty import easiest_first
-    from train.data.labelled.examples import prepare_examples
-    from train.data.labelled.labels import configure_labels, pretrained_head, renamed_head
-    from train.data.pack import stats_rows
-    from train.model.configuration import check_task
-    from train.model.load import head_weights
-    from train.model.loss import logits_of_examples, loss_of_examples
-    from train.model.parameters import flops_per_token
-    from train.model.tokenizer import check_vocabulary, padding_values, set_padding_token
-    from train.record.meters import make_meter
-    from train.record.terminal import screen_width, table
-    from train.training.class_report import report_classes
-    from train.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
-    from train.training.evaluation import eval_batches
-    from train.training.evaluation_only import answer
-    from train.training.fit import export, finish, fit
-    from train.training.prepare import prepare, start
-    from train.training.task import Task
+    from zerofit.data.collate import ChoiceCollator, ExampleCollator, multiple_for
+    from zerofit.data.difficulty import easiest_first
+    from zerofit.data.labelled.examples import prepare_examples
+    from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
+    from zerofit.data.pack import stats_rows
+    from zerofit.model.configuration import check_task
+    from zerofit.model.load import head_weights
+    from zerofit.model.loss import logits_of_examples, loss_of_examples
+    from zerofit.model.parameters import flops_per_token
+    from zerofit.model.tokenizer import check_vocabulary, padding_values, set_padding_token
+    from zerofit.record.meters import make_meter
+    from zerofit.record.terminal import screen_width, table
+    from zerofit.training.class_report import report_classes
+    from zerofit.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
+    from zerofit.training.evaluation import eval_batches
+    from zerofit.training.evaluation_only import answer
+    from zerofit.training.fit import export, finish, fit
+    from zerofit.training.prepare import prepare, start
+    from zerofit.training.task import Task
 
     timeline.mark("imports")
 

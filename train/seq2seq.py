@@ -9,10 +9,10 @@ r"""Encoder-decoder training, for dialogue above all: BlenderBot, BART, T5 and e
 Read `main` from top to bottom: what is loaded, how conversations become batches, what the loss and the metrics are.
 """
 
-from train.recipe import Seq2SeqRecipe, parse_recipe
-from train.recipe.errors import reports_user_errors
-from train.record.timeline import Timeline
-from train.training.entry import open_session, run_program
+from zerofit.recipe import Seq2SeqRecipe, parse_recipe
+from zerofit.recipe.errors import reports_user_errors
+from zerofit.record.timeline import Timeline
+from zerofit.training.entry import open_session, run_program
 
 
 @reports_user_errors
@@ -27,21 +27,21 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     from transformers import AutoModelForSeq2SeqLM
 
-    from train.data.collate import PairCollator, PromptCollator, multiple_for
-    from train.data.difficulty import easiest_first
-    from train.data.pack import stats_rows
-    from train.data.pairs.prepare import prepare_pairs
-    from train.data.prompts import read_sources
-    from train.model.loss import model_loss
-    from train.model.parameters import flops_per_pair_token
-    from train.model.preflight import check_loss, install_chosen_loss, safe_precision
-    from train.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
-    from train.record.meters import make_meter
-    from train.record.terminal import screen_width, table
-    from train.training.evaluation import eval_batches, held_out_loss
-    from train.training.evaluation_only import answer
-    from train.training.fit import export, finish, fit
-    from train.training.generation import (
+    from zerofit.data.collate import PairCollator, PromptCollator, multiple_for
+    from zerofit.data.difficulty import easiest_first
+    from zerofit.data.pack import stats_rows
+    from zerofit.data.pairs.prepare import prepare_pairs
+    from zerofit.data.prompts import read_sources
+    from zerofit.model.loss import model_loss
+    from zerofit.model.parameters import flops_per_pair_token
+    from zerofit.model.preflight import check_loss, install_chosen_loss, safe_precision
+    from zerofit.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
+    from zerofit.record.meters import make_meter
+    from zerofit.record.terminal import screen_width, table
+    from zerofit.training.evaluation import eval_batches, held_out_loss
+    from zerofit.training.evaluation_only import answer
+    from zerofit.training.fit import export, finish, fit
+    from zerofit.training.generation import (
         FIGURES,
         evaluate_generation,
         generation_settings,
@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         shown,
         trivial_answers,
     )
-    from train.training.prepare import prepare, start
-    from train.training.task import Task
+    from zerofit.training.prepare import prepare, start
+    from zerofit.training.task import Task
 
     timeline.mark("imports")
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     if not recipe.predict_file:
         notes.append(check_loss(engine, recipe))
 
-    # The loss is a sum over target tokens, teacher-forced (train/model/loss.py); the loop divides by their number.
+    # The loss is a sum over target tokens, teacher-forced (zerofit/model/loss.py); the loop divides by their number.
     widths = data.widths if recipe.pad_to_max_length else None
     collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(engine.device))
     settings = generation_settings(recipe, data.widths)

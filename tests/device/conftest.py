@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from device.runs import Runs
-from train.tools.simulate import build as simgpu_build
+from zerofit.tools.simulate import build as simgpu_build
 
 STDLIB = Path(json.__file__).parent / "*.py"  # text that every machine has
 

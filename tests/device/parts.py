@@ -7,19 +7,19 @@ import pytest
 import torch
 from helpers import check_offloaded_inputs
 
-from train.checkpoint.directory import ASKED, CheckpointDirectory
-from train.checkpoint.writer import AsyncCheckpointWriter
-from train.data.collate import Batch, CausalCollator
-from train.record.environment import describe_environment
-from train.strategy.batches import BatchSizes
-from train.strategy.engine import Engine
-from train.strategy.layout import ParallelLayout
-from train.strategy.optimizers import adamw
-from train.strategy.state import WholeState
-from train.training.evaluation import eval_batches
-from train.training.length import RunLength
-from train.training.stream import micro_batches
-from train.training.task import Task
+from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
+from zerofit.checkpoint.writer import AsyncCheckpointWriter
+from zerofit.data.collate import Batch, CausalCollator
+from zerofit.record.environment import describe_environment
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.optimizers import adamw
+from zerofit.strategy.state import WholeState
+from zerofit.training.evaluation import eval_batches
+from zerofit.training.length import RunLength
+from zerofit.training.stream import micro_batches
+from zerofit.training.task import Task
 
 DEVICE = torch.device("simgpu", 0)
 

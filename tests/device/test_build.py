@@ -15,8 +15,9 @@ echo built > "$2"
 
 def start(folder, **variables) -> subprocess.Popen:
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(folder / "c++"), **variables}
-    return subprocess.Popen([sys.executable, "-m", "train.tools.simulate.build"], cwd=ROOT, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    command = [sys.executable, "-m", "zerofit.tools.simulate.build"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def test_two_sessions_build_once(tmp_path):

@@ -24,7 +24,7 @@ DROPOUT = ("--config_overrides", "n_layer=2,n_head=2,n_embd=64,n_positions=64")
 def command(device, *arguments, sizes=(16 * GIB,), timeout: int = 580) -> subprocess.CompletedProcess:
     """`zerofit ARGUMENTS` on devices of these sizes; on the CPU without any."""
     variables = device(*sizes) if sizes else {}
-    return subprocess.run([sys.executable, "-m", "train.cli", *map(str, arguments)], cwd=ROOT, capture_output=True,
+    return subprocess.run([sys.executable, "-m", "zerofit.cli", *map(str, arguments)], cwd=ROOT, capture_output=True,
                           text=True, timeout=timeout, env=environment(**variables))  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from folders import save_writer, small_tokenizer
 from helpers import ROOT, check_offloaded_inputs, launch, tiny_model, updates
 from safetensors.torch import load_file
 
-from train.data.collate import CausalCollator
-from train.model.loss import choose_loss, install_loss
-from train.model.preflight import documents_leak
-from train.recipe.errors import UserError
+from zerofit.data.collate import CausalCollator
+from zerofit.model.loss import choose_loss, install_loss
+from zerofit.model.preflight import documents_leak
+from zerofit.recipe.errors import UserError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ pytestmark = [
 
 SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--block_size", "64",
            "--config_overrides", "n_layer=2,n_head=2,n_embd=64,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
-           "--train_file", str(ROOT / "train" / "**" / "*.py"), "--per_device_train_batch_size", "8",
+           "--train_file", str(ROOT / "zerofit" / "**" / "*.py"), "--per_device_train_batch_size", "8",
            "--max_train_steps", "20", "--learning_rate", "1e-3"]  # fmt: skip
 ADAPTER = ["--lora", "--train_file", str(ROOT / "docs" / "*.md"), "--block_size", "64", "--learning_rate", "1e-2",
            "--per_device_train_batch_size", "8", "--max_train_steps", "30"]  # fmt: skip
@@ -162,7 +162,7 @@ def test_ranks_that_share_a_device_are_compared_each_within_its_cap(tmp_path, ca
     recipe.parent.mkdir()
     recipe.write_text((ROOT / "recipes" / "clm" / "compare-small.yaml").read_text() + f"cache_dir: {cache}\n")
     output = tmp_path / "comparison"
-    command = [sys.executable, "-m", "train.cli", "compare", "--config", recipe, "--strategies",
+    command = [sys.executable, "-m", "zerofit.cli", "compare", "--config", recipe, "--strategies",
                "ddp,zero2,zero3,zero3_offload", "--memory_limit", "1GiB", "--granularity", "32", "--steps", "2",
                "--output", output]  # fmt: skip
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=580)

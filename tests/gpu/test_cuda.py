@@ -6,9 +6,9 @@ import torch
 from folders import save_writer, small_tokenizer
 from helpers import ROOT, launch, tiny_model, updates
 
-from train.data.collate import CausalCollator
-from train.model.attention import choose_attention, takes_lengths
-from train.model.loss import install_loss
+from zerofit.data.collate import CausalCollator
+from zerofit.model.attention import choose_attention, takes_lengths
+from zerofit.model.loss import install_loss
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,13 +13,13 @@ import torch
 from helpers import tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from train.data.collate import CausalCollator
-from train.model.loss import install_loss
-from train.model.preflight import check_packing, check_split_rows
-from train.recipe.errors import UserError
-from train.strategy.layout import ParallelLayout
-from train.strategy.processes import spare_deepspeed_on_a_cpu
-from train.strategy.sequence import SplitRows
+from zerofit.data.collate import CausalCollator
+from zerofit.model.loss import install_loss
+from zerofit.model.preflight import check_packing, check_split_rows
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.processes import spare_deepspeed_on_a_cpu
+from zerofit.strategy.sequence import SplitRows
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip

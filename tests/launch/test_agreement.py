@@ -27,8 +27,8 @@ from transformers import (
     BlenderbotTokenizer,
 )
 
-from train.cli import main as zerofit
-from train.data.tables import hold_out
+from zerofit.cli import main as zerofit
+from zerofit.data.tables import hold_out
 
 RTOL = 1e-5
 LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from the global batch of 8
@@ -300,8 +300,8 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(run, material, ca
     lines, output = run(case, layout)
     model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    from train.data.text.documents import load_texts
-    from train.recipe import ClmRecipe
+    from zerofit.data.text.documents import load_texts
+    from zerofit.recipe import ClmRecipe
 
     recipe = ClmRecipe(
         train_file=[str(material / "text" / "train.txt")],

@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers import ROOT, environment, tiny_deberta
 
-from train import clm, cls, seq2seq
+from zerofit import clm, cls, seq2seq
 
 SCRATCH = ["--config_name", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32,n_positions=64",
            "--train_tokenizer_vocab_size", "270"]  # fmt: skip

@@ -62,7 +62,7 @@ def lay_out(folder, material) -> None:
 def test_a_benchmark_runs(tmp_path, material, name):
     lay_out(tmp_path, material)
     if name == "plan_time":
-        calibration = [sys.executable, "-m", "train.cli", "plan", "--calibrate", "--num_gpus", "2"]
+        calibration = [sys.executable, "-m", "zerofit.cli", "plan", "--calibrate", "--num_gpus", "2"]
         subprocess.run(calibration, cwd=ROOT, check=True, timeout=300, env=environment())
     script, *flags = (word.format(tmp=tmp_path, material=material) for word in SMALL[name])
     documents = {file: file.read_bytes() for file in (ROOT / "docs").rglob("*") if file.is_file()}

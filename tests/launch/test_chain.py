@@ -10,7 +10,7 @@ from folders import tools_in_this_process
 from helpers import launch, launched, metrics, updates
 from transformers import AutoModelForCausalLM
 
-from train.cli import main as zerofit
+from zerofit.cli import main as zerofit
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
 

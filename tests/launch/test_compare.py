@@ -14,8 +14,8 @@ import pytest
 import yaml
 from helpers import ROOT, SMALL_BLENDERBOT, environment
 
-from train.tools.launches import MARK
-from train.tools.simulate.build import missing
+from zerofit.tools.launches import MARK
+from zerofit.tools.simulate.build import missing
 
 TINY = {
     "config_name": "gpt2", "config_overrides": "n_layer=2,n_head=2,n_embd=32,n_positions=64", "block_size": 64,
@@ -34,7 +34,8 @@ def recipe(tmp_path, cache) -> Path:
 
 def start(recipe: Path | None, output: Path, *flags: str) -> subprocess.Popen:
     config = ["--config", str(recipe)] if recipe else []
-    command = [sys.executable, "-m", "train.cli", "compare", *config, "--output", str(output), "--steps", "2", *flags]
+    command = [sys.executable, "-m", "zerofit.cli", "compare", *config, "--output", str(output)]
+    command += ["--steps", "2", *flags]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env=environment())  # fmt: skip
 
@@ -79,7 +80,7 @@ def marks(output: Path) -> set[str]:
 
 
 def ranks(output: Path) -> list[psutil.Process]:
-    return [process for process in marked(marks(output)) if "train.tools.compare.trial" in process.cmdline()
+    return [process for process in marked(marks(output)) if "zerofit.tools.compare.trial" in process.cmdline()
             and "RANK" in process.environ() and "watchdog_process" not in " ".join(process.cmdline())]  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def test_rows_that_are_split_are_longer(tmp_path, cache):
     shape = ("hidden_size=128,intermediate_size=344,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=4,"
              "max_position_embeddings=8192")  # fmt: skip
     command = [
-        sys.executable, "-m", "train.cli", "compare", "--task", "clm", "--config_name", "llama-2-7b",
+        sys.executable, "-m", "zerofit.cli", "compare", "--task", "clm", "--config_name", "llama-2-7b",
         "--config_overrides", shape, "--train_tokenizer_vocab_size", "512", "--train_file", "docs/*.md", "--packing",
         "concatenate", "--validation_split_percentage", "10", "--precision", "fp32", "--gradient_checkpointing",
         "--per_device_eval_batch_size", "1", "--strategies", "zero3,sp", "--cache_dir",

@@ -28,7 +28,7 @@ def test_ranks_that_see_different_files_stop_with_one_message(tmp_path, lines, w
         (tmp_path / f"machine{rank}").mkdir()
         (tmp_path / f"machine{rank}" / "a.txt").write_text("some words to train on, line by line\n" * count)
     # Not the launcher's time, but that which a network file system has for a file to appear:
-    program = "import train.recipe.files as files\nfiles.appears.__defaults__ = (0.5,)" + ELSEWHERE
+    program = "import zerofit.recipe.files as files\nfiles.appears.__defaults__ = (0.5,)" + ELSEWHERE
     (tmp_path / "program.py").write_text(program)
     command = [
         BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/ddp.yaml", "--num_processes", 2,

@@ -13,7 +13,7 @@ from helpers import ROOT, environment, launch_command
 
 
 def zerofit(*words) -> list[str]:
-    return [sys.executable, "-m", "train.cli", "launch", *map(str, words)]
+    return [sys.executable, "-m", "zerofit.cli", "launch", *map(str, words)]
 
 
 def recorded(folder):

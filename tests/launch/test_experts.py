@@ -11,7 +11,7 @@ from folders import tools_in_this_process
 from helpers import ROOT, launch, launched, metrics, updates
 from transformers import AutoModelForCausalLM
 
-from train.cli import main as zerofit
+from zerofit.cli import main as zerofit
 
 pytestmark = pytest.mark.long
 

@@ -1,4 +1,4 @@
-"""A model family under every strategy that its file in train/model/families says it can: one command a family.
+"""A model family under every strategy that its file in zerofit/model/families says it can: one command a family.
 
     pytest tests/launch/test_family.py --family olmo2
 
@@ -11,10 +11,10 @@ from helpers import ROOT, launch, updates
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from train.data.text.documents import load_texts
-from train.model.families import BY_MODEL_TYPE
-from train.model.families.family import ALL_LINEAR
-from train.recipe import ClmRecipe, parse_recipe
+from zerofit.data.text.documents import load_texts
+from zerofit.model.families import BY_MODEL_TYPE
+from zerofit.model.families.family import ALL_LINEAR
+from zerofit.recipe import ClmRecipe, parse_recipe
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 160, "max_position_embeddings": 128, "head_dim": 16, "sliding_window": None,

@@ -9,7 +9,7 @@ import pytest
 from folders import save_writer, small_tokenizer
 from helpers import environment
 
-COMMAND = [sys.executable, "-m", "train.cli", "generate"]
+COMMAND = [sys.executable, "-m", "zerofit.cli", "generate"]
 
 
 @pytest.mark.long

@@ -6,11 +6,11 @@ from folders import small_tokenizer, tools_in_this_process, write_ported_model
 from helpers import ROOT, launch, launched, updates
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from train.cli import main as zerofit
+from zerofit.cli import main as zerofit
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "docs" / "own-model"
-DATA = ["--train_file", f"{ROOT}/train/model/*.py", "--block_size", "32", "--per_device_train_batch_size", "2",
+DATA = ["--train_file", f"{ROOT}/zerofit/model/*.py", "--block_size", "32", "--per_device_train_batch_size", "2",
         "--global_batch_size", "4", "--max_eval_samples", "8", "--validation_split_percentage", "20",
         "--learning_rate", "1e-2", "--trust_remote_code", "--seed", "3"]  # fmt: skip
 

@@ -21,7 +21,7 @@ def test_a_recipe_is_verified(tmp_path, cache, kills):
     recipe.parent.mkdir()
     recipe.write_text(yaml.safe_dump({**RECIPE, "cache_dir": cache}))
     output = tmp_path / "proof"
-    command = [sys.executable, "-m", "train.cli", "verify", "--config", recipe, "--strategies", "ddp", "--updates",
+    command = [sys.executable, "-m", "zerofit.cli", "verify", "--config", recipe, "--strategies", "ddp", "--updates",
                "6", "--kills", kills, "--output", output]  # fmt: skip
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=400,
                           env=environment())  # fmt: skip

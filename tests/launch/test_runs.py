@@ -14,8 +14,8 @@ from helpers import BIN, ROOT, environment, launch, launched, metrics, tiny_mode
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from train import clm
-from train.recipe import ClmRecipe, parse_recipe
+from zerofit import clm
+from zerofit.recipe import ClmRecipe, parse_recipe
 
 LONG = pytest.mark.long
 SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--block_size", "64",
@@ -28,7 +28,7 @@ SCRATCH = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--bl
 def text(tmp_path_factory):
     """A text that every machine has, as one short file a document."""
     folder = tmp_path_factory.mktemp("text")
-    for file in sorted((ROOT / "train").rglob("*.py")):
+    for file in sorted((ROOT / "zerofit").rglob("*.py")):
         (folder / f"{file.parent.name}_{file.stem}.txt").write_text(file.read_text())
     return str(folder / "*.txt")
 

@@ -21,7 +21,7 @@ from transformers import (
     BlenderbotTokenizer,
 )
 
-from train.cli import main as zerofit
+from zerofit.cli import main as zerofit
 
 SMALL_BERT = [
     "--model_type", "bert", "--train_tokenizer_vocab_size", "2000", "--config_overrides",

@@ -10,7 +10,7 @@ from helpers import launch, updates
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from train.cli import main as zerofit
+from zerofit.cli import main as zerofit
 
 pytestmark = pytest.mark.real
 

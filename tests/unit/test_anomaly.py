@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from train.health.anomaly import MAX_OVERFLOWS, AnomalyDetector
+from zerofit.health.anomaly import MAX_OVERFLOWS, AnomalyDetector
 
 
 def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[AnomalyDetector, list]:

@@ -13,22 +13,22 @@ from folders import save_base, save_blenderbot, save_writer, small_tokenizer
 from helpers import refusal
 from transformers import AutoConfig
 
-from train.data.causal import prepare_causal_data
-from train.data.collate import PromptCollator
-from train.data.labelled.examples import prepare_examples
-from train.data.labelled.glue import TASKS, numbers, submission
-from train.data.labelled.labels import trained_labels
-from train.data.order import FILLER
-from train.data.pairs.prepare import prepare_pairs
-from train.data.prompts import Prompts, read_sources
-from train.model.configuration import load_configuration
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
-from train.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
-from train.record.run_folder import RunFolder
-from train.tools.tool_recipe import read_with_recipe
-from train.tools.verify.options import VerifyOptions
-from train.training.generation import predict_texts, writing_settings
-from train.training.stored_model import refuse_a_training_run, refuse_other_answers
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.collate import PromptCollator
+from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.glue import TASKS, numbers, submission
+from zerofit.data.labelled.labels import trained_labels
+from zerofit.data.order import FILLER
+from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.data.prompts import Prompts, read_sources
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
+from zerofit.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
+from zerofit.record.run_folder import RunFolder
+from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.verify.options import VerifyOptions
+from zerofit.training.generation import predict_texts, writing_settings
+from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
            "watchdog_minutes", "rendezvous_minutes", "trial"}  # fmt: skip

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train.cli import main as zerofit
-from train.tools.convert.megatron_args.calls import calls_in
-from train.tools.convert.megatron_args.corpora import convert_preparation
-from train.tools.convert.megatron_args.ledger import Row
-from train.tools.convert.megatron_args.pair import pair_of
-from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.cli import main as zerofit
+from zerofit.tools.convert.megatron_args.calls import calls_in
+from zerofit.tools.convert.megatron_args.corpora import convert_preparation
+from zerofit.tools.convert.megatron_args.ledger import Row
+from zerofit.tools.convert.megatron_args.pair import pair_of
+from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron-flags.md"
 LLAMA_2 = """

@@ -14,12 +14,12 @@ import transformers
 from helpers import TINY, refusal, tiny_model
 from transformers.integrations import hub_kernels
 
-import train.model.attention as attention
-from train.data.collate import CausalCollator, document_lengths
-from train.model.attention import VARLEN, check_installed, choose_attention, takes_lengths
-from train.model.loss import install_loss
-from train.model.preflight import check_packing
-from train.recipe import ClmRecipe
+import zerofit.model.attention as attention
+from zerofit.data.collate import CausalCollator, document_lengths
+from zerofit.model.attention import VARLEN, check_installed, choose_attention, takes_lengths
+from zerofit.model.loss import install_loss
+from zerofit.model.preflight import check_packing
+from zerofit.recipe import ClmRecipe
 
 HUB = "kernels-community/flash-attn2"
 CPU = torch.device("cpu")
@@ -199,7 +199,7 @@ def test_the_check_goes_through_the_collator_with_two_rows(flash):
 
 def test_rows_that_are_not_flattened_are_found_out(flash, monkeypatch):
     """As it was for hub kernels: two rows, and nothing that says where documents end."""
-    monkeypatch.setattr("train.model.preflight.takes_lengths", lambda config: False)
+    monkeypatch.setattr("zerofit.model.preflight.takes_lengths", lambda config: False)
     said = refusal(
         check_packing, engine(tiny_model("llama", HUB)), ClmRecipe(attn_implementation=HUB), CausalCollator(0)
     )

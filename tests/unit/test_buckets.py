@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.strategy.buckets import MOST, fill_bucket_size
+from zerofit.strategy.buckets import MOST, fill_bucket_size
 
 
 def gpt2(**sizes) -> torch.nn.Module:

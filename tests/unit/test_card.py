@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from train.recipe import ClmRecipe, ClsRecipe
-from train.record.model_card import model_card
+from zerofit.recipe import ClmRecipe, ClsRecipe
+from zerofit.record.model_card import model_card
 
 ENVIRONMENT = {"packages": {"torch": "2.0"}, "zerofit_commit": "0123456789abcdef"}
 

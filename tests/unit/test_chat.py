@@ -16,9 +16,9 @@ from chats import (
     refusal,
 )
 
-from train.data.chat.instructions import Form
-from train.data.chat.prepare import overlap
-from train.model.chat import (
+from zerofit.data.chat.instructions import Form
+from zerofit.data.chat.prepare import overlap
+from zerofit.model.chat import (
     TEMPLATES,
     BadTemplate,
     apply_template,
@@ -28,7 +28,7 @@ from train.model.chat import (
     question_ids,
     render,
 )
-from train.model.loss import IGNORE
+from zerofit.model.loss import IGNORE
 
 # ------------------------------------------------------------------------------- what a template should write, by hand
 

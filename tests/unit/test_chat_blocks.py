@@ -8,13 +8,13 @@ import torch
 from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, refusal
 from helpers import tiny_model
 
-from train.data.causal import prepare_causal_data
-from train.data.chat.prepare import show
-from train.data.collate import CausalCollator
-from train.data.pack import best_fit
-from train.model.configuration import load_configuration
-from train.model.loss import IGNORE, install_loss, model_loss
-from train.recipe import ClmRecipe, parse_recipe
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.chat.prepare import show
+from zerofit.data.collate import CausalCollator
+from zerofit.data.pack import best_fit
+from zerofit.model.configuration import load_configuration
+from zerofit.model.loss import IGNORE, install_loss, model_loss
+from zerofit.recipe import ClmRecipe, parse_recipe
 
 
 @pytest.fixture

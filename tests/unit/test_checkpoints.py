@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from train.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, flaw
 
 
 def write(checkpoints: CheckpointDirectory, update: int, why: str = ASKED, best: bool = False) -> None:

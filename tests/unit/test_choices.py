@@ -8,17 +8,17 @@ import torch
 from helpers import ROOT, refusal
 from transformers import AutoModelForMultipleChoice, BertConfig
 
-from train.data.collate import ChoiceCollator
-from train.data.labelled.choices import ChoiceRows, find_choices
-from train.data.labelled.examples import prepare_examples
-from train.data.order import FILLER
-from train.data.sources import read_source
-from train.model.configuration import load_configuration
-from train.model.loss import IGNORE, logits_of_examples, loss_of_examples
-from train.model.tokenizer import padding_values, train_tokenizer
-from train.recipe import ClsRecipe, parse_recipe
-from train.tools.compare.worst_case_batch import stretched
-from train.training.classification import best_constant, figures_of
+from zerofit.data.collate import ChoiceCollator
+from zerofit.data.labelled.choices import ChoiceRows, find_choices
+from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.order import FILLER
+from zerofit.data.sources import read_source
+from zerofit.model.configuration import load_configuration
+from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
+from zerofit.model.tokenizer import padding_values, train_tokenizer
+from zerofit.recipe import ClsRecipe, parse_recipe
+from zerofit.tools.compare.worst_case_batch import stretched
+from zerofit.training.classification import best_constant, figures_of
 
 QUESTION = {"question": "Which is red?"}
 FORMS = {  # how it is published: (a record, the texts of its choices, which is right)

@@ -8,9 +8,9 @@ import sys
 import pytest
 from helpers import BIN
 
-from train import cli
-from train.cli import COMMANDS, Command, main
-from train.recipe.errors import UserError
+from zerofit import cli
+from zerofit.cli import COMMANDS, Command, main
+from zerofit.recipe.errors import UserError
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "deepspeed")
 
@@ -47,14 +47,14 @@ def test_help_lists_the_commands(capsys):
     "argv", [["--help"], ["--version"], ["merge", "--help"], ["generate", "--help"], ["generate"]]
 )
 def test_nothing_heavy_is_imported_for_it(argv):
-    code = f"import sys, train.cli\ntry: train.cli.main({argv})\nexcept SystemExit: pass\n"
+    code = f"import sys, zerofit.cli\ntry: zerofit.cli.main({argv})\nexcept SystemExit: pass\n"
     code += f"print('heavy', [name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "heavy []"
     assert len(done.stdout.splitlines() + done.stderr.splitlines()) >= 2, "it said nothing"
 
 
-@pytest.mark.parametrize("start", [[str(BIN / "zerofit")], [sys.executable, "-m", "train.cli"]])
+@pytest.mark.parametrize("start", [[str(BIN / "zerofit")], [sys.executable, "-m", "zerofit.cli"]])
 def test_an_unknown_command(start):
     done = subprocess.run([*start, "generat"], capture_output=True, text=True)
     assert done.returncode == 2
@@ -111,7 +111,7 @@ def ending(monkeypatch):
             raise error
 
         monkeypatch.setattr(cli, "entry", entry, raising=False)
-        monkeypatch.setattr(cli, "COMMANDS", (Command("end", "Ends.", "train.cli:entry"),))
+        monkeypatch.setattr(cli, "COMMANDS", (Command("end", "Ends.", "zerofit.cli:entry"),))
         return main(["end"])
 
     return run

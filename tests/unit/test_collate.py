@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.collate import CausalCollator, ExampleCollator, PairCollator, multiple_for, round_up, within_documents
-from train.data.order import FILLER
-from train.model.attention import packed_rows
-from train.model.loss import IGNORE, loss_of_examples
+from zerofit.data.collate import (
+    CausalCollator,
+    ExampleCollator,
+    PairCollator,
+    multiple_for,
+    round_up,
+    within_documents,
+)
+from zerofit.data.order import FILLER
+from zerofit.model.attention import packed_rows
+from zerofit.model.loss import IGNORE, loss_of_examples
 
 PAD, TYPE = 90, 7
 

@@ -9,20 +9,20 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from train.cli import COMMANDS
-from train.recipe import parse_recipe
-from train.strategy.pairs import find_strategies
-from train.tools.compare.options import CompareOptions
-from train.tools.convert.options import FromMetaOptions, ToMetaOptions
-from train.tools.doctor.doctor import read_options as read_doctor
-from train.tools.generate.options import GenerateOptions
-from train.tools.launch.launch import read_options
-from train.tools.merge import MergeOptions
-from train.tools.plan.options import DevicesOptions, PlanOptions
-from train.tools.plan.plan import only_calibrates
-from train.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
-from train.tools.tool_recipe import TASKS, read_with_recipe
-from train.tools.verify.options import VerifyOptions
+from zerofit.cli import COMMANDS
+from zerofit.recipe import parse_recipe
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.convert.options import FromMetaOptions, ToMetaOptions
+from zerofit.tools.doctor.doctor import read_options as read_doctor
+from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.launch.launch import read_options
+from zerofit.tools.merge import MergeOptions
+from zerofit.tools.plan.options import DevicesOptions, PlanOptions
+from zerofit.tools.plan.plan import only_calibrates
+from zerofit.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
+from zerofit.tools.tool_recipe import TASKS, read_with_recipe
+from zerofit.tools.verify.options import VerifyOptions
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,

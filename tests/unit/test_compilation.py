@@ -8,11 +8,11 @@ import torch
 from helpers import refusal, tiny_model
 from torch._dynamo.utils import counters
 
-from train.model.attention import _convert_masks_once
-from train.model.compilation import compile_model, uncompiled
-from train.model.recomputation import enable_recomputation
-from train.recipe import ClmRecipe, parse_recipe
-from train.strategy.read import _check_compiled
+from zerofit.model.attention import _convert_masks_once
+from zerofit.model.compilation import compile_model, uncompiled
+from zerofit.model.recomputation import enable_recomputation
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.strategy.read import _check_compiled
 
 LONG = pytest.mark.long
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]

@@ -6,8 +6,8 @@ import json
 import pytest
 import yaml
 
-from train.recipe import ClmRecipe, parse_recipe
-from train.training.configuration import resolve
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.training.configuration import resolve
 
 FLAGS = ["--config_name", "gpt2", "--tokenizer_name", "x", "--train_file", "x.txt"]
 

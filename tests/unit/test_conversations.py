@@ -6,22 +6,22 @@ import pytest
 from datasets import Dataset, Features, Translation
 from helpers import refusal
 
-from train.data.chat.instructions import find_form
-from train.data.pairs.columns import Columns, Pair, find_columns
-from train.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
-from train.data.pairs.prepare import (
+from zerofit.data.chat.instructions import find_form
+from zerofit.data.pairs.columns import Columns, Pair, find_columns
+from zerofit.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
+from zerofit.data.pairs.prepare import (
     PairEncoder,
     SourceFormat,
     prepare_pairs,
     split_translation_columns,
     turn_separator,
 )
-from train.data.records import BadRecord
-from train.data.sources import read_source
-from train.model.configuration import load_configuration
-from train.model.tokenizer import load_tokenizer
-from train.recipe import ClmRecipe, Seq2SeqRecipe, UserError, parse_recipe
-from train.recipe.tasks import PairOptions
+from zerofit.data.records import BadRecord
+from zerofit.data.sources import read_source
+from zerofit.model.configuration import load_configuration
+from zerofit.model.tokenizer import load_tokenizer
+from zerofit.recipe import ClmRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from zerofit.recipe.tasks import PairOptions
 
 TURNS = ["Hi!", "Hello, who are you?", "A cat."]
 ROLES = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), TURNS)]

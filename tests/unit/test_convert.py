@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from train.cli import main
-from train.tools.convert import convert as convert
-from train.tools.convert.meta.config import ffn_params, ffn_size, version_of
-from train.tools.convert.meta.folder import MetaFolder
-from train.tools.convert.meta.forward import meta_logits
-from train.tools.convert.meta.layout import (
+from zerofit.cli import main
+from zerofit.tools.convert import convert as convert
+from zerofit.tools.convert.meta.config import ffn_params, ffn_size, version_of
+from zerofit.tools.convert.meta.folder import MetaFolder
+from zerofit.tools.convert.meta.forward import meta_logits
+from zerofit.tools.convert.meta.layout import (
     Cut,
     Sizes,
     Weight,
@@ -30,7 +30,7 @@ from train.tools.convert.meta.layout import (
     to_meta,
     weights,
 )
-from train.tools.meta_tokenizer import special_tokens
+from zerofit.tools.meta_tokenizer import special_tokens
 
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,

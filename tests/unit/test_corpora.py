@@ -16,20 +16,20 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import ROOT, refusal, tiny_model
-from train.data.causal import prepare_causal_data
-from train.data.collate import CausalCollator
-from train.data.megatron.blend import Blend, build
-from train.data.megatron.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
-from train.data.order import FixedOrder, MicroBatches, loader
-from train.model.configuration import load_configuration
-from train.model.export import export_model
-from train.model.loss import IGNORE, install_loss
-from train.model.preflight import check_mask_support
-from train.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
-from train.recipe.errors import UserError
-from train.recipe.parse import parse_recipe
-from train.recipe.tasks import ClmRecipe
-from train.record.run_folder import NOT_THE_RUN
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.collate import CausalCollator
+from zerofit.data.megatron.blend import Blend, build
+from zerofit.data.megatron.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
+from zerofit.data.order import FixedOrder, MicroBatches, loader
+from zerofit.model.configuration import load_configuration
+from zerofit.model.export import export_model
+from zerofit.model.loss import IGNORE, install_loss
+from zerofit.model.preflight import check_mask_support
+from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import ClmRecipe
+from zerofit.record.run_folder import NOT_THE_RUN
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
 

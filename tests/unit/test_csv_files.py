@@ -9,13 +9,13 @@ import pytest
 from datasets import Dataset
 
 from tests.helpers import refusal
-from train.data.file_formats import BUILDERS
-from train.data.plain_files import plain_files
-from train.data.sources import read_source
-from train.data.tables import check_name, columns_present
-from train.recipe import ClmRecipe, ClsRecipe
-from train.recipe.columns import columns_of, is_value
-from train.recipe.paths import missing_columns
+from zerofit.data.file_formats import BUILDERS
+from zerofit.data.plain_files import plain_files
+from zerofit.data.sources import read_source
+from zerofit.data.tables import check_name, columns_present
+from zerofit.recipe import ClmRecipe, ClsRecipe
+from zerofit.recipe.columns import columns_of, is_value
+from zerofit.recipe.paths import missing_columns
 
 HEADER = ("本文", "評価")
 ROWS = [("とても良い、また来たい", "良い"), ("店員が残念", "悪い")] * 3

@@ -33,13 +33,13 @@ def rows_of(rank: int, update: int, micro_batch: int) -> torch.Tensor:
 
 def engine_of(rank: int, world_size: int):
     """The product's engine on the CPU."""
-    from train.recipe import ClmRecipe
-    from train.recipe.schedule import make_schedule
-    from train.strategy.batches import BatchSizes
-    from train.strategy.launch import Launch
-    from train.strategy.prepare import prepare_engine
-    from train.strategy.processes import start_processes
-    from train.strategy.strategy import Strategy
+    from zerofit.recipe import ClmRecipe
+    from zerofit.recipe.schedule import make_schedule
+    from zerofit.strategy.batches import BatchSizes
+    from zerofit.strategy.launch import Launch
+    from zerofit.strategy.prepare import prepare_engine
+    from zerofit.strategy.processes import start_processes
+    from zerofit.strategy.strategy import Strategy
 
     recipe = ClmRecipe(learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.0)
     launch = Launch(world_size, rank, deepspeed=False, precision=None, json_path=None, config_file=None)
@@ -81,7 +81,7 @@ def train(rank: int, folder: str) -> None:
     found["weights"] = [float(p.detach().double().square().sum()) for p in engine.module.parameters()]
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
-    os._exit(0)  # the group is left as it is: see train/strategy/engine.py
+    os._exit(0)  # the group is left as it is: see zerofit/strategy/engine.py
 
 
 @pytest.fixture(scope="module")

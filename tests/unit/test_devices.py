@@ -9,13 +9,13 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.record import meters
-from train.record.environment import describe_environment
-from train.strategy import devices, processes
-from train.strategy.batches import BatchSizes
-from train.strategy.host_memory import usable_cores
-from train.strategy.launch import Launch
-from train.strategy.strategy import Strategy
+from zerofit.record import meters
+from zerofit.record.environment import describe_environment
+from zerofit.strategy import devices, processes
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.host_memory import usable_cores
+from zerofit.strategy.launch import Launch
+from zerofit.strategy.strategy import Strategy
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def test_fp32_on_a_device_that_has_bf16_is_hinted_at(other, monkeypatch, precisi
 
 THREADS = """
 import ctypes, os, torch
-from train.strategy.devices import use_threads_of_share
+from zerofit.strategy.devices import use_threads_of_share
 assert torch.get_num_threads() == 1
 os.sched_getaffinity = lambda process: range(12)
 use_threads_of_share()
@@ -104,7 +104,7 @@ def test_threads_are_given_back_to_torch_and_to_what_is_parallel_through_openmp(
 
 BOUND = """
 import os, sys, torch
-from train.strategy import devices
+from zerofit.strategy import devices
 
 torch.cuda.is_available = lambda: True
 cores = sorted(os.sched_getaffinity(0))[:2]

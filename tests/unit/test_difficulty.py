@@ -8,13 +8,13 @@ import pytest
 from folders import save_blenderbot, save_writer, small_tokenizer
 from helpers import refusal
 
-from train.data.causal import prepare_causal_data
-from train.data.difficulty import easiest_first
-from train.data.labelled.examples import prepare_examples
-from train.data.order import EasiestFirst, LengthGroups, SampleOrder
-from train.data.pairs.prepare import prepare_pairs
-from train.model.configuration import load_configuration
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.difficulty import easiest_first
+from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.order import EasiestFirst, LengthGroups, SampleOrder
+from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 
 UPDATES, BATCH, SAMPLES = 10, 8, 203
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from helpers import refusal
 
-from train.strategy.disk import check_async_io, own_folder, remove, shared_disk_note
+from zerofit.strategy.disk import check_async_io, own_folder, remove, shared_disk_note
 
 
 def test_without_libaio_a_run_ends_with_the_remedy(monkeypatch):
@@ -33,7 +33,7 @@ def test_without_a_cuda_toolkit_a_run_with_gpus_ends_with_the_remedy(monkeypatch
 @pytest.mark.parametrize(("device", "shared", "noted"), [("nvme", True, True), ("nvme", False, False),
                                                          ("cpu", True, False)])  # fmt: skip
 def test_a_disk_of_other_machines_is_noted(monkeypatch, device, shared, noted):
-    monkeypatch.setattr("train.strategy.disk.is_shared", lambda folder: shared)
+    monkeypatch.setattr("zerofit.strategy.disk.is_shared", lambda folder: shared)
     note = shared_disk_note({"offload_optimizer": {"device": device, "nvme_path": "outputs/nvme"}})
     assert ("offload_optimizer.nvme_path = 'outputs/nvme'" in (note or "")) is noted
     assert shared_disk_note({"stage": 3}) is None

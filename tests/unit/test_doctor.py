@@ -11,14 +11,14 @@ import pytest
 import yaml
 from helpers import BIN, ROOT, environment
 
-from train.cli import main
-from train.recipe.idle import IDLE, idle_options
-from train.recipe.parse import parse_recipe
-from train.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
-from train.tools.doctor.judge import Needs, judge
-from train.tools.doctor.machine import COMPILED, IMPOSSIBLE, TO_COMPILE, Device, Folder, Machine
-from train.tools.doctor.report import Finding, Report
-from train.tools.doctor.values import OWNERS, flat
+from zerofit.cli import main
+from zerofit.recipe.idle import IDLE, idle_options
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.tools.doctor.judge import Needs, judge
+from zerofit.tools.doctor.machine import COMPILED, IMPOSSIBLE, TO_COMPILE, Device, Folder, Machine
+from zerofit.tools.doctor.report import Finding, Report
+from zerofit.tools.doctor.values import OWNERS, flat
 
 GIB = 2**30
 A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
@@ -443,7 +443,7 @@ def test_the_machine_alone(folder, capsys):
 
 
 def test_a_screen(folder, capsys, monkeypatch):
-    monkeypatch.setattr("train.tools.doctor.doctor.screen_width", lambda: 80)
+    monkeypatch.setattr("zerofit.tools.doctor.doctor.screen_width", lambda: 80)
     assert main(["doctor", *MINE, "--strategy", "zero3_offload", "--report_name", "x"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80

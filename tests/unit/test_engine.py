@@ -9,11 +9,11 @@ import torch
 from helpers import tiny_deberta
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from train.model.load import build_model, head_weights
-from train.recipe import ClsRecipe
-from train.strategy.deepspeed_engine import DeepSpeedEngine
-from train.strategy.strategy import Strategy
-from train.strategy.torch_engine import TorchEngine, gradient_norm
+from zerofit.model.load import build_model, head_weights
+from zerofit.recipe import ClsRecipe
+from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
+from zerofit.strategy.strategy import Strategy
+from zerofit.strategy.torch_engine import TorchEngine, gradient_norm
 
 
 def test_the_gradient_norm_is_exact_on_a_cpu():
@@ -88,7 +88,7 @@ def test_the_main_process_alone_copies_the_model_to_the_host(kind, stage):
 ])  # fmt: skip
 def test_pretrained_weights_go_to_the_device_as_they_are_read(monkeypatch, stage, device, map_, three_labels):
     strategy, asked = strategy_of(stage), {}
-    monkeypatch.setattr("train.strategy.strategy.current_device", lambda: torch.device(device))
+    monkeypatch.setattr("zerofit.strategy.strategy.current_device", lambda: torch.device(device))
 
     def from_pretrained(name, **options):
         asked.update(options)
@@ -160,8 +160,8 @@ def test_a_rank_keeps_its_rows_of_stored_weights_and_of_a_new_head(three_labels,
 @pytest.mark.parametrize(("room", "whole"), [(900, True), (700, False)])
 def test_random_weights_are_drawn_whole_where_the_container_has_room(monkeypatch, room, whole):
     strategy = strategy_of(3)
-    monkeypatch.setattr("train.strategy.strategy.host_memory", lambda: (room, 2**40))
-    monkeypatch.setattr("train.strategy.strategy._without_sharding", lambda: "whole")
+    monkeypatch.setattr("zerofit.strategy.strategy.host_memory", lambda: (room, 2**40))
+    monkeypatch.setattr("zerofit.strategy.strategy._without_sharding", lambda: "whole")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert (strategy.building_from_scratch(100) == "whole") == whole
     assert bool(strategy.sharded_init_reason(100)) == (not whole)

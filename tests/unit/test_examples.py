@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from train.data.labelled.examples import prepare_examples
-from train.data.labelled.samples import ExampleData
-from train.model.configuration import load_configuration
-from train.recipe import ClsRecipe, UserError, parse_recipe
-from train.recipe.tasks import GLUE_ON_THE_HUB
+from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.samples import ExampleData
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe import ClsRecipe, UserError, parse_recipe
+from zerofit.recipe.tasks import GLUE_ON_THE_HUB
 
 VOCAB = 270  # 4 marks, 256 bytes, 10 merges
 WORDS = ("good", "bad", "long", "short", "story", "film", "play", "song")

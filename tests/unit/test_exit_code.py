@@ -10,11 +10,11 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from train.health.out_of_memory import EXIT_OUT_OF_MEMORY
-from train.health.shutdown import StopReason
-from train.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
-from train.record.exit_code import ExitCode, find_folder
-from train.record.run_folder import RunFolder
+from zerofit.health.out_of_memory import EXIT_OUT_OF_MEMORY
+from zerofit.health.shutdown import StopReason
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
+from zerofit.record.exit_code import ExitCode, find_folder
+from zerofit.record.run_folder import RunFolder
 
 TYPO = ["--learnin_rate", "1"]
 
@@ -131,8 +131,8 @@ def test_what_could_not_be_saved_is_not_requeued():
 
 RANK = """
 import sys, time
-from train.training.entry import run_program
-from train.recipe.errors import reports_user_errors
+from zerofit.training.entry import run_program
+from zerofit.recipe.errors import reports_user_errors
 
 @reports_user_errors
 def main(argv=None):

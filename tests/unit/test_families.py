@@ -8,8 +8,8 @@ import pytest
 from helpers import ROOT
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from train.model.configuration import usable_positions
-from train.model.families import BY_MODEL_TYPE, DEFAULT, MODULES, family_of
+from zerofit.model.configuration import usable_positions
+from zerofit.model.families import BY_MODEL_TYPE, DEFAULT, MODULES, family_of
 
 ASKS_FOR_A_NAME = re.compile(r"model_type(\.startswith\(| (==|!=|in|not in) )")
 
@@ -22,13 +22,13 @@ def test_every_model_type_is_one_of_transformers_in_one_family():
 
 
 def test_every_family_file_is_listed():
-    files = {file.stem for file in (ROOT / "train/model/families").glob("*.py")} - {"__init__", "family"}
+    files = {file.stem for file in (ROOT / "zerofit/model/families").glob("*.py")} - {"__init__", "family"}
     assert len(files) >= 10
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
 
 
 def test_only_the_families_know_names_of_families():
-    files = [file for file in (ROOT / "train").rglob("*.py") if "convert" not in file.parts]
+    files = [file for file in (ROOT / "zerofit").rglob("*.py") if "convert" not in file.parts]
     assert len(files) > 150
     asking = [file.name for file in files if ASKS_FOR_A_NAME.search(file.read_text())]
     assert asking == ["configuration.py"]  # --model_type: is it one of transformers'?

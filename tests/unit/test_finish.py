@@ -10,16 +10,16 @@ import pytest
 import yaml
 from helpers import ROOT, refusal
 
-from train.recipe.parse import parse_recipe
-from train.record.run_folder import RunFolder
-from train.strategy.launch import SHARES_DEVICES
-from train.tools.compare import finish
-from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates, with_one_batch_evaluations
-from train.tools.compare.finish import Finish, batch_to_train, values_to_finish
-from train.tools.compare.finished import agreement, finished_table, read_finished, write_csv
-from train.tools.compare.journal import Journal
-from train.tools.compare.options import CompareOptions
-from train.tools.tool_recipe import read_with_recipe
+from zerofit.recipe.parse import parse_recipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.strategy.launch import SHARES_DEVICES
+from zerofit.tools.compare import finish
+from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates, with_one_batch_evaluations
+from zerofit.tools.compare.finish import Finish, batch_to_train, values_to_finish
+from zerofit.tools.compare.finished import agreement, finished_table, read_finished, write_csv
+from zerofit.tools.compare.journal import Journal
+from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.tool_recipe import read_with_recipe
 
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
 

@@ -11,18 +11,18 @@ import yaml
 from helpers import ROOT, forked, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from train.model.compilation import blocks_of
-from train.model.load import build_model
-from train.model.lora import add_adapter
-from train.model.rows import keep_rows, rows_of
-from train.model.stages import without_weights
-from train.model.tensor_parallel.draw import draw_share
-from train.recipe import ClmRecipe, parse_recipe
-from train.strategy import launch as launch_module
-from train.strategy.batches import BatchSizes
-from train.strategy.fsdp_engine import replace_parameters
-from train.strategy.read import read_strategy
-from train.strategy.strategy import Strategy
+from zerofit.model.compilation import blocks_of
+from zerofit.model.load import build_model
+from zerofit.model.lora import add_adapter
+from zerofit.model.rows import keep_rows, rows_of
+from zerofit.model.stages import without_weights
+from zerofit.model.tensor_parallel.draw import draw_share
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.strategy import launch as launch_module
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.fsdp_engine import replace_parameters
+from zerofit.strategy.read import read_strategy
+from zerofit.strategy.strategy import Strategy
 
 OWN = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
@@ -32,7 +32,7 @@ def read(monkeypatch, tmp_path):
     """read(content of a YAML, flags): the strategy of the first of two processes that torchrun has started."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
-    monkeypatch.setattr("train.strategy.read.check_devices", lambda: None)
+    monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
 
     def made(content: dict, *flags: str, processes: int = 2):
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}

@@ -15,7 +15,7 @@ from helpers import environment, tiny_deberta
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from train.cli import main
+from zerofit.cli import main
 
 POSITIONS = 64  # of the tiny models
 TEMPLATE = (
@@ -199,7 +199,7 @@ def test_what_a_tokenizer_puts_after_a_text_is_not_continued(tmp_path, generate,
     """[CLS] a [SEP]: after the end there is nothing to go on with."""
     from helpers import ROOT
 
-    from train.model.tokenizer import train_tokenizer
+    from zerofit.model.tokenizer import train_tokenizer
 
     marked = train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", tmp_path, pairs=True)
     save_writer(tmp_path / "model", marked)
@@ -348,8 +348,8 @@ def test_a_conversation_without_a_template(model, talk, template):
 
 
 def test_through_a_real_pipe(model, template):
-    command = [sys.executable, "-m", "train.cli", "generate", "--chat", "--model", model, "--chat_template", template,
-               "--max_new_tokens", "3"]  # fmt: skip
+    command = [sys.executable, "-m", "zerofit.cli", "generate", "--chat", "--model", model, "--chat_template",
+               template, "--max_new_tokens", "3"]  # fmt: skip
     done = subprocess.run(command, input="hi\nho\n", capture_output=True, text=True, timeout=100,
                           env=environment())  # fmt: skip
     assert done.returncode == 0, done.stderr

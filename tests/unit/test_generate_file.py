@@ -8,8 +8,8 @@ import pytest
 from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer, tools_in_this_process
 from transformers import AutoModelForCausalLM
 
-from train.cli import main
-from train.tools.generate.journal import Journal
+from zerofit.cli import main
+from zerofit.tools.generate.journal import Journal
 
 PROMPTS = [f"{'word ' * (number * 5 % 13)}{number}" for number in range(11)]
 DRAWN = ("--temperature", 1.5, "--seed", 3)
@@ -75,7 +75,7 @@ def test_prompts_without_room_for_all_tokens_have_batches_of_their_own(answer):
 
 def stopped(monkeypatch, answer, after: int, *flags) -> None:
     """A run that is interrupted after so many batches."""
-    from train.tools.generate.writer import Writer
+    from zerofit.tools.generate.writer import Writer
 
     true, calls = Writer.write_batch, []
 
@@ -92,7 +92,7 @@ def stopped(monkeypatch, answer, after: int, *flags) -> None:
 
 @pytest.mark.parametrize("flags", [(), DRAWN])
 def test_a_run_goes_on_where_it_was(answer, monkeypatch, tmp_path, flags):
-    from train.tools.generate.writer import Writer
+    from zerofit.tools.generate.writer import Writer
 
     whole, _ = answer(*flags, "--batch_size", 2)
     stopped(monkeypatch, answer, 3, *flags, "--batch_size", 2)

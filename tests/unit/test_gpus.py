@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import refusal
 
-from train.strategy import gpus
+from zerofit.strategy import gpus
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_the_cpu_is_asked_for(machine, monkeypatch, name, value):
 
 
 def test_a_run_asks_before_it_reads_anything(machine, monkeypatch):
-    from train.recipe import ClmRecipe, parse_recipe
-    from train.strategy.read import read_strategy
+    from zerofit.recipe import ClmRecipe, parse_recipe
+    from zerofit.strategy.read import read_strategy
 
     put(machine / "dev/nvidia0")
     recipe = parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "none.txt"])

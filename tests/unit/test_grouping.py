@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_order import LAYOUTS
 
-from train.data.order import FILLER, FixedOrder, LengthGroups, MicroBatches, SampleOrder
+from zerofit.data.order import FILLER, FixedOrder, LengthGroups, MicroBatches, SampleOrder
 
 G = 8  # of all layouts
 SAMPLES = 333  # divided by nothing
@@ -15,7 +15,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 500, SAMPLES)
 def way(request, monkeypatch):
     """How an epoch's permutation is made: as a whole, or place by place as that of very many samples."""
     if request.param == "computed":
-        monkeypatch.setattr("train.data.order.LARGEST_DRAWN", 0)
+        monkeypatch.setattr("zerofit.data.order.LARGEST_DRAWN", 0)
 
 
 def order(seed: int = 3, samples: int = SAMPLES, batch: int = G, window: int = 16) -> SampleOrder:

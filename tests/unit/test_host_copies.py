@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.checkpoint import host_copies
-from train.checkpoint.host_copies import SMALLEST, HostCopies, lay_out
-from train.strategy.state import KINDS
+from zerofit.checkpoint import host_copies
+from zerofit.checkpoint.host_copies import SMALLEST, HostCopies, lay_out
+from zerofit.strategy.state import KINDS
 
 
 def one_by_one(sizes: dict[str, int]) -> int:

@@ -13,19 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import refusal, tiny_model
-from train.checkpoint.directory import ASKED, flaw, seal
-from train.data.sources import read_source
-from train.model.adapter_folder import open_adapter
-from train.model.configuration import load_configuration
-from train.model.pretrained_io import read_config, read_model
-from train.recipe import paths
-from train.recipe.parse import parse_recipe
-from train.recipe.tasks import ClmRecipe
-from train.strategy.builds import check_compiled_code
-from train.tools.doctor.doctor import read_options
-from train.tools.plan.options import PlanOptions
-from train.tools.tool_recipe import read_with_recipe
-from train.training.metrics import _metric
+from zerofit.checkpoint.directory import ASKED, flaw, seal
+from zerofit.data.sources import read_source
+from zerofit.model.adapter_folder import open_adapter
+from zerofit.model.configuration import load_configuration
+from zerofit.model.pretrained_io import read_config, read_model
+from zerofit.recipe import paths
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import ClmRecipe
+from zerofit.strategy.builds import check_compiled_code
+from zerofit.tools.doctor.doctor import read_options
+from zerofit.tools.plan.options import PlanOptions
+from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.training.metrics import _metric
 
 
 class Harmful:
@@ -44,7 +44,7 @@ class Harmful:
 @pytest.fixture
 def corpus(tmp_path) -> str:
     pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
-    from train.data.megatron.corpus import megatron
+    from zerofit.data.megatron.corpus import megatron
 
     builder = megatron().indexed.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
     rng = np.random.default_rng(0)
@@ -55,8 +55,8 @@ def corpus(tmp_path) -> str:
 
 
 def build_index(prefix: str, *flags: str):
-    from train.data.megatron.blend import Blend, build
-    from train.data.megatron.corpus import open_corpus
+    from zerofit.data.megatron.blend import Blend, build
+    from zerofit.data.megatron.corpus import open_corpus
 
     words = ["--config_name", "gpt2", "--tokenizer_name", "any", "--data_path", prefix, "--split", "1", *flags]
     blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
@@ -104,7 +104,7 @@ def test_an_index_that_is_loaded_late_is_no_pickle_either(corpus, tmp_path):
 
 @pytest.mark.parametrize("number", [-(2**40), 2**40, 0])
 def test_ends_of_documents_that_lead_elsewhere(corpus, number):
-    from train.data.megatron.corpus import open_corpus
+    from zerofit.data.megatron.corpus import open_corpus
 
     ends = open_corpus("data_path", corpus).ends
     data = bytearray(Path(f"{corpus}.idx").read_bytes())
@@ -120,7 +120,7 @@ def test_ends_of_documents_that_lead_elsewhere(corpus, number):
 @pytest.mark.parametrize("name", ["classification", "generation", "regression"])
 def test_metrics_are_our_own_modules_and_no_copies_in_a_cache(name):
     """evaluate.load copies a module into HF_HOME, and imports what is there."""
-    assert type(_metric(name)).__module__ == f"train.training.metrics.{name}"
+    assert type(_metric(name)).__module__ == f"zerofit.training.metrics.{name}"
 
 
 @pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
@@ -179,7 +179,7 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     name = name.format(tmp_path)
     seal(folder, ASKED, {})
     assert flaw(folder) is None
-    import train.checkpoint.directory as directory
+    import zerofit.checkpoint.directory as directory
 
     files = {name: directory.entry(tmp_path / "outside")}
     (folder / "manifest.json").write_text(directory._manifest(ASKED, files))

@@ -16,17 +16,17 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import refusal
-from train.data.sources import read_source
-from train.data.text.prepare import tokenize_texts
-from train.model.adapter_folder import open_adapter
-from train.model.chat import apply_template
-from train.model.folders import read_json
-from train.model.pretrained_io import read_config
-from train.recipe import limits
-from train.recipe.parse import parse_recipe
-from train.recipe.tasks import ClmRecipe
-from train.record.run_folder import RunFolder
-from train.tools.generate.prompts import read_prompts
+from zerofit.data.sources import read_source
+from zerofit.data.text.prepare import tokenize_texts
+from zerofit.model.adapter_folder import open_adapter
+from zerofit.model.chat import apply_template
+from zerofit.model.folders import read_json
+from zerofit.model.pretrained_io import read_config
+from zerofit.recipe import limits
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import ClmRecipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.tools.generate.prompts import read_prompts
 
 DEEP = "[" * 100_000
 NAMED = ["--config_name", "gpt2", "--tokenizer_name", "any", "--train_file", "x"]

@@ -6,11 +6,11 @@ import pytest
 from datasets import Dataset
 from helpers import refusal
 
-from train.data.causal import prepare_causal_data
-from train.data.chat.instructions import Form, find_form
-from train.data.records import BadRecord
-from train.model.configuration import load_configuration
-from train.recipe import ClmRecipe, parse_recipe
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.chat.instructions import Form, find_form
+from zerofit.data.records import BadRecord
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe import ClmRecipe, parse_recipe
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import TINY, tiny_model
 
-from train.data.collate import CausalCollator
-from train.data.pack import PackedBlocks
-from train.model.preflight import documents_leak
+from zerofit.data.collate import CausalCollator
+from zerofit.data.pack import PackedBlocks
+from zerofit.model.preflight import documents_leak
 
 A, OTHER, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [25, 26, 27]
 SDPA_AND_EAGER = [(family, attention) for family in TINY for attention in ("sdpa", "eager")]

@@ -5,7 +5,7 @@ import pytest
 from datasets import ClassLabel, Value
 from transformers import BertConfig
 
-from train.data.labelled.labels import (
+from zerofit.data.labelled.labels import (
     MISSING,
     Labels,
     configure_labels,
@@ -14,7 +14,7 @@ from train.data.labelled.labels import (
     rare_labels,
     renamed_head,
 )
-from train.recipe import UserError
+from zerofit.recipe import UserError
 
 NAN = float("nan")
 YES_NO = Labels(("no", "yes"))

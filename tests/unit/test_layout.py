@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.order import FixedOrder, MicroBatches, SampleOrder
-from train.recipe.errors import UserError
-from train.strategy.engine import Engine
-from train.strategy.layout import ParallelLayout
+from zerofit.data.order import FixedOrder, MicroBatches, SampleOrder
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.layout import ParallelLayout
 
 DEGREES = {
     "dp 4": {}, "dp 2 x tp 2": {"tensor": 2}, "dp 1 x pp 4": {"pipeline": 4},

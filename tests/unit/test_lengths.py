@@ -11,18 +11,18 @@ import yaml
 from helpers import ROOT, refusal
 from unit.test_limits import ABOUT, MIB, machine, trial, worst
 
-from train.cli import main
-from train.data.collate import CausalCollator
-from train.tools.compare import guess
-from train.tools.compare.axis import LENGTHS
-from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates
-from train.tools.compare.longest_rows import lengths_table, longest_rows
-from train.tools.compare.machine import Limits
-from train.tools.compare.options import CompareOptions
-from train.tools.compare.report import Report
-from train.tools.compare.results import Row, with_rates_of
-from train.tools.lengths import parse_length, possible_lengths, read_lengths
-from train.tools.tool_recipe import read_with_recipe
+from zerofit.cli import main
+from zerofit.data.collate import CausalCollator
+from zerofit.tools.compare import guess
+from zerofit.tools.compare.axis import LENGTHS
+from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
+from zerofit.tools.compare.machine import Limits
+from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.report import Report
+from zerofit.tools.compare.results import Row, with_rates_of
+from zerofit.tools.lengths import parse_length, possible_lengths, read_lengths
+from zerofit.tools.tool_recipe import read_with_recipe
 
 SHAPE = "n_layer=8,n_head=2,n_embd=32,n_positions=3000,vocab_size=512,attn_pdrop=0"
 SMALL = ["--task", "clm", "--config_name", "gpt2", "--precision", "fp32", "--config_overrides", SHAPE,

@@ -16,28 +16,28 @@ import pytest
 import torch
 from helpers import ROOT, refusal
 
-from train.data.collate import CausalCollator, ExampleCollator, PairCollator
-from train.recipe.parse import parse_recipe
-from train.tools.compare import guess as guess_module
-from train.tools.compare.axis import BATCHES
-from train.tools.compare.candidates import check_overrides, make_recipe, read_candidates
-from train.tools.compare.finished import Finished
-from train.tools.compare.guess import largest
-from train.tools.compare.journal import Journal, key_of
-from train.tools.compare.machine import Limits, Machine, choose_limits
-from train.tools.compare.memory_limits import limit_device
-from train.tools.compare.options import CompareOptions
-from train.tools.compare.report import Report, markdown_table
-from train.tools.compare.results import Row, common_size, conclusion, fact_of
-from train.tools.compare.search import Fact, SearchState, next_size, next_step, predict
-from train.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK
-from train.tools.compare.trial_launch import TrialLaunch
-from train.tools.compare.trial_request import Answers, TrialRequest
-from train.tools.compare.worst_case_batch import WorstCaseBatches
-from train.tools.json_lines import add_line
-from train.tools.launches import MARK
-from train.tools.tool_recipe import parse_bytes, read_with_recipe
-from train.training.task import Task
+from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
+from zerofit.recipe.parse import parse_recipe
+from zerofit.tools.compare import guess as guess_module
+from zerofit.tools.compare.axis import BATCHES
+from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.finished import Finished
+from zerofit.tools.compare.guess import largest
+from zerofit.tools.compare.journal import Journal, key_of
+from zerofit.tools.compare.machine import Limits, Machine, choose_limits
+from zerofit.tools.compare.memory_limits import limit_device
+from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.report import Report, markdown_table
+from zerofit.tools.compare.results import Row, common_size, conclusion, fact_of
+from zerofit.tools.compare.search import Fact, SearchState, next_size, next_step, predict
+from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK
+from zerofit.tools.compare.trial_launch import TrialLaunch
+from zerofit.tools.compare.trial_request import Answers, TrialRequest
+from zerofit.tools.compare.worst_case_batch import WorstCaseBatches
+from zerofit.tools.json_lines import add_line
+from zerofit.tools.launches import MARK
+from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
+from zerofit.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 GIB, MIB = 2**30, 2**20
@@ -202,7 +202,7 @@ def test_a_rank_ends_with_the_process_that_made_its_request():
     """Also when that was killed, and could tell nobody."""
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(parent.pid).create_time()
-    code = f"from train.tools.compare.trial import end_together_with; end_together_with({parent.pid}, {started}); "
+    code = f"from zerofit.tools.compare.trial import end_together_with; end_together_with({parent.pid}, {started}); "
     code += "import time; time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     assert child.poll() is None
@@ -582,7 +582,7 @@ def test_tables_are_markdown():
 
 SMALL_BLOCKS = """
 import torch
-from train.tools.compare.memory_limits import DataSegment
+from zerofit.tools.compare.memory_limits import DataSegment
 
 segment = DataSegment()
 before = segment.now()

@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 import torch
 
-from train.checkpoint.run_state import RunState
-from train.data.collate import Batch
-from train.health.anomaly import AnomalyDetector
-from train.health.shutdown import StopReason
-from train.recipe import ClmRecipe
-from train.record.meters import Rates
-from train.record.metrics import EvaluationTime
-from train.strategy.batches import BatchSizes
-from train.strategy.engine import Engine as RealEngine
-from train.strategy.layout import ParallelLayout
-from train.training.best_metric import BestMetricTracker
-from train.training.length import run_length
-from train.training.loop import reason_to_stop, train
-from train.training.run import Run, Stop
-from train.training.step import Signals, TrainStep
-from train.training.summary import about_evaluations
-from train.training.task import Task
+from zerofit.checkpoint.run_state import RunState
+from zerofit.data.collate import Batch
+from zerofit.health.anomaly import AnomalyDetector
+from zerofit.health.shutdown import StopReason
+from zerofit.recipe import ClmRecipe
+from zerofit.record.meters import Rates
+from zerofit.record.metrics import EvaluationTime
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.engine import Engine as RealEngine
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.training.best_metric import BestMetricTracker
+from zerofit.training.length import run_length
+from zerofit.training.loop import reason_to_stop, train
+from zerofit.training.run import Run, Stop
+from zerofit.training.step import Signals, TrainStep
+from zerofit.training.summary import about_evaluations
+from zerofit.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
 

@@ -12,14 +12,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from train.model.adapter_folder import open_adapter
-from train.model.adapter_injection import inject_adapter
-from train.model.load import build_model
-from train.model.lora import add_adapter, check_quantisation
-from train.model.parameters import count_parameters, flops_per_token
-from train.model.preflight import _sizes, install_chosen_loss
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
-from train.strategy.strategy import Strategy
+from zerofit.model.adapter_folder import open_adapter
+from zerofit.model.adapter_injection import inject_adapter
+from zerofit.model.load import build_model
+from zerofit.model.lora import add_adapter, check_quantisation
+from zerofit.model.parameters import count_parameters, flops_per_token
+from zerofit.model.preflight import _sizes, install_chosen_loss
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from zerofit.strategy.strategy import Strategy
 
 CAUSAL, CLASSES, PAIRS = AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForSeq2SeqLM
 RECIPES = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
@@ -349,10 +349,10 @@ def test_quantised_weights_need_bitsandbytes_and_a_gpu(monkeypatch):
     with pytest.raises(UserError, match="needs a GPU"):
         check_quantisation(recipe, NOT_SHARDED)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("train.model.lora.version", _not_installed)
+    monkeypatch.setattr("zerofit.model.lora.version", _not_installed)
     with pytest.raises(UserError, match="load_in_4bit = true needs bitsandbytes"):
         check_quantisation(recipe, NOT_SHARDED)
-    monkeypatch.setattr("train.model.lora.version", lambda name: "0.50")
+    monkeypatch.setattr("zerofit.model.lora.version", lambda name: "0.50")
     sharded = Strategy(None, None, "bf16", {"zero_optimization": {"stage": 3}}, "")
     with pytest.raises(UserError, match="ZeRO-3"):
         check_quantisation(recipe, sharded)

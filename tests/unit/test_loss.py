@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, loss_and_gradients, tiny_model
 
-import train.model.loss as loss_module
-from train.model.loss import choose_loss, install_loss
-from train.model.preflight import loss_difference, random_tokens
+import zerofit.model.loss as loss_module
+from zerofit.model.loss import choose_loss, install_loss
+from zerofit.model.preflight import loss_difference, random_tokens
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from helpers import refusal
 from test_saving import Alone, fill
 
-from train.checkpoint import writer as saving
-from train.checkpoint.directory import ASKED, CheckpointDirectory
-from train.checkpoint.writer import AsyncCheckpointWriter
-from train.recipe import ClmRecipe, cache
-from train.recipe.files import appears, is_shared, is_there, put_in_place
-from train.strategy import machines
-from train.strategy.layout import ParallelLayout
-from train.strategy.machines import check_same
-from train.strategy.processes import COLLECTIVE_TIMEOUT
+from zerofit.checkpoint import writer as saving
+from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
+from zerofit.checkpoint.writer import AsyncCheckpointWriter
+from zerofit.recipe import ClmRecipe, cache
+from zerofit.recipe.files import appears, is_shared, is_there, put_in_place
+from zerofit.strategy import machines
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.machines import check_same
+from zerofit.strategy.processes import COLLECTIVE_TIMEOUT
 
 
 @pytest.fixture
@@ -188,6 +188,6 @@ def test_collectives_wait_longer_than_the_watchdog_is_patient():
     """While rank 0 writes, reads or exports, the others wait for it in a collective."""
     from datetime import timedelta
 
-    from train.training.session import LONG
+    from zerofit.training.session import LONG
 
     assert timedelta(minutes=ClmRecipe().watchdog_minutes) * LONG < COLLECTIVE_TIMEOUT

@@ -9,7 +9,7 @@ import torch
 from material import make_material
 from transformers import AutoModelForCausalLM, LlamaTokenizer
 
-from train.data.megatron.corpus import open_corpus
+from zerofit.data.megatron.corpus import open_corpus
 
 
 def test_there_is_enough_of_everything(material):

@@ -14,12 +14,12 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.utils.store import barrier
 
-from train.recipe.errors import UserError
-from train.strategy import meeting as meetings
-from train.strategy.meeting import Ended, Meeting, digest_of_code, open_store, reach, serve_store
-from train.strategy.processes import store_of_one_process
-from train.training import rank_meeting
-from train.training.rank_meeting import RankMeeting
+from zerofit.recipe.errors import UserError
+from zerofit.strategy import meeting as meetings
+from zerofit.strategy.meeting import Ended, Meeting, digest_of_code, open_store, reach, serve_store
+from zerofit.strategy.processes import store_of_one_process
+from zerofit.training import rank_meeting
+from zerofit.training.rank_meeting import RankMeeting
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
@@ -190,9 +190,9 @@ def test_a_lost_peer_is_named_by_its_machine():
 
 RANK = """
 import sys, time
-from train.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
-from train.strategy.processes import store_of_one_process
-from train.training.rank_meeting import MEETING
+from zerofit.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
+from zerofit.strategy.processes import store_of_one_process
+from zerofit.training.rank_meeting import MEETING
 tell_others_with(MEETING.stop)
 
 @reports_user_errors

@@ -10,14 +10,14 @@ import sys
 import pytest
 import yaml
 
-from train.cli import main as zerofit
-from train.recipe import ClmRecipe, UserError, parse_recipe
-from train.recipe.schedule import make_schedule
-from train.tools.convert.megatron_args.calls import call_of, calls_in
-from train.tools.convert.megatron_args.convert import parameters_of
-from train.tools.convert.megatron_args.pair import pair_of
-from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
-from train.tools.convert.megatron_args.shape import Shape
+from zerofit.cli import main as zerofit
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe.schedule import make_schedule
+from zerofit.tools.convert.megatron_args.calls import call_of, calls_in
+from zerofit.tools.convert.megatron_args.convert import parameters_of
+from zerofit.tools.convert.megatron_args.pair import pair_of
+from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.shape import Shape
 
 LLAMA = """#!/bin/bash
 set -ex
@@ -183,7 +183,7 @@ def test_the_model_has_as_many_parameters_as_megatrons(name):
 
 
 def test_rope_reaches_the_configuration():
-    from train.model.configuration import load_configuration
+    from zerofit.model.configuration import load_configuration
 
     recipe = typed(MINIMAL + SHAPES["llama"]).recipe
     config = load_configuration(ClmRecipe(config_name="llama-2-7b", config_overrides=recipe["config_overrides"]))

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train.cli import main as zerofit
-from train.recipe import ClmRecipe, UserError, parse_recipe
-from train.tools.convert.megatron_args.calls import call_of
-from train.tools.convert.megatron_args.convert import parameters_of
-from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
-from train.tools.convert.megatron_args.searched import plan_lines
-from train.tools.plan.options import PlanOptions
-from train.tools.tool_recipe import read_with_recipe
+from zerofit.cli import main as zerofit
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.tools.convert.megatron_args.calls import call_of
+from zerofit.tools.convert.megatron_args.convert import parameters_of
+from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.searched import plan_lines
+from zerofit.tools.plan.options import PlanOptions
+from zerofit.tools.tool_recipe import read_with_recipe
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 100 "

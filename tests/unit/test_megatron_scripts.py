@@ -6,13 +6,13 @@ import socket
 
 import pytest
 
-from train.cli import main as zerofit
-from train.recipe import UserError
-from train.tools.convert.megatron_args.calls import calls_in
-from train.tools.convert.megatron_args.pretrain import Options, convert_pretraining
-from train.tools.convert.megatron_args.sandbox import Sandbox, Unconfined
-from train.tools.convert.megatron_args.shell import Shell
-from train.tools.convert.megatron_args.unknown import shown
+from zerofit.cli import main as zerofit
+from zerofit.recipe import UserError
+from zerofit.tools.convert.megatron_args.calls import calls_in
+from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.sandbox import Sandbox, Unconfined
+from zerofit.tools.convert.megatron_args.shell import Shell
+from zerofit.tools.convert.megatron_args.unknown import shown
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -267,6 +267,6 @@ def test_control_characters_of_a_script_do_not_reach_the_terminal(tmp_path, caps
 def test_a_machine_that_confines_nothing_takes_the_command_line_instead(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.sh"
     script.write_text(TRAINING)
-    monkeypatch.setattr("train.tools.convert.megatron_args.sandbox.NAMESPACES", ("--no-such-namespace",))
+    monkeypatch.setattr("zerofit.tools.convert.megatron_args.sandbox.NAMESPACES", ("--no-such-namespace",))
     assert zerofit(["convert", "megatron-args", str(script)]) == 2
     assert re.search(r"not available \(.*unshare.*after --", capsys.readouterr().err)

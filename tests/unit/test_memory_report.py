@@ -11,15 +11,23 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
-from train.health.out_of_memory import explain, figures_of, host_advice, is_out_of_memory, report, sizes_of, take_stock
-from train.health.remedies import Held, Situation, remedies, smaller_batch
-from train.model.loss import install_loss
-from train.recipe import ClmRecipe, Seq2SeqRecipe
-from train.record.meters import MemoryMeter
-from train.record.terminal import size
-from train.strategy.batches import BatchSizes
-from train.strategy.layout import ParallelLayout
-from train.strategy.torch_engine import TorchEngine
+from zerofit.health.out_of_memory import (
+    explain,
+    figures_of,
+    host_advice,
+    is_out_of_memory,
+    report,
+    sizes_of,
+    take_stock,
+)
+from zerofit.health.remedies import Held, Situation, remedies, smaller_batch
+from zerofit.model.loss import install_loss
+from zerofit.recipe import ClmRecipe, Seq2SeqRecipe
+from zerofit.record.meters import MemoryMeter
+from zerofit.record.terminal import size
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.torch_engine import TorchEngine
 
 GIB = 2**30
 CUDA = (
@@ -57,8 +65,8 @@ REAL = """
 import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
-from train.record.terminal import size
-from train.health.out_of_memory import figures_of, is_out_of_memory
+from zerofit.record.terminal import size
+from zerofit.health.out_of_memory import figures_of, is_out_of_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
     try:
@@ -455,7 +463,7 @@ def test_the_state_of_a_rank_that_has_half_of_each_layer():
 
 def test_what_is_loaded_so_far_is_measured(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
-    monkeypatch.setattr("train.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
+    monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
     found = take_stock(MemoryError(), "load", None, recipe, strategy, parameters=GIB, program_bytes=2 * GIB)
     assert (found.held.weights, found.held.rest, found.weights, found.whole) == (3 * GIB, 2 * GIB, 4 * GIB, 16 * GIB)
     advice = host_advice(recipe, strategy, parameters=GIB)

@@ -17,10 +17,10 @@ from transformers import (
     AutoTokenizer,
 )
 
-from train.cli import main
-from train.model.adapter_folder import find_base, open_adapter
-from train.model.base_fingerprint import differs, sample_weights
-from train.recipe import UserError
+from zerofit.cli import main
+from zerofit.model.adapter_folder import find_base, open_adapter
+from zerofit.model.base_fingerprint import differs, sample_weights
+from zerofit.recipe import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft on the odd adapters that are made here
 
@@ -531,7 +531,7 @@ def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
 
 
 def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
-    import train.model.export as export
+    import zerofit.model.export as export
 
     case, true = build(), export.export_model
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from train.record import meters
-from train.record.meters import ThroughputMeter, peak_flops, without_mfu
-from train.strategy.gpu_table import GPUS, peak_of
+from zerofit.record import meters
+from zerofit.record.meters import ThroughputMeter, peak_flops, without_mfu
+from zerofit.strategy.gpu_table import GPUS, peak_of
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_typical_rate_leaves_the_first_updates_out():
 
 PEAKS = """
 import torch
-from train.record.meters import MemoryMeter
+from zerofit.record.meters import MemoryMeter
 
 meter = MemoryMeter(torch.device("cpu"))
 meter.reset()

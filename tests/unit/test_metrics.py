@@ -11,16 +11,16 @@ from rouge_score import rouge_scorer
 from scipy import stats
 from sklearn import metrics as sk
 
-from train.checkpoint.run_state import BestEvaluation
-from train.data.labelled.labels import Labels
-from train.data.labelled.samples import HeldOut
-from train.recipe import ClsRecipe, UserError
-from train.record.run_folder import RunFolder
-from train.training.best_metric import BestMetricTracker, make_best_tracker
-from train.training.class_report import per_class, report_classes
-from train.training.classification import best_constant, figures_of
-from train.training.generation import FIGURES
-from train.training.metrics import FOLDER, compute
+from zerofit.checkpoint.run_state import BestEvaluation
+from zerofit.data.labelled.labels import Labels
+from zerofit.data.labelled.samples import HeldOut
+from zerofit.recipe import ClsRecipe, UserError
+from zerofit.record.run_folder import RunFolder
+from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
+from zerofit.training.class_report import per_class, report_classes
+from zerofit.training.classification import best_constant, figures_of
+from zerofit.training.generation import FIGURES
+from zerofit.training.metrics import FOLDER, compute
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")

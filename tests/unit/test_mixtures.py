@@ -8,19 +8,19 @@ import torch
 from helpers import refusal, tiny_model
 from transformers import AutoModelForCausalLM
 
-from train.data.collate import CausalCollator
-from train.data.pack import PackedBlocks
-from train.data.token_row import Documents
-from train.model.configuration import load_configuration
-from train.model.lora import check_expert_targets, split_targets
-from train.model.loss import install_loss
-from train.model.parameters import flops_per_token, true_shape
-from train.recipe import ClmRecipe
-from train.strategy.expert_parallel import check_experts, experts_of
-from train.tools.plan.operations import MATRIX
-from train.tools.plan.rows import Rows
-from train.tools.plan.subject import make_model
-from train.tools.plan.trace import Tracer, TraceSettings
+from zerofit.data.collate import CausalCollator
+from zerofit.data.pack import PackedBlocks
+from zerofit.data.token_row import Documents
+from zerofit.model.configuration import load_configuration
+from zerofit.model.lora import check_expert_targets, split_targets
+from zerofit.model.loss import install_loss
+from zerofit.model.parameters import flops_per_token, true_shape
+from zerofit.recipe import ClmRecipe
+from zerofit.strategy.expert_parallel import check_experts, experts_of
+from zerofit.tools.plan.operations import MATRIX
+from zerofit.tools.plan.rows import Rows
+from zerofit.tools.plan.subject import make_model
+from zerofit.tools.plan.trace import Tracer, TraceSettings
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "max_position_embeddings": 64, "output_router_logits": True, "router_aux_loss_coef": 0.3,

@@ -17,15 +17,15 @@ from transformers import (
     AutoTokenizer,
 )
 
-from train.model.configuration import known_architectures, load_configuration
-from train.model.load import build_model
-from train.model.nan_check import check_finite, count_not_finite
-from train.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
-from train.model.pretrained_io import read_model
-from train.model.recomputation import enable_recomputation
-from train.model.tokenizer import check_vocabulary, load_tokenizer
-from train.recipe import ClmRecipe, UserError
-from train.strategy.strategy import Strategy
+from zerofit.model.configuration import known_architectures, load_configuration
+from zerofit.model.load import build_model
+from zerofit.model.nan_check import check_finite, count_not_finite
+from zerofit.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from zerofit.model.pretrained_io import read_model
+from zerofit.model.recomputation import enable_recomputation
+from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
+from zerofit.recipe import ClmRecipe, UserError
+from zerofit.strategy.strategy import Strategy
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808,
@@ -346,7 +346,7 @@ def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
     """No waiting for what cannot come; a known architecture is named."""
     from huggingface_hub import constants
 
-    from train.model import configuration
+    from zerofit.model import configuration
 
     asked, waited = [], []
 
@@ -373,7 +373,7 @@ def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
 def test_with_a_network_it_is(monkeypatch):
     from huggingface_hub import constants
 
-    from train.model import configuration
+    from zerofit.model import configuration
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(configuration, "getproxies", dict)

@@ -7,13 +7,13 @@ import pytest
 import yaml
 from helpers import ROOT, refusal
 
-from train.recipe import ClmRecipe, parse_recipe
-from train.strategy import launch as launch_module
-from train.strategy.fsdp import fsdp_problems, read_fsdp
-from train.strategy.named import VARIABLES, environment_of, take_named
-from train.strategy.read import read_strategy
-from train.tools.tool_recipe import read_with_recipe
-from train.tools.verify.options import VerifyOptions
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.strategy import launch as launch_module
+from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
+from zerofit.strategy.named import VARIABLES, environment_of, take_named
+from zerofit.strategy.read import read_strategy
+from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.verify.options import VerifyOptions
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))
 GPT2 = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt"]
@@ -28,7 +28,7 @@ def torchrun(monkeypatch):
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     monkeypatch.setattr(os, "environ", {**os.environ, **names})
     monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
-    monkeypatch.setattr("train.strategy.read.check_devices", lambda: None)
+    monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
     return os.environ
 
 

@@ -9,9 +9,9 @@ from helpers import refusal
 from test_resuming import leave_a_run, recipe
 from test_saving import Alone, save, saver_of
 
-from train.checkpoint.resume import EarlierRuns, differences_from
-from train.record.run_folder import identity
-from train.strategy.optimizers import (
+from zerofit.checkpoint.resume import EarlierRuns, differences_from
+from zerofit.record.run_folder import identity
+from zerofit.strategy.optimizers import (
     KEPT,
     check_installed,
     check_optimizer,
@@ -19,7 +19,7 @@ from train.strategy.optimizers import (
     state_bytes,
     without_effect,
 )
-from train.strategy.state import AsItIs
+from zerofit.strategy.state import AsItIs
 
 CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
@@ -159,7 +159,7 @@ def test_where_parameters_are_cut_it_is_refused():
 
 
 def test_what_is_missing_or_has_no_effect_is_said(monkeypatch):
-    monkeypatch.setattr("train.strategy.optimizers.find_spec", lambda name: None)
+    monkeypatch.setattr("zerofit.strategy.optimizers.find_spec", lambda name: None)
     check_installed(recipe("--optim", "adafactor"))
     assert "pip install bitsandbytes" in refusal(check_installed, recipe("--optim", "adamw_8bit"))
     assert without_effect(recipe("--optim", "adamw_8bit", "--adam_beta2", "0.95")) == []

@@ -6,8 +6,8 @@ import sys
 
 from helpers import ROOT
 
-from train.cli import COMMANDS
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.cli import COMMANDS
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 
 SCRIPT = ROOT / "scripts" / "options_reference.py"
 TEXT = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from train.data.collate import CausalCollator
-from train.data.order import FILLER, MicroBatches, SampleOrder, Shortened, shortened
-from train.recipe.growth import Growth
-from train.strategy.batches import BatchSizes
+from zerofit.data.collate import CausalCollator
+from zerofit.data.order import FILLER, MicroBatches, SampleOrder, Shortened, shortened
+from zerofit.recipe.growth import Growth
+from zerofit.strategy.batches import BatchSizes
 
 LAYOUTS = [
     (8, 1, 1),
@@ -24,7 +24,7 @@ LAYOUTS = [
 def way(request, monkeypatch):
     """How an epoch's permutation is made: as a whole, or place by place as that of very many samples."""
     if request.param == "computed":
-        monkeypatch.setattr("train.data.order.LARGEST_DRAWN", 0)
+        monkeypatch.setattr("zerofit.data.order.LARGEST_DRAWN", 0)
 
 
 def global_batches(samples: int, total: int, layout: tuple, consumed: int = 0, seed: int = 3) -> list[list[int]]:

@@ -8,15 +8,15 @@ import torch
 from datasets import Dataset, Features, List, Value
 from torch.nn import Linear
 
-from train.data.causal import prepare_causal_data
-from train.data.collate import CausalCollator
-from train.data.order import FILLER
-from train.data.pack import PackedBlocks, SeparateDocuments
-from train.data.token_row import Documents
-from train.model.configuration import load_configuration
-from train.model.loss import IGNORE
-from train.recipe import ClmRecipe
-from train.training.evaluation import eval_batches
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.collate import CausalCollator
+from zerofit.data.order import FILLER
+from zerofit.data.pack import PackedBlocks, SeparateDocuments
+from zerofit.data.token_row import Documents
+from zerofit.model.configuration import load_configuration
+from zerofit.model.loss import IGNORE
+from zerofit.recipe import ClmRecipe
+from zerofit.training.evaluation import eval_batches
 
 TEXTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18]]  # 18 tokens
 FLAT = np.concatenate([np.array(text) for text in TEXTS])

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from helpers import loss_and_gradients
 
-import train.model.loss as loss_module
-from train.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
-from train.model.parameters import flops_per_pair_token
+import zerofit.model.loss as loss_module
+from zerofit.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
+from zerofit.model.parameters import flops_per_pair_token
 
 VOCAB = 97
 BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,

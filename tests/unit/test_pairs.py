@@ -7,16 +7,16 @@ import pytest
 import yaml
 from helpers import ROOT
 
-from train.recipe import ClmRecipe, UserError
-from train.strategy import launch as launch_module
-from train.strategy.batches import resolve_batches
-from train.strategy.deepspeed_config import resolve_config
-from train.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
-from train.strategy.degrees import read_pipeline_degree, read_sequence_degree, take_tensor_degree
-from train.strategy.fsdp import HONOURED
-from train.strategy.launch import Launch, check_launch, find_launch
-from train.strategy.layout import ParallelLayout
-from train.strategy.read import read_strategy
+from zerofit.recipe import ClmRecipe, UserError
+from zerofit.strategy import launch as launch_module
+from zerofit.strategy.batches import resolve_batches
+from zerofit.strategy.deepspeed_config import resolve_config
+from zerofit.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
+from zerofit.strategy.degrees import read_pipeline_degree, read_sequence_degree, take_tensor_degree
+from zerofit.strategy.fsdp import HONOURED
+from zerofit.strategy.launch import Launch, check_launch, find_launch
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.read import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -329,7 +329,7 @@ def launched(monkeypatch, tmp_path):
         ("/bin/python /bin/accelerate-launch --config_file a.yaml train/clm.py", True),
         ("python -m accelerate.commands.launch train/clm.py", True),
         ("python -m accelerate.commands.accelerate_cli launch train/clm.py", True),
-        ("python -P train/tools/launch/agent.py --num_processes 2 train/clm.py", True),
+        ("python -P zerofit/tools/launch/agent.py --num_processes 2 train/clm.py", True),
         ("/bin/python /bin/torchrun --nproc_per_node 2 train/clm.py", False),
         ("/bin/accelerate config", False),
         ("bash launch.sh", False),

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, environment, refusal
 
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
-from train.recipe.paths import cannot_be_written, check_paths, missing_columns
-from train.tools.compare import compare as compare
-from train.tools.verify import verify as verify
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from zerofit.recipe.paths import cannot_be_written, check_paths, missing_columns
+from zerofit.tools.compare import compare as compare
+from zerofit.tools.verify import verify as verify
 
 GOOD = {"config_name": "gpt2", "tokenizer_name": "gpt2"}
 
@@ -69,7 +69,8 @@ def test_it_comes_before_torch(tmp_path, task):
     """A run of two processes that is refused took 16 seconds of two cores."""
     argv = ["--model_name_or_path", "./no/model", "--train_file", "no.txt", "--output_dir", str(tmp_path / "run")]
     heavy = "[name for name in ('torch', 'transformers', 'datasets', 'deepspeed') if name in sys.modules]"
-    code = f"import sys\nfrom train.{task} import main\nprint(main({argv}), {heavy})"
+    script = ROOT / "train" / f"{task}.py"
+    code = f"import runpy, sys\nprint(runpy.run_path({str(script)!r})['main']({argv}), {heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment())
     assert done.stdout == "2 []\n"
     assert done.stderr.splitlines() == [

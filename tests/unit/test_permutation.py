@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from train.data.order import LARGEST_DRAWN, SampleOrder
-from train.data.permutation import KeyedPermutation
+from zerofit.data.order import LARGEST_DRAWN, SampleOrder
+from zerofit.data.permutation import KeyedPermutation
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 15, 16, 17, 333, 4096, 100_003])

@@ -12,18 +12,18 @@ import torch
 from helpers import TINY, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.model.configuration import load_configuration
-from train.model.export import export_model
-from train.model.families import BY_MODEL_TYPE
-from train.model.loss import install_loss
-from train.model.stages import check_stages, cut_layers, keep_stage, whole_model
-from train.model.tensor_parallel.draw import draw_share
-from train.recipe import ClmRecipe
-from train.strategy.degrees import check_degrees, idle_note, idle_share, read_pipeline_degree
-from train.strategy.layout import ParallelLayout
-from train.strategy.pipeline_engine import PipelineEngine
-from train.strategy.state import OptimizerState, Piece
-from train.training.configuration import check_layout
+from zerofit.model.configuration import load_configuration
+from zerofit.model.export import export_model
+from zerofit.model.families import BY_MODEL_TYPE
+from zerofit.model.loss import install_loss
+from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
+from zerofit.model.tensor_parallel.draw import draw_share
+from zerofit.recipe import ClmRecipe
+from zerofit.strategy.degrees import check_degrees, idle_note, idle_share, read_pipeline_degree
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.pipeline_engine import PipelineEngine
+from zerofit.strategy.state import OptimizerState, Piece
+from zerofit.training.configuration import check_layout
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
          "max_position_embeddings": 64}  # fmt: skip
@@ -136,7 +136,7 @@ def test_the_export_needs_the_weights_and_no_model(tmp_path):
 @pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])
 def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at_once):
     """Weights one after another, of which few are in memory; GPT-NeoX's head has another name on the disk."""
-    monkeypatch.setattr("train.model.export.LARGEST_FILE", bytes_at_once)
+    monkeypatch.setattr("zerofit.model.export.LARGEST_FILE", bytes_at_once)
     model = tiny_model(family, unpadded_vocab_size=89)
     tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
     export_model(
@@ -203,7 +203,7 @@ def test_a_tied_weight_is_written_by_the_first_stage_alone():
 def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
     from deepspeed.runtime.pipe import schedule
 
-    from train.strategy.stage_module import GradientSchedule
+    from zerofit.strategy.stage_module import GradientSchedule
 
     def commands(kind, stage):
         return [type(command) for step in kind(4, 2, stage) for command in step]
@@ -262,7 +262,7 @@ def test_stages_exchange_shapes_where_they_change_and_nowhere_else(ends):
     """The receiving host waits for each of them."""
     from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE
 
-    from train.strategy.stage_module import GradientSchedule
+    from zerofit.strategy.stage_module import GradientSchedule
 
     first, second, messages = ends
     short, long = (2, 5), (2, 9)
@@ -286,7 +286,7 @@ def test_the_idle_share_is_that_of_the_schedule(stages, micro_batches):
     """(p - 1)/(m + p - 1) of a stage's steps have neither a forward nor a backward pass, in every stage."""
     from deepspeed.runtime.pipe import schedule
 
-    from train.strategy.stage_module import GradientSchedule
+    from zerofit.strategy.stage_module import GradientSchedule
 
     works = (schedule.ForwardPass, schedule.BackwardPass)
     for stage in range(stages):

@@ -7,16 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from train.cli import main
-from train.strategy.gpu_table import GPUS
-from train.tools.plan import trace
-from train.tools.plan.every_nth import EveryNth
-from train.tools.plan.memory import Moment, find_peak, pinned, training_moments
-from train.tools.plan.rows import Rows
-from train.tools.plan.states import deepspeed_states, torch_states
-from train.tools.plan.steps import host_inputs, in_flight
-from train.tools.plan.trace import ATTENTION, Step, Tracer, TraceSettings
-from train.tools.plan.weights import Weight, Weights
+from zerofit.cli import main
+from zerofit.strategy.gpu_table import GPUS
+from zerofit.tools.plan import trace
+from zerofit.tools.plan.every_nth import EveryNth
+from zerofit.tools.plan.memory import Moment, find_peak, pinned, training_moments
+from zerofit.tools.plan.rows import Rows
+from zerofit.tools.plan.states import deepspeed_states, torch_states
+from zerofit.tools.plan.steps import host_inputs, in_flight
+from zerofit.tools.plan.trace import ATTENTION, Step, Tracer, TraceSettings
+from zerofit.tools.plan.weights import Weight, Weights
 
 MILLION = 10**6
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -472,7 +472,7 @@ def test_a_small_machine_does_not_train_faster_with_offload(capsys):
 def test_a_cpu_without_kernels_for_bf16_is_said(capsys, monkeypatch):
     flags = ["--gpu", "cpu", "--gpu_memory", "1GiB", "--strategies", "single", "--batch_sizes", "1"]
     for slowdown, is_said in ((12.4, True), (None, False)):
-        monkeypatch.setattr("train.tools.plan.plan.bf16_slowdown", lambda slowdown=slowdown: slowdown)
+        monkeypatch.setattr("zerofit.tools.plan.plan.bf16_slowdown", lambda slowdown=slowdown: slowdown)
         assert main(["plan", *RECIPE, *flags]) == 0
         assert ("12 times as long as fp32" in capsys.readouterr().out) == is_said
 

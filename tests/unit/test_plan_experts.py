@@ -6,17 +6,17 @@ import pytest
 import torch
 from helpers import tiny_model
 
-from train.recipe.errors import UserError
-from train.tools.plan.exchanges import fully_sharded_exchanges
-from train.tools.plan.experts import divide_experts, expert_names
-from train.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
-from train.tools.plan.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
-from train.tools.plan.plan import main
-from train.tools.plan.rows import Rows
-from train.tools.plan.steps import Step
-from train.tools.plan.subject import make_model
-from train.tools.plan.trace import Tracer, TraceSettings
-from train.tools.plan.weights import Weight, Weights
+from zerofit.recipe.errors import UserError
+from zerofit.tools.plan.exchanges import fully_sharded_exchanges
+from zerofit.tools.plan.experts import divide_experts, expert_names
+from zerofit.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
+from zerofit.tools.plan.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
+from zerofit.tools.plan.plan import main
+from zerofit.tools.plan.rows import Rows
+from zerofit.tools.plan.steps import Step
+from zerofit.tools.plan.subject import make_model
+from zerofit.tools.plan.trace import Tracer, TraceSettings
+from zerofit.tools.plan.weights import Weight, Weights
 
 LAYERS, CHOICES, HIDDEN = 4, 2 * 16 * 3, 32  # of the model, and of two rows of 16 tokens
 EXPERTS = 4 * (96 * 32 + 32 * 48)  # elements of a layer

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from train.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
-from train.tools.plan.steps import Step
-from train.tools.plan.weights import Weight, Weights
+from zerofit.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
+from zerofit.tools.plan.steps import Step
+from zerofit.tools.plan.weights import Weight, Weights
 
 ENDS, LAYER = 4 * 80, 4 * 48  # bytes of the weights in no block, and of a block's
 

@@ -10,12 +10,12 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from train.tools.plan.coordinator import KnownPass, Rules
-from train.tools.plan.gathered import Gathered
-from train.tools.plan.steps import Step
-from train.tools.plan.trace import linear_of_zero_3
-from train.tools.plan.visits import Visit, watch_modules
-from train.tools.plan.weights import Weight, Weights
+from zerofit.tools.plan.coordinator import KnownPass, Rules
+from zerofit.tools.plan.gathered import Gathered
+from zerofit.tools.plan.steps import Step
+from zerofit.tools.plan.trace import linear_of_zero_3
+from zerofit.tools.plan.visits import Visit, watch_modules
+from zerofit.tools.plan.weights import Weight, Weights
 
 NUM_LAYERS = 4
 

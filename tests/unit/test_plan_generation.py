@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from train.recipe.tasks import Seq2SeqRecipe
-from train.tools.plan.generation import cache_of
-from train.tools.plan.plan import main
+from zerofit.recipe.tasks import Seq2SeqRecipe
+from zerofit.tools.plan.generation import cache_of
+from zerofit.tools.plan.plan import main
 
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "encoder_attention_heads": 4,
          "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 90}  # fmt: skip

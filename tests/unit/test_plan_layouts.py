@@ -8,15 +8,15 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT, tiny_model
 
-from train.cli import main
-from train.strategy.layout import ParallelLayout
-from train.tools.plan.fully_sharded import fully_sharded_states
-from train.tools.plan.layouts import Degrees, possible_degrees, read_pair
-from train.tools.plan.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
-from train.tools.plan.options import PlanOptions
-from train.tools.plan.stages import Stage, stages_of
-from train.tools.plan.subject import Subject, read_subject
-from train.tools.tool_recipe import read_with_recipe
+from zerofit.cli import main
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.tools.plan.fully_sharded import fully_sharded_states
+from zerofit.tools.plan.layouts import Degrees, possible_degrees, read_pair
+from zerofit.tools.plan.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
+from zerofit.tools.plan.options import PlanOptions
+from zerofit.tools.plan.stages import Stage, stages_of
+from zerofit.tools.plan.subject import Subject, read_subject
+from zerofit.tools.tool_recipe import read_with_recipe
 
 GPT2 = ["--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,vocab_size=301,"
         "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"]  # fmt: skip

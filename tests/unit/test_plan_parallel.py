@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from train.recipe.errors import UserError
-from train.tools.plan import parallel
-from train.tools.plan.parallel import in_processes
-from train.tools.plan.plan import main
+from zerofit.recipe.errors import UserError
+from zerofit.tools.plan import parallel
+from zerofit.tools.plan.parallel import in_processes
+from zerofit.tools.plan.plan import main
 
 PLAN = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16", "--num_gpus", "2",
         "--config_overrides", "n_layer=2,n_head=2,n_embd=32,n_positions=32,vocab_size=512", "--gpu", "a100-40gb",

@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from train.cli import main
-from train.strategy.gpu_table import GPUS
-from train.tools.plan import calibration, measure, parallel, trace, trace_cache
-from train.tools.plan.calibration import Calibration, cpu_name, key_name, read_calibration
-from train.tools.plan.device_speeds import device_speeds
-from train.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
-from train.tools.plan.links import Exchange, Links, MeasuredLinks
-from train.tools.plan.operations import (
+from zerofit.cli import main
+from zerofit.strategy.gpu_table import GPUS
+from zerofit.tools.plan import calibration, measure, parallel, trace, trace_cache
+from zerofit.tools.plan.calibration import Calibration, cpu_name, key_name, read_calibration
+from zerofit.tools.plan.device_speeds import device_speeds
+from zerofit.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
+from zerofit.tools.plan.links import Exchange, Links, MeasuredLinks
+from zerofit.tools.plan.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ATTENTION,
@@ -32,14 +32,14 @@ from train.tools.plan.operations import (
     Operation,
     operation_of,
 )
-from train.tools.plan.rows import Rows
-from train.tools.plan.speeds import Curve, Speeds
-from train.tools.plan.time_constants import HOST_STEP
-from train.tools.plan.trace import ATTENTION as TRACED
-from train.tools.plan.trace import Tracer, TraceSettings
-from train.tools.plan.trace_cache import TraceCache, Traces
-from train.tools.plan.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
-from train.tools.plan.weights import Weight, Weights
+from zerofit.tools.plan.rows import Rows
+from zerofit.tools.plan.speeds import Curve, Speeds
+from zerofit.tools.plan.time_constants import HOST_STEP
+from zerofit.tools.plan.trace import ATTENTION as TRACED
+from zerofit.tools.plan.trace import Tracer, TraceSettings
+from zerofit.tools.plan.trace_cache import TraceCache, Traces
+from zerofit.tools.plan.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
+from zerofit.tools.plan.weights import Weight, Weights
 
 MILLION, GIGA = 10**6, 1e9
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
@@ -461,7 +461,7 @@ def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path
     calibration.place_of(cpu_name()).unlink()
     found = {"rates": calibrated.rates, "links": calibrated.links, "operation_s": 1e-6, "adam": 1e8, "host_link": None}
     asked = []
-    monkeypatch.setattr("train.tools.plan.calibrate._measure", lambda processes: asked.append(processes) or found)
+    monkeypatch.setattr("zerofit.tools.plan.calibrate._measure", lambda processes: asked.append(processes) or found)
     assert main(["plan", "--calibrate"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out
     assert read_calibration(cpu_name()).rates.keys() == calibrated.rates.keys()
@@ -473,6 +473,6 @@ def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path
 def test_the_cache_is_that_of_the_datasets_library():
     import datasets
 
-    from train.recipe.cache import cache_root
+    from zerofit.recipe.cache import cache_root
 
     assert cache_root(None).parent == datasets.config.HF_DATASETS_CACHE

@@ -4,8 +4,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
-from train.record.fonts import font_for
-from train.record.plot import plot_run
+from zerofit.record.fonts import font_for
+from zerofit.record.plot import plot_run
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from folders import write_ported_model
 from helpers import forked, loss_and_gradients
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.model.families import BY_MODEL_TYPE
-from train.model.loss import install_loss
-from train.model.stages import keep_stage
-from train.model.tensor_parallel.cut import TensorGroup, join_shares
-from train.model.tensor_parallel.split import split_model
+from zerofit.model.families import BY_MODEL_TYPE
+from zerofit.model.loss import install_loss
+from zerofit.model.stages import keep_stage
+from zerofit.model.tensor_parallel.cut import TensorGroup, join_shares
+from zerofit.model.tensor_parallel.split import split_model
 
 RANKS = 2
 

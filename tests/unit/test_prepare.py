@@ -18,20 +18,20 @@ from folders import small_tokenizer, tools_in_this_process
 from helpers import ROOT
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig
 
-from train.cli import main
-from train.data.file_formats import FORMATS
-from train.data.megatron import corpus as corpus_files
-from train.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
-from train.model.families.gpt2 import END_OF_TEXT
-from train.model.tokenizer import load_tokenizer
-from train.recipe.errors import UserError
-from train.tools.prepare import encode
-from train.tools.prepare.cutting import cut_text
-from train.tools.prepare.documents import TEXT, find_input
-from train.tools.prepare.encode import Memo, Mismatch, open_native
-from train.tools.prepare.memo_rules import allows_memo, nasty_texts
-from train.tools.prepare.named_tokenizer import named_tokenizer
-from train.tools.prepare.writer import compact_builder
+from zerofit.cli import main
+from zerofit.data.file_formats import FORMATS
+from zerofit.data.megatron import corpus as corpus_files
+from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
+from zerofit.model.families.gpt2 import END_OF_TEXT
+from zerofit.model.tokenizer import load_tokenizer
+from zerofit.recipe.errors import UserError
+from zerofit.tools.prepare import encode
+from zerofit.tools.prepare.cutting import cut_text
+from zerofit.tools.prepare.documents import TEXT, find_input
+from zerofit.tools.prepare.encode import Memo, Mismatch, open_native
+from zerofit.tools.prepare.memo_rules import allows_memo, nasty_texts
+from zerofit.tools.prepare.named_tokenizer import named_tokenizer
+from zerofit.tools.prepare.writer import compact_builder
 
 pytest.importorskip("megatron.core")
 FOLDERS = {"gpt2": "tokenizers/gpt2", "llama": "tokenizers/llama", "small": "models/llama/hf"}
@@ -198,8 +198,8 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-    from train.tools.prepare.options import PrepareOptions
-    from train.tools.prepare.prepare import setup_of
+    from zerofit.tools.prepare.options import PrepareOptions
+    from zerofit.tools.prepare.prepare import setup_of
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()
@@ -309,7 +309,7 @@ def bpe(**changes) -> dict:
 
 
 def test_which_tokenizers_have_a_memo():
-    from train.tools.prepare.memo_rules import SPLITS
+    from zerofit.tools.prepare.memo_rules import SPLITS
 
     token = {"content": "<x>", "lstrip": False, "rstrip": False, "single_word": False}
     split = {"type": "Split", "pattern": {"Regex": SPLITS[0]}, "behavior": "Isolated", "invert": False}
@@ -335,7 +335,7 @@ def test_the_memo_of_other_regular_expressions(texts, number):
     """Llama 3's, GPT-4's, Qwen 2's, with NFC, on a vocabulary that was trained with them."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    from train.tools.prepare.memo_rules import SPLITS
+    from zerofit.tools.prepare.memo_rules import SPLITS
 
     native = Tokenizer(models.BPE(ignore_merges=number == 0))
     native.normalizer = normalizers.NFC() if number == 1 else None
@@ -520,7 +520,7 @@ def test_plain_text(small, tmp_path):
 @pytest.mark.parametrize("unit", ["line", "paragraph", "mark"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_parts_do_not_change_how_a_text_is_cut(tmp_path, monkeypatch, unit, ending):
-    from train.tools.prepare import documents
+    from zerofit.tools.prepare import documents
 
     draw = random.Random(unit)
     text = "".join(draw.choice(["a", "b c", "\n", "\n", "\n\n", "<end>"]) for _ in range(2000)).replace("\n", ending)
@@ -548,7 +548,7 @@ def test_types_of_ids_are_megatrons():
 def test_info_is_read_without_megatrons_core_and_transformers(small, tmp_path):
     """Importing them takes seconds."""
     made = prepared(tmp_path, write_lines(tmp_path / "a.jsonl", ["one", "two"]), small)
-    code = "import sys; from train.tools.prepare.prepare import main; main(sys.argv[1:])"
+    code = "import sys; from zerofit.tools.prepare.prepare import main; main(sys.argv[1:])"
     code += "; print({'megatron', 'torch'} & {*sys.modules})"
     words = ("info", "--input", made)
     said = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -692,7 +692,7 @@ def test_what_is_there_is_kept(small, tmp_path, capsys):
 def started(source: Path, small: Path, output: Path) -> subprocess.Popen:
     """A job of two workers that has begun to write, and has much left to do."""
     job = subprocess.Popen(
-        [sys.executable, "-m", "train.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
+        [sys.executable, "-m", "zerofit.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
          "--tokenizer", str(small), "--workers", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip

@@ -8,14 +8,14 @@ import termios
 
 import pytest
 
-from train.record.metrics import UpdateMetrics
-from train.record.terminal import READABLE, Bar, columns_of, fitted, rounded, screen_width, shortened, table
+from zerofit.record.metrics import UpdateMetrics
+from zerofit.record.terminal import READABLE, Bar, columns_of, fitted, rounded, screen_width, shortened, table
 
 LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
 RUN = f"""
-from train.record.terminal import Bar
-from train.record.metrics import UpdateMetrics
+from zerofit.record.terminal import Bar
+from zerofit.record.metrics import UpdateMetrics
 bar = Bar(150000, 50000, True)
 bar.begin(147000)
 for update in range(147001, 147502):
@@ -66,7 +66,7 @@ def test_a_terminal_shows_whole_figures_the_worthiest_first(columns, there, not_
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_follows_a_bar_begins_a_line(unbuffered):
-    outliving = "from train.record.terminal import outlive_the_terminal\noutlive_the_terminal()"
+    outliving = "from zerofit.record.terminal import outlive_the_terminal\noutlive_the_terminal()"
     shown = at_a_terminal(80, f"{outliving}\n{RUN}\nprint('next', flush=True)", PYTHONUNBUFFERED=unbuffered)
     assert "\r\nnext" in shown, shown[-200:]
 

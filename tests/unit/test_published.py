@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers import ROOT, refusal
 
-from train.recipe import ClmRecipe
-from train.recipe.schedule import make_schedule
-from train.strategy import launch as launch_module
-from train.strategy.deepspeed_schedule import with_schedule
-from train.strategy.read import read_strategy
-from train.strategy.strategy import Strategy
+from zerofit.recipe import ClmRecipe
+from zerofit.recipe.schedule import make_schedule
+from zerofit.strategy import launch as launch_module
+from zerofit.strategy.deepspeed_schedule import with_schedule
+from zerofit.strategy.read import read_strategy
+from zerofit.strategy.strategy import Strategy
 
 PRINTED = ROOT / "tests" / "published"
 PAIRS = {  # YAML: the JSON that it names

@@ -7,8 +7,8 @@ import shlex
 import pytest
 from helpers import ROOT
 
-from train.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
-from train.recipe.foreign_options import FOREIGN_NAMES, HINTS, foreign_option_hints
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from zerofit.recipe.foreign_options import FOREIGN_NAMES, HINTS, foreign_option_hints
 
 TASKS = (ClmRecipe, ClsRecipe, Seq2SeqRecipe)
 
@@ -213,8 +213,8 @@ def test_the_recipe_room_is_light():
     import subprocess
     import sys
 
-    code = "import sys, train.recipe; print([m for m in ('torch', 'accelerate', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    code = "import sys, zerofit.recipe; print({'torch', 'accelerate', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
 def test_what_is_published_has_no_folder_of_this_machine():

@@ -9,7 +9,7 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from train.recipe.last_message import is_accelerate_launch, prints_a_traceback
+from zerofit.recipe.last_message import is_accelerate_launch, prints_a_traceback
 
 LAUNCHER = """
 import subprocess, sys
@@ -19,7 +19,7 @@ if "--quiet" in sys.argv:
 raise subprocess.CalledProcessError(code, "the command " * 20)
 """
 RUN = """
-from train.recipe.errors import UserError, reports_user_errors
+from zerofit.recipe.errors import UserError, reports_user_errors
 
 @reports_user_errors
 def main(argv=None):
@@ -111,7 +111,7 @@ def test_who_prints_a_traceback():
     for words, prints in {
         "python /bin/accelerate launch x.py": True, "accelerate-launch x.py": True, "torchrun x.py": True,
         "python -m torch.distributed.run x.py": True, "accelerate-launch -q x.py": False, "bash x.sh": False,
-        "python /zerofit/train/tools/launch/agent.py x.py": False,
+        "python /zerofit/zerofit/tools/launch/agent.py x.py": False,
     }.items():  # fmt: skip
         assert prints_a_traceback(words.split()) == prints, words
-    assert is_accelerate_launch(["python", "/zerofit/train/tools/launch/agent.py", "x.py"])
+    assert is_accelerate_launch(["python", "/zerofit/zerofit/tools/launch/agent.py", "x.py"])

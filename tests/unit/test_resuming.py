@@ -8,15 +8,15 @@ import pytest
 import yaml
 from helpers import refusal
 
-from train.checkpoint.directory import ASKED, CheckpointDirectory
-from train.checkpoint.manager import CheckpointManager
-from train.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
-from train.checkpoint.run_state import RunState
-from train.recipe import ClmRecipe, parse_recipe
-from train.recipe.errors import NothingToDo
-from train.record.run_folder import RunFolder, identity
-from train.record.written_files import NAMES
-from train.strategy.batches import resolve_batches
+from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
+from zerofit.checkpoint.manager import CheckpointManager
+from zerofit.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
+from zerofit.checkpoint.run_state import RunState
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe.errors import NothingToDo
+from zerofit.record.run_folder import RunFolder, identity
+from zerofit.record.written_files import NAMES
+from zerofit.strategy.batches import resolve_batches
 
 
 def recipe(*flags: str) -> ClmRecipe:

@@ -1,4 +1,4 @@
-"""The rooms of train/: each imports those above it in DESIGN's list and none below, and no two modules each other."""
+"""The rooms: each imports those above it in DESIGN's list and none below, and no two modules each other."""
 
 import ast
 from pathlib import Path
@@ -6,18 +6,17 @@ from pathlib import Path
 from helpers import ROOT
 
 # From the bottom of the house to its top: a room imports the rooms before it.
-ROOMS = ["recipe", "model", "data", "strategy", "record", "health", "checkpoint", "training", "tasks", "tools", "cli"]
-TASKS = ("clm", "cls", "seq2seq")
+ROOMS = ["recipe", "model", "data", "strategy", "record", "health", "checkpoint", "training", "tools", "cli"]
 LONGEST = 350  # lines of a module
 
 
 def modules() -> dict[str, Path]:
-    files = sorted((ROOT / "train").rglob("*.py"))
+    files = sorted((ROOT / "zerofit").rglob("*.py"))
     return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
 def imports() -> dict[str, set[str]]:
-    """{module: modules of train/ that it imports}, inside of functions as well."""
+    """{module: modules of zerofit/ that it imports}, inside of functions as well."""
     known = modules()
     found = {name: set() for name in known}
     for name, file in known.items():
@@ -32,12 +31,11 @@ def imports() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    parts = module.split(".")
-    return "tasks" if parts[1] in TASKS else parts[1]
+    return module.split(".")[1]
 
 
 def edges() -> list[tuple[str, str]]:
-    return [(a, b) for a, others in imports().items() for b in others if a != "train" and b != "train"]
+    return [(a, b) for a, others in imports().items() for b in others if a != "zerofit" and b != "zerofit"]
 
 
 def test_arrows_go_one_way():
@@ -72,4 +70,4 @@ def test_modules_are_short():
     lines = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
     assert len(lines) > 150
     assert {name: count for name, count in lines.items() if count > LONGEST} == {}
-    assert lines["train.training.loop"] < 150
+    assert lines["zerofit.training.loop"] < 150

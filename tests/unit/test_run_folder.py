@@ -11,15 +11,15 @@ import yaml
 from helpers import ROOT, refusal
 from safetensors import SafetensorError
 
-from train.checkpoint.directory import ASKED, BEST, CheckpointDirectory
-from train.checkpoint.resume import START_OVER, EarlierRuns
-from train.recipe import ClmRecipe, parse_recipe
-from train.recipe.errors import UserError
-from train.recipe.files import atomic_file
-from train.record.jsonl import JsonlFile
-from train.record.metrics import fields_table
-from train.record.run_folder import RunFolder, identity
-from train.tools.generate.journal import Journal
+from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
+from zerofit.checkpoint.resume import START_OVER, EarlierRuns
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import atomic_file
+from zerofit.record.jsonl import JsonlFile
+from zerofit.record.metrics import fields_table
+from zerofit.record.run_folder import RunFolder, identity
+from zerofit.tools.generate.journal import Journal
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
 
@@ -352,7 +352,7 @@ def test_weights_that_the_disk_has_no_room_for_are_one_message(tmp_path):
 
 
 def test_the_table_of_fields_is_current():
-    """python -c 'from train.record.metrics import fields_table; print(fields_table())'"""
+    """python -c 'from zerofit.record.metrics import fields_table; print(fields_table())'"""
     table = fields_table()
     assert table.count("\n") > 20
     assert table in (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")

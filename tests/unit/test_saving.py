@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers import refusal
 
-from train.checkpoint import writer as saving
-from train.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
-from train.checkpoint.writer import AsyncCheckpointWriter
-from train.strategy.engine import Engine
-from train.strategy.layout import ParallelLayout
-from train.strategy.state import KINDS, WholeState
+from zerofit.checkpoint import writer as saving
+from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
+from zerofit.checkpoint.writer import AsyncCheckpointWriter
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.state import KINDS, WholeState
 
 
 class Alone:

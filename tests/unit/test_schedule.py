@@ -7,9 +7,9 @@ import torch
 from helpers import ROOT
 from transformers import get_scheduler
 
-from train.recipe import ClmRecipe, UserError, parse_recipe
-from train.recipe.schedule import Schedule, make_schedule
-from train.strategy.deepspeed_schedule import adopt_scheduler, check_deepspeed_schedule, resolve_scheduler
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe.schedule import Schedule, make_schedule
+from zerofit.strategy.deepspeed_schedule import adopt_scheduler, check_deepspeed_schedule, resolve_scheduler
 
 
 def curve(schedule: Schedule) -> list[float]:

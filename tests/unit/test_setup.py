@@ -14,7 +14,7 @@ case "$*" in
   *version_info*) [ "$FAKE_VERSION" != 3.10.9 ] ;;
   --version) echo "Python $FAKE_VERSION" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  *train/strategy/gpus.py) echo "$FAKE_GPUS" ;;
+  *zerofit/strategy/gpus.py) echo "$FAKE_GPUS" ;;
   "-c import sys, torch"*) [ -e "$(dirname "$0")/../torch" ] ;;
   -) cat >/dev/null && [ -z "$FAKE_UNSEEN" ] || exit 2 ;;
   *" torch"*) touch "$(dirname "$0")/../torch" ;;

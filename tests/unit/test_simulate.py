@@ -7,17 +7,17 @@ import pytest
 from helpers import ROOT, refusal
 from unit.test_limits import machine, rows
 
-from train.recipe.parse import parse_recipe
-from train.strategy.gpu_table import GPUS
-from train.tools.compare import simulated
-from train.tools.compare.axis import BATCHES
-from train.tools.compare.candidates import make_recipe
-from train.tools.compare.journal import key_of
-from train.tools.compare.machine import Limits, launch_environment
-from train.tools.compare.options import CompareOptions
-from train.tools.compare.report import Report
-from train.tools.compare.results import with_rates_of
-from train.tools.tool_recipe import read_with_recipe
+from zerofit.recipe.parse import parse_recipe
+from zerofit.strategy.gpu_table import GPUS
+from zerofit.tools.compare import simulated
+from zerofit.tools.compare.axis import BATCHES
+from zerofit.tools.compare.candidates import make_recipe
+from zerofit.tools.compare.journal import key_of
+from zerofit.tools.compare.machine import Limits, launch_environment
+from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.report import Report
+from zerofit.tools.compare.results import with_rates_of
+from zerofit.tools.tool_recipe import read_with_recipe
 
 GIB = 2**30
 VARIABLES = {"SIMGPU_LIBRARY": "/x/simgpu_c-1.so", "SIMGPU_MEMORY": str(GIB), "PYTHONPATH": "/x"}

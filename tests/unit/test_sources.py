@@ -6,14 +6,14 @@ import json
 import pytest
 from datasets import Dataset
 
-from train.data.causal import prepare_causal_data
-from train.data.encodings import likely, proposal
-from train.data.sources import not_utf8, read_source
-from train.data.tables import columns_present, hold_out
-from train.data.text.documents import load_texts, split_off
-from train.model.configuration import load_configuration
-from train.recipe import ClmRecipe, UserError
-from train.recipe.paths import find_files
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.encodings import likely, proposal
+from zerofit.data.sources import not_utf8, read_source
+from zerofit.data.tables import columns_present, hold_out
+from zerofit.data.text.documents import load_texts, split_off
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe import ClmRecipe, UserError
+from zerofit.recipe.paths import find_files
 
 ROWS = [f"This is text number {number}, and it says little." for number in range(40)]
 

@@ -4,7 +4,7 @@ import pytest
 from helpers import refusal
 from transformers import AutoConfig
 
-from train.strategy.sequence import check_model
+from zerofit.strategy.sequence import check_model
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
             "original_max_position_embeddings": 64}  # fmt: skip

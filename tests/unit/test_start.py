@@ -10,9 +10,9 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, environment, refusal
 
-from train.strategy import gpus
-from train.tools.launch import launch as start
-from train.tools.launch.schedulers import Machines, first_host, read_machines
+from zerofit.strategy import gpus
+from zerofit.tools.launch import launch as start
+from zerofit.tools.launch.schedulers import Machines, first_host, read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
@@ -183,7 +183,7 @@ def test_what_the_launcher_gets(machine, monkeypatch):
 
 def test_from_another_folder(tmp_path):
     """Without the tree in the current folder, and without anything on PATH; with torch's own count of devices."""
-    command = [sys.executable, "-m", "train.cli", "launch", str(ROOT / RECIPE), "--num_processes", "2", "--dry_run"]
+    command = [sys.executable, "-m", "zerofit.cli", "launch", str(ROOT / RECIPE), "--num_processes", "2", "--dry_run"]
     variables = environment(PATH="/usr/bin", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from train.data.pairs.prepare import prepare_pairs
-from train.data.sources import read_source
-from train.data.stdlib import EMBEDDED, MIN_WORDS, NUM_PACKAGES, definitions, in_words
-from train.model.configuration import load_configuration
-from train.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
-from train.training.generation import trivial_answers
+from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.data.sources import read_source
+from zerofit.data.stdlib import EMBEDDED, MIN_WORDS, NUM_PACKAGES, definitions, in_words
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
+from zerofit.training.generation import trivial_answers
 
 
 def parts_of(name: str, cache: str) -> dict[str, list[dict]]:
@@ -132,7 +132,7 @@ def test_the_trivial_answers_are_scored_as_the_models_are(cache):
 
 
 def test_the_help_names_them():
-    from train.recipe.data_options import SourceOptions
+    from zerofit.recipe.data_options import SourceOptions
 
     shown = SourceOptions.__dataclass_fields__["dataset_name"].metadata["help"]
     assert len(EMBEDDED) == 2

@@ -14,17 +14,17 @@ import torch
 from helpers import TINY, forked, loss_and_gradients, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.checkpoint.shards import ShardReader, write_shard
-from train.model.families import BY_MODEL_TYPE
-from train.model.parameters import count_parameters
-from train.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
-from train.model.tensor_parallel.draw import draw_share
-from train.model.tensor_parallel.read import stored_dtype
-from train.model.tensor_parallel.split import check_split, split_model
-from train.recipe import ClmRecipe
-from train.strategy.degrees import check_degrees, take_tensor_degree
-from train.strategy.layout import ParallelLayout
-from train.strategy.state import KINDS, Piece
+from zerofit.checkpoint.shards import ShardReader, write_shard
+from zerofit.model.families import BY_MODEL_TYPE
+from zerofit.model.parameters import count_parameters
+from zerofit.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
+from zerofit.model.tensor_parallel.draw import draw_share
+from zerofit.model.tensor_parallel.read import stored_dtype
+from zerofit.model.tensor_parallel.split import check_split, split_model
+from zerofit.recipe import ClmRecipe
+from zerofit.strategy.degrees import check_degrees, take_tensor_degree
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.state import KINDS, Piece
 
 RANKS = 2
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -160,7 +160,7 @@ def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
 
 
 def small_chunks() -> None:
-    from train.model import loss
+    from zerofit.model import loss
 
     loss.CHUNK_BYTES, loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
 
@@ -202,8 +202,8 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
-    monkeypatch.setattr("train.model.loss.CHUNK_BYTES", 4 * 97 * 16)
-    monkeypatch.setattr("train.model.loss.SMALLEST_CHUNK", 16)
+    monkeypatch.setattr("zerofit.model.loss.CHUNK_BYTES", 4 * 97 * 16)
+    monkeypatch.setattr("zerofit.model.loss.SMALLEST_CHUNK", 16)
     expected = figures_of(model_of(name), lambda gradient, parameter: gradient)
     for found in (rank[name] for rank in ranks):
         for kind in ("full", "chunked"):

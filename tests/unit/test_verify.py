@@ -12,19 +12,19 @@ import pytest
 import yaml
 from helpers import BIN, ROOT, refusal
 
-from train.recipe import ClmRecipe, parse_recipe
-from train.record.run_folder import check_folder_of
-from train.strategy.build_locks import abandoned_locks, drop_abandoned_locks
-from train.strategy.builds import announce_builds
-from train.strategy.pairs import find_strategies
-from train.tools.launches import Launch, Trial, failure, launched, mistake
-from train.tools.tool_recipe import read_with_recipe
-from train.tools.verify.killing import Killed, alternating, spread_moments, within_the_rest
-from train.tools.verify.options import VerifyOptions
-from train.tools.verify.proof import Outcome
-from train.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
-from train.tools.verify.shorten import shorten
-from train.tools.verify.verify import main
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.record.run_folder import check_folder_of
+from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
+from zerofit.strategy.builds import announce_builds
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.launches import Launch, Trial, failure, launched, mistake
+from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.verify.killing import Killed, alternating, spread_moments, within_the_rest
+from zerofit.tools.verify.options import VerifyOptions
+from zerofit.tools.verify.proof import Outcome
+from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
+from zerofit.tools.verify.shorten import shorten
+from zerofit.tools.verify.verify import main
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -173,7 +173,7 @@ def test_the_shortened_recipe_is_one(tmp_path):
 def test_the_noise_is_turned_off(tmp_path):
     options, cls = options_of("--config_overrides", "n_layer=2,attn_pdrop=0.3", "--lora", "--lora_dropout", "0.2")
     short = shorten(options, cls)
-    from train.model.configuration import load_configuration
+    from zerofit.model.configuration import load_configuration
 
     (tmp_path / "short.yaml").write_text(short.to_yaml())
     again = parse_recipe(cls, ["--config", str(tmp_path / "short.yaml")])
@@ -226,7 +226,7 @@ def test_mistakes_in_options(tmp_path, monkeypatch, capsys):
         assert said in refusal(main, list(flags))
     monkeypatch.chdir(tmp_path)
     assert find_strategies(["zero2"]) == {"zero2": ROOT / "accelerate_configs/zero2.yaml"}, "those of the tree"
-    monkeypatch.setattr("train.strategy.pairs.ROOT", tmp_path)
+    monkeypatch.setattr("zerofit.strategy.pairs.ROOT", tmp_path)
     assert "Start it where the folder accelerate_configs/ is" in refusal(find_strategies, ["zero2"])
     (tmp_path / "own.yaml").write_text("distributed_type: NO\n")
     assert find_strategies(["own.yaml"]) == {"own.yaml": Path("own.yaml")}
@@ -403,6 +403,6 @@ def test_the_lock_of_a_build_that_has_just_begun_stays(tmp_path, monkeypatch):
         lock.touch()
         return set()
 
-    monkeypatch.setattr("train.strategy.build_locks._open_files", look)
+    monkeypatch.setattr("zerofit.strategy.build_locks._open_files", look)
     assert drop_abandoned_locks() == []
     assert lock.exists()

@@ -10,10 +10,10 @@ import time
 import pytest
 from helpers import ROOT, environment
 
-from train.health import flight
-from train.health import watchdog_process as watch
-from train.health.watchdog import Watchdog, died_elsewhere
-from train.health.watchdog_process import (
+from zerofit.health import flight
+from zerofit.health import watchdog_process as watch
+from zerofit.health.watchdog import Watchdog, died_elsewhere
+from zerofit.health.watchdog_process import (
     GIB,
     RankMessages,
     Sample,
@@ -23,12 +23,12 @@ from train.health.watchdog_process import (
     headroom,
     take_sample,
 )
-from train.strategy.build_locks import lock_files, stale_locks
+from zerofit.strategy.build_locks import lock_files, stale_locks
 
 PRELUDE = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from train.health.watchdog import Watchdog
+from zerofit.health.watchdog import Watchdog
 watchdog = Watchdog(3, {limit}, locks_after_seconds={locks})
 watchdog.start()
 print(os.getpid(), watchdog._child.pid, flush=True)
@@ -261,11 +261,11 @@ def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, m
 
 def test_the_watchdog_is_small():
     program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); "
-    program += "import train.health.watchdog_process; print(*sys.modules)"
+    program += "import zerofit.health.watchdog_process; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program.format(str(ROOT))],
                           capture_output=True, text=True, timeout=30)  # fmt: skip
     loaded = set(done.stdout.split())
-    assert "train.health.watchdog_process" in loaded, done.stderr
+    assert "zerofit.health.watchdog_process" in loaded, done.stderr
     assert not loaded & {"torch", "numpy", "psutil", "subprocess", "inspect", "dataclasses"}
 
 
@@ -400,7 +400,7 @@ PAIR = """
 import os, signal, sys, tempfile
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as d
-from train.health.watchdog import died_elsewhere
+from zerofit.health.watchdog import died_elsewhere
 rank = int(sys.argv[1])
 d.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 d.barrier()
@@ -437,7 +437,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import torch
 import torch.distributed as d
-from train.health.watchdog import Watchdog
+from zerofit.health.watchdog import Watchdog
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 d.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + str(folder / "meeting"))

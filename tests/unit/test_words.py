@@ -1,6 +1,6 @@
 """Nouns of numbers in messages."""
 
-from train.recipe.words import counted
+from zerofit.recipe.words import counted
 
 
 def test_nouns_agree_with_their_number():

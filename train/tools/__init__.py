@@ -1,1 +1,0 @@
-"""The tools of the `zerofit` command; only train/cli.py imports them."""

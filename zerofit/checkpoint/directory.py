@@ -1,0 +1,256 @@
+"""The checkpoints of a run: complete or absent, never half; `latest` and `best` point to one each.
+
+checkpoints/update_00000100/
+  manifest.json   why it was written, and size and checksum (XXH3, 128 bits) of every other file; a checkpoint without
+                  it, or that fails it, is never used
+  model/          what transformers (an adapter: peft) loads
+  state/          what the run resumes from; absent where only the model was to be kept
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
+from zerofit.record.written_files import files_below, remove_empty
+
+MANIFEST = "manifest.json"
+STATE = "state"
+# Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to
+# resume from, and the last two of them are enough.
+ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
+AT_LEAST = 2  # if the newest has come to harm there is one before it
+NAME = re.compile(r"update_\d{8}")
+
+
+class CheckpointDirectory:
+    """checkpoints/update_NNNNNNNN/ of a run's folder. Only one process writes here, but for the files within state/.
+
+    Args:
+        path: the folder checkpoints/.
+        limit: of those that were asked for, keep the last so many; None: all.
+        every: beside these, keep each whose update is a multiple of this.
+    """
+
+    def __init__(self, path: Path, limit: int | None = None, every: int | None = None):
+        self.path, self.limit, self.every = path, limit, every
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the best evaluation: a link, absent where none was kept."""
+        return self.path / "best"
+
+    @property
+    def latest(self) -> Path:
+        """The checkpoint that was written last: a link, absent where none was."""
+        return self.path / "latest"
+
+    def folder(self, update: int) -> Path:
+        """Where the checkpoint of this update is, or would be."""
+        return self.path / f"update_{update:08}"
+
+    def partial(self, update: int) -> Path:
+        """Where it is being written."""
+        return self.folder(update).with_suffix(".partial")
+
+    def finish(self, update: int, why: str, is_best: bool, checked: dict[str, dict[str, Any]]) -> None:
+        """Seal what was written, give it its name, point the links there, and drop what is too old.
+
+        Args:
+            checked: {file: its entry of the manifest}, of those files that are on the disk already.
+        """
+        folder, partial = self.folder(update), self.partial(update)
+        seal(partial, why, checked)
+        _remove(folder)  # of a run that was resumed from before it
+        partial.rename(folder)
+        sync(self.path)
+        self._point(self.latest, folder)
+        if is_best:
+            self._point(self.best, folder)
+        self._drop()
+
+    def abandon(self, update: int) -> None:
+        """Take away what a failed save has left."""
+        with contextlib.suppress(OSError):
+            remove(self.partial(update))
+
+    def folders(self) -> list[Path]:
+        """The checkpoints, the newest first. Whether they are whole is not looked at."""
+        folders = (path for path in self.path.glob("update_????????") if NAME.fullmatch(path.name))
+        parts = (MANIFEST, STATE, "model")
+        return sorted((path for path in folders if any((path / part).exists() for part in parts)), reverse=True)
+
+    def resumable(self) -> Iterator[Path]:
+        """Checkpoints that hold a state, the newest first. Whether they are whole is not looked at."""
+        return (folder for folder in self.folders() if (folder / STATE).is_dir())
+
+    def newest_after(self, update: int) -> Path | None:
+        """The newest checkpoint, if it is of a later update than this one."""
+        return next((folder for folder in self.folders() if _update(folder) > update), None)
+
+    def foreign(self, is_of_a_run: bool) -> Iterator[str]:
+        """The names, with that of this folder before them, of files that are in no checkpoint's manifest.
+
+        Args:
+            is_of_a_run: a checkpoint whose manifest is missing or damaged is one that a run has left.
+        """
+        is_folder = self.path.is_dir() and not self.path.is_symlink()
+        for path in sorted(self.path.iterdir()) if is_folder else ():
+            temporary = TEMPORARY.fullmatch(path.name)
+            name = temporary["name"] if temporary else path.name.removesuffix(".partial")
+            if path.is_symlink():
+                is_ours = name in (self.best.name, self.latest.name) and NAME.fullmatch(os.readlink(path))
+                files: Iterable[str] = () if is_ours else (path.name,)
+            elif path.is_dir():
+                sealed = _sealed(path)
+                is_ours = is_of_a_run and sealed is None and NAME.fullmatch(name)
+                files = () if is_ours else set(files_below(path, path.parent)) - (sealed or set())
+            else:
+                files = (path.name,)
+            yield from (f"{self.path.name}/{name}" for name in sorted(files))
+
+    def drop_after(self, update: int) -> None:
+        """Remove the checkpoints of updates that come again, and what a killed run has left half."""
+        for path in self.path.glob("*.partial"):
+            if NAME.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
+                remove(path)
+        for folder in self.folders():
+            if _update(folder) > update:
+                _remove(folder)
+        for link in (self.best, self.latest):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+        if not os.path.lexists(self.latest) and (newest := next(self.resumable(), None)):
+            self._point(self.latest, newest)
+
+    def point_to_the_best(self, update: int) -> None:
+        """Let `best` point to the checkpoint of this update."""
+        self._point(self.best, self.folder(update))
+
+    def _drop(self) -> None:
+        folders = self.folders()
+        asked = [folder for folder in folders if _why(folder) == ASKED]
+        keep = {*asked[: self.limit], *list(self.resumable())[: self.limit or AT_LEAST]}
+        keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
+        kept = {folder.name for folder in keep}
+        for folder in folders:
+            milestone = self.every and _update(folder) % self.every == 0
+            if folder.name not in kept and not milestone:
+                _remove(folder)
+
+    @staticmethod
+    def _point(link: Path, folder: Path) -> None:
+        new = temporary_path(link)
+        new.symlink_to(folder.name)
+        new.replace(link)
+
+
+def seal(folder: Path, why: str, checked: dict[str, dict[str, Any]]) -> None:
+    """Write the manifest of all files in a folder, and see that everything is on the disk."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        files[name] = checked.get(name) or entry(path)
+    with atomic_file(folder / MANIFEST) as file:
+        file.write(_manifest(why, files))
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync(path)
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest, once it is on the disk."""
+    sync(path)
+    return {"bytes": path.stat().st_size, "xxh3_128": checksum(path)}
+
+
+def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
+    """What is wrong with a checkpoint's files, the first thing found; None if they are what was written.
+
+    Args:
+        rank: look at every `num_ranks`-th file only, from this one on: ranks share the reading.
+    """
+    try:
+        text = (folder / MANIFEST).read_text()
+        why, files = json.loads(text)["why"], json.loads(text)["files"]
+        expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
+        outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    if text != _manifest(why, files):
+        return f"{MANIFEST} is not what was written (its checksum differs)"
+    if outside:
+        return f"{MANIFEST} names a file of another folder, {outside!r}"
+    for name, (size, digest) in list(expected.items())[rank::num_ranks]:
+        path = folder / name
+        try:
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
+            if checksum(path) != digest:
+                return f"{name} is not what was written (its checksum differs)"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None if expected else f"{MANIFEST} names no file"
+
+
+def _manifest(why: str, files: dict[str, dict[str, Any]]) -> str:
+    """The text of a manifest, which bears a checksum of its own."""
+    import xxhash
+
+    content = {"why": why, "files": files}
+    return (
+        json.dumps({**content, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1) + "\n"
+    )
+
+
+def checksum(path: Path) -> str:
+    """XXH3 of a file, 128 bits: as fast as the disk, and meant for damage, not for malice."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _update(folder: Path) -> int:
+    return int(folder.name.removeprefix("update_"))
+
+
+def _sealed(folder: Path) -> set[str] | None:
+    """What a manifest names, and itself, with the folder's name before them; None if it cannot be read."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return {f"{folder.name}/{name}" for name in (*files, MANIFEST)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint. Files that its manifest does not name stay."""
+    sealed = None if folder.is_symlink() else _sealed(folder)
+    files = set(files_below(folder, folder.parent)) if sealed else set()
+    if sealed is None or files <= sealed:
+        gone = temporary_path(folder)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(gone)  # a kill leaves no half of a checkpoint under its name
+        remove(gone)
+        return
+    for name in files & sealed:
+        (folder.parent / name).unlink()
+    remove_empty(folder)
+
+
+def _why(folder: Path) -> str:
+    try:
+        return json.loads((folder / MANIFEST).read_text())["why"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ASKED  # nobody knows: it counts, and stays as long as any

@@ -1,0 +1,62 @@
+"""The trained model, or its adapter, as a folder for others."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from zerofit.model.export import Weights, export_model
+from zerofit.model.lora import Adapter
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.record.model_card import model_card
+from zerofit.strategy.engine import Engine
+
+
+class ModelExporter:
+    """Writes model/ of a run and of its checkpoints.
+
+    Args:
+        adapter: of the run; None: the whole model is trained and written.
+        environment: of environment.json, for the model card.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapter: Adapter | None,
+        tokenizer: PreTrainedTokenizerBase,
+        task: str,
+        recipe: TrainingRecipe,
+        environment: dict[str, Any],
+    ):
+        self._engine, self._adapter, self._tokenizer = engine, adapter, tokenizer
+        self._task, self._recipe, self._environment = task, recipe, environment
+        self._tokenizer_of_thread: PreTrainedTokenizerBase | None = None
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether the whole model is written, and not only what is trained."""
+        return self._adapter is None
+
+    def weights(self) -> Weights:
+        """What is written, full tensors, on the main process; nothing elsewhere. All ranks read it to its end."""
+        return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
+
+    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> None:
+        """Write the folder, on the main process.
+
+        Args:
+            weights: read once, one after another.
+            held_out: figures for the model card.
+            in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
+        """
+        if in_thread and self._tokenizer_of_thread is None:
+            self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
+        module, is_adapter = self._engine.whole, self._adapter is not None
+        card = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
+        tokenizer = self._tokenizer_of_thread if in_thread else self._tokenizer
+        if self._adapter is not None:
+            self._adapter.save(module, dict(weights), tokenizer, folder, card)
+        else:
+            export_model(module, weights, tokenizer, folder, card)

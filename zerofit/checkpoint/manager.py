@@ -1,0 +1,265 @@
+"""The checkpoints of a run: when one is written, what is in it, and how the run resumes from it."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zerofit.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.exporter import ModelExporter
+from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
+from zerofit.checkpoint.run_state import BestEvaluation, RunState
+from zerofit.checkpoint.writer import AsyncCheckpointWriter
+from zerofit.health.anomaly import Anomaly
+from zerofit.model.export import Weights
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import say
+from zerofit.strategy.engine import Engine
+
+MAX_REWINDS = 10
+
+
+class CheckpointManager:
+    """Saves and restores a run. All ranks call its methods together.
+
+    Args:
+        state: of the run: saved, and restored in place.
+        run: what a checkpoint tells of the run: the options that make it, its strategy, its processes.
+        data: the fingerprint of the training set, which the run's place in the data refers to.
+        keeps_best: the weights of the best evaluation are kept.
+        advise: is given the bytes of the copies that checkpoints are written from, once there are any.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        engine: Engine,
+        recipe: TrainingRecipe,
+        state: RunState,
+        exporter: ModelExporter,
+        run: dict[str, Any],
+        data: dict[str, Any],
+        keeps_best: bool,
+        advise: Callable[[int], None] = lambda copied: None,
+    ):
+        self.folder, self.recipe, self.state = folder, recipe, state
+        self.resumed_at = 0  # updates that were made before this launch
+        self.resumed_from: Path | None = None  # the folder of the run that it resumes
+        self.directory = CheckpointDirectory(
+            folder.path / "checkpoints", recipe.save_total_limit, recipe.save_keep_every
+        )
+        self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
+        self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
+        self._keeps_best, self._advise = keeps_best, advise
+        self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
+        self._saved_at = time.time()
+        self._saved_update: int | None = None  # the update whose state was saved last
+
+    # ------------------------------------------------------------------------------------------------------- resuming
+
+    def resume(self, plan: ResumePlan) -> None:
+        """Restore the run that is in the folder, or the checkpoint that is named, where there is one.
+
+        Raises:
+            UserError: none of the folder's checkpoints can be used, or it is of another run.
+        """
+        began = time.perf_counter()
+        for source in plan.sources:
+            checkpoint, warnings = self.writer.choose(source)
+            self._say(*warnings)
+            if checkpoint is not None:
+                break
+            if warnings:
+                raise UserError(
+                    f"no checkpoint in {self.directory.path} can be used, for the reasons above. Bring one back, or "
+                    f"start over with {START_OVER}, which deletes what is left of them"
+                )
+        else:
+            if plan.sources:
+                self._say("note      this run is in the folder already, with no checkpoint: it starts over")
+            return
+        run = self._restore(checkpoint)["run"]
+        if source == "auto":
+            plan.check_is_same_run(run)
+        self.resumed_at, self.resumed_from = self.state.updates, checkpoint.parents[1]
+        size = sum(file.stat().st_size for file in (checkpoint / STATE).iterdir())
+        self._say(
+            f"resumed   {checkpoint}, after update {self.state.updates:,}, written under {run['strategy']}, number of "
+            f"processes {run['num_processes']}: {size / 1e6:,.1f} MB read in {time.perf_counter() - began:.1f} s"
+        )
+
+    def drop_replaced(self) -> None:
+        """Remove the checkpoints of updates that come again, on the main process; of a run that this one replaces,
+        all of them.
+
+        Raises:
+            UserError: another launch has put them there since this one began.
+        """
+        self.folder.lock()
+        if self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve():
+            self.directory.drop_after(self.state.updates)
+        else:
+            refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
+            self.directory.drop_after(-1)
+
+    def restore_best_checkpoint(self) -> None:
+        """See that the best checkpoint so far is in the folder; where it is gone, the search begins anew."""
+        best, is_here = self.state.best, True
+        if self._engine.is_main and self.resumed_from is not None:
+            is_here = best.update is None or not self._keeps_best or self._best_is_here() or self._copy_best()
+        if not self._engine.from_main(is_here):
+            self._say(
+                f"note      the best checkpoint so far, of update {best.update}, is gone: the next evaluation is the "
+                "best"
+            )
+            vars(best).update(vars(BestEvaluation(worse_in_a_row=best.worse_in_a_row)))
+
+    def _best_is_here(self) -> bool:
+        best, update = self.directory.best, self.state.best.update
+        return update is not None and best.resolve() == self.directory.folder(update).resolve() and best.is_dir()
+
+    def _copy_best(self) -> bool:
+        """Copy the best checkpoint from the run that is resumed. Returns whether it could be had."""
+        update = self.state.best.update
+        if self.resumed_from is None or update is None:
+            return False
+        other = CheckpointDirectory(self.resumed_from / "checkpoints")
+        if other.path.resolve() == self.directory.path.resolve() or flaw(other.folder(update)):
+            return False
+        partial = self.directory.partial(update)
+        shutil.copytree(other.folder(update), partial)
+        partial.rename(self.directory.folder(update))
+        self.directory.point_to_the_best(update)
+        return True
+
+    def start(self) -> None:
+        """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
+        self._say(*self._about_checkpoints())
+        if self.recipe.on_anomaly == "rewind" and not self.state.updates:
+            self.save(START, False, {})
+
+    def rewind(self, anomaly: Anomaly) -> bool:
+        """Go back to the last good checkpoint, and skip the update that was refused from then on.
+
+        Returns: False where that is not wanted, not possible, or no remedy any more.
+        """
+        if self.recipe.on_anomaly != "rewind" or len(self.state.skipped_updates) >= MAX_REWINDS:
+            return False
+        self.wait()
+        checkpoint, warnings = self.writer.choose("auto")
+        self._say(*warnings)
+        if checkpoint is None:
+            return False
+        skipped = sorted({*self.state.skipped_updates, anomaly.update})
+        self._restore(checkpoint)
+        self.state.skipped_updates = skipped
+        self._say(f"rewound   to {checkpoint}; skipped: update {', '.join(map(str, skipped))}")
+        if self._engine.is_main:
+            self.folder.metrics.start(self.state.updates)
+            if self.recipe.record_samples:
+                self.folder.samples.start(self.state.updates)
+        return True
+
+    def _restore(self, checkpoint: Path) -> dict[str, Any]:
+        saved = self.writer.load(checkpoint)
+        check_data(self._data, saved["data"], checkpoint)
+        try:
+            self.state.restore(saved)
+        except KeyError:
+            raise UserError(
+                f"{checkpoint} has the format of an earlier version, which this one does not read. Start over with "
+                f"{START_OVER}"
+            ) from None
+        self._saved_update = self.state.updates
+        return saved
+
+    # --------------------------------------------------------------------------------------------------------- saving
+
+    @property
+    def saved_latest(self) -> bool:
+        """Whether the state of the latest update is in a checkpoint."""
+        return self._saved_update == self.state.updates and not self.last_failed
+
+    @property
+    def last_failed(self) -> bool:
+        """Whether the last save that has ended has failed; known on all ranks."""
+        return self.writer.last_failed
+
+    def is_due_by_clock(self) -> bool:
+        return bool(self._interval_s) and time.time() >= self._saved_at + self._interval_s
+
+    def save(self, why: str | None, is_best: bool, held_out: dict[str, float]) -> None:
+        """Begin a checkpoint.
+
+        Args:
+            why: it is written (zerofit/checkpoint/directory.py); None: only because it is the best.
+            held_out: figures of this update's evaluation; empty: there was none.
+        """
+        with_state = why is not None and not (self.recipe.save_only_model and why == ASKED)
+        if why == LEAVING and self.state.updates == self._saved_update:
+            return
+        # Opened now: the next evaluation puts others in their place.
+        predictions = [path.open("rb") for path in self._predictions()] if held_out else []
+
+        def fill(folder: Path, weights: Weights) -> None:
+            self._exporter.write(weights, held_out, folder / "model", in_thread=True)
+            for file in predictions:
+                with file, (folder / Path(file.name).name).open("wb") as written:
+                    shutil.copyfileobj(file, written)
+
+        for lines in (self.folder.metrics, self.folder.samples, self.folder.anomalies):
+            lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
+        saved = self.state.to_file() | {"run": self._run, "data": self._data}
+        if not self.writer.bytes_of_copies and self.writer.copies():
+            self._advise(self.writer.bytes_of_copies)
+        self.writer.save(
+            self.state.updates, why or BEST, fill, self._exporter.weights, saved if with_state else None, is_best
+        )
+        self._saved_at = time.time()
+        if with_state:
+            self._saved_update = self.state.updates
+
+    def _predictions(self) -> list[Path]:
+        return list(self.folder.path.glob("predictions*.jsonl")) if self._engine.is_main else []
+
+    def wait(self) -> bool:
+        """Wait for the checkpoint that is being written. Returns whether it failed."""
+        return self.writer.wait()
+
+    def messages(self) -> list[str]:
+        """What has become of checkpoints since the last call, for the log of the main process."""
+        self.writer.poll()
+        messages, self.writer.messages = self.writer.messages, []
+        return messages
+
+    def finish(self, after_anomaly: bool) -> None:
+        """Wait for the last checkpoint, and say what became of it. After an anomaly, first save what is good."""
+        if after_anomaly:
+            self.save(LEAVING, False, {})
+        self.wait()
+        self._say(*self.messages())
+
+    def _say(self, *lines: str) -> None:
+        say(*lines, main=self._engine.is_main)
+
+    def _about_checkpoints(self) -> list[str]:
+        """When checkpoints are written, and a warning where there is no room for one."""
+        recipe = self.recipe
+        strategy = recipe.save_strategy or ("steps" if recipe.save_steps else None)
+        asked = {"epoch": "at the end of each epoch", "steps": f"every {recipe.save_steps} updates"}
+        when = [asked[strategy]] if strategy in asked else []
+        when += [f"every {recipe.save_minutes:g} minutes"] if self._interval_s else []
+        if not when:
+            return ["saves     none: a run that is killed starts over"]
+        size = self.writer.bytes_of_a_checkpoint(not recipe.save_only_model)
+        free = shutil.disk_usage(self.folder.path).free
+        lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each"]
+        if free < 1.05 * size:
+            lines.append(
+                f"warning   {self.folder.path} has no room for a checkpoint of {size / 1e6:,.1f} MB: "
+                f"{free / 1e6:,.1f} MB are free. Make room, or choose another --output_dir"
+            )
+        return lines

@@ -1,0 +1,226 @@
+"""Which earlier run this one resumes, and whether its position in the data is a position in this data."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerofit.checkpoint.directory import STATE, CheckpointDirectory
+from zerofit.checkpoint.shards import read_progress
+from zerofit.checkpoint.writer import named_checkpoint_problem
+from zerofit.data.pack import SampleSet
+from zerofit.recipe.errors import NothingToDo, UserError
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.words import counted
+from zerofit.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
+from zerofit.record.written_files import CHECKPOINTS
+
+SAMPLES_LOOKED_AT = 64
+START_OVER = "--resume never --overwrite_output_dir"
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """From where a run resumes.
+
+    Args:
+        folder: the output folder.
+        identity: the options that make the run the run that it is.
+        sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.
+        notes: for the log.
+    """
+
+    folder: RunFolder
+    identity: dict[str, Any]
+    sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def check_is_same_run(self, recorded: dict[str, Any]) -> None:
+        """Raises UserError where a checkpoint of the folder is of another run."""
+        differing = differing_options(self.identity, recorded)
+        if differing:
+            self.folder.refuse_a_different_run(differing)
+
+
+@dataclass(frozen=True)
+class EarlierRuns:
+    """The runs from which this one may resume, as they were recorded.
+
+    Args:
+        own: the options of the run that is in the output folder; None: there is none.
+        checkpoint: the folder that `resume` names.
+        named: the options of the run that wrote it.
+    """
+
+    own: dict[str, Any] | None = None
+    checkpoint: Path | None = None
+    named: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, recipe: TrainingRecipe, folder: RunFolder) -> "EarlierRuns":
+        """Raises UserError: `resume` names a folder that is no checkpoint."""
+        own = folder.recorded() or _run_in_checkpoints(folder)
+        if recipe.resume in ("auto", "never"):
+            return cls(own)
+        checkpoint = Path(recipe.resume).expanduser()
+        return cls(own, checkpoint, _run_of(checkpoint))
+
+    def keep_global_batch(self, recipe: TrainingRecipe, replicas: int) -> tuple[int, str | None]:
+        """Let the accumulation follow where a run resumes with another number of data-parallel processes than its
+        options were given for: the recipe adopts the global batch of the run before.
+
+        Args:
+            replicas: copies of the model, each of one process or more.
+
+        Returns: (the number of them that the options are given for, what was done). The number stays as it was,
+            so that the same command resumes the run again.
+        """
+        recorded = None
+        if recipe.resume != "never":
+            recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
+        recorded = recorded or {}
+        size, before = recorded.get("global_batch_size"), next(filter(None, map(recorded.get, GIVEN_FOR)), None)
+        if size is None or before in (None, replicas) or recipe.source("global_batch_size"):
+            return replicas, None
+        recipe.adopt("global_batch_size", size, f"the run that resumes, of {counted(before, 'process')}")
+        recipe.adopt("gradient_accumulation_steps", None, "")
+        return before, (
+            f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
+            f"{size}, and the accumulation follows"
+        )
+
+    def _is_evidently_another(self, recipe: TrainingRecipe) -> bool:
+        """Whether the folder's run is another one, whatever a strategy may yet fill in."""
+        assert self.own is not None
+        left_open = {name for name, value in recipe.to_dict().items() if value is None}
+        differing = differences(recipe, self.own.get("global_batch_size"), self.own)
+        return any(text.split()[0] not in left_open for text in differing)
+
+    def plan(self, recipe: TrainingRecipe, global_batch: int, folder: RunFolder) -> ResumePlan:
+        """Decide, once recipe and strategy are resolved.
+
+        Raises:
+            UserError: the folder holds another run, or the checkpoint's place in the data would be another.
+            NothingToDo: the folder holds this very run, and it is finished.
+        """
+        now = identity(recipe, global_batch)
+        differing = differing_options(now, self.own or {})
+        if differing and not recipe.overwrite_output_dir:
+            folder.refuse_a_different_run(differing)
+        sources, notes = [], []
+        inside = self.checkpoint is not None and self.checkpoint.resolve().parents[1] == folder.path.resolve()
+        if recipe.resume != "never" and self.own is not None and not differing and not inside:
+            if folder.is_finished and not recipe.overwrite_output_dir:
+                # The order of a corpus' samples follows from the length of the run.
+                longer = "" if getattr(recipe, "data_path", None) else "--resume one of its checkpoints, or "
+                raise NothingToDo(
+                    f"this run already finished, its model is {folder.model}. --overwrite_output_dir repeats it; to "
+                    f"train it further, choose another --output_dir and {longer}--model_name_or_path "
+                    f"{folder.model}"
+                )
+            sources += [] if folder.is_finished else ["auto"]
+        if self.checkpoint is not None and self.named is not None:
+            notes += [f"resumes with a change: {text}" for text in differences_from(recipe, global_batch, self.named)]
+            sources.append(str(self.checkpoint))
+        checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
+        continues = inside or ("auto" in sources and any(checkpoints.resumable()))
+        in_checkpoints = () if continues else checkpoints.foreign(bool(folder.written.names))
+        folder.refuse_foreign_files(in_checkpoints, recipe.overwrite_output_dir)
+        if not continues:
+            refuse_to_clear(folder, recipe.overwrite_output_dir, is_known=self.own is not None)
+        return ResumePlan(folder, now, tuple(sources), tuple(notes))
+
+
+def refuse_to_clear(folder: RunFolder, overwrite: bool, is_known: bool = True) -> None:
+    """Raises UserError where a run that starts would delete checkpoints or a model, and was not told to.
+
+    Args:
+        is_known: it is known which run is in the folder, and this is the same.
+    """
+    newest = CheckpointDirectory(folder.path / CHECKPOINTS).newest_after(folder.written.begun_at)
+    holds = newest or (folder.model if folder.model.is_dir() and any(folder.model.iterdir()) else None)
+    if holds is None and not is_known and folder.has_updates():
+        holds = folder.metrics.path
+    if holds is not None and not overwrite:
+        raise UserError(
+            f"output_dir = {str(folder.path)!r} holds {holds.relative_to(folder.path)}, and this run would start "
+            f"over. Choose another --output_dir, or delete what is there with {START_OVER}"
+        )
+
+
+def _run_in_checkpoints(folder: RunFolder) -> dict[str, Any] | None:
+    """The options that the newest checkpoint was written with, where the record of the run is lost."""
+    checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
+    if checkpoints.newest_after(folder.written.begun_at) is None:
+        return None
+    for checkpoint in checkpoints.resumable():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return read_progress(checkpoint / STATE)["run"]
+    return None
+
+
+def _run_of(checkpoint: Path) -> dict[str, Any]:
+    problem = named_checkpoint_problem(checkpoint)
+    if problem:
+        raise UserError(
+            f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
+            "such as RUN/checkpoints/latest"
+        )
+    try:
+        return read_progress(checkpoint / STATE)["run"]
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
+
+
+def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
+    """The options in which a run differs from the one of the checkpoint that was named.
+
+    Raises:
+        UserError: another optimizer; another seed or global batch, with which the checkpoint's place in the data is
+            another place.
+    """
+    differing = differences(recipe, global_batch, recorded)
+    if other := next((text for text in differing if text.startswith("optim ")), None):
+        raise UserError(
+            f"resume = {recipe.resume!r}: {other}: one optimizer cannot read what another has kept. Set it as it was, "
+            "or train on its weights in a run of their own: --model_name_or_path RUN/model"
+        )
+    displaced = [text for text in differing if text.startswith(("seed ", "global_batch_size "))]
+    if displaced:
+        raise UserError(
+            f"resume = {recipe.resume!r}: {'; '.join(displaced)}: its place in the data would be another. Set it as "
+            "it was"
+        )
+    return differing
+
+
+def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
+    """What tells a training set from another: its size, a checksum over some of its samples, and how it is grouped."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for index in np.linspace(0, len(samples) - 1, min(len(samples), SAMPLES_LOOKED_AT)).astype(int):
+        digest.update(np.ascontiguousarray(samples[int(index)]["input_ids"], dtype=np.int64).tobytes())
+    scores = getattr(samples, "scores", None)
+    if scores is not None:
+        digest.update(np.ascontiguousarray(scores).tobytes())
+    return {"samples": len(samples), "checksum": digest.hexdigest(), "grouping": grouping}
+
+
+def check_data(now: dict[str, Any], recorded: dict[str, Any], folder: Path) -> None:
+    """Raises UserError where the training data is not what the checkpoint was made with."""
+    if now == recorded:
+        return
+    changed = next(name for name in now if now[name] != recorded.get(name))
+    what = {
+        "samples": f"has {now['samples']:,} samples, and had {recorded['samples']:,}",
+        "checksum": "has other samples than it had",
+        "grouping": f"is grouped by {now['grouping']!r}, and was by {recorded['grouping']!r}",
+    }
+    raise UserError(
+        f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "
+        "Restore the data (with data_path also max_train_steps and num_train_epochs, which the order follows from), "
+        f"or start over with {START_OVER}"
+    )

@@ -1,0 +1,350 @@
+"""Saving and resuming, on all ranks together.
+
+A save has two halves. While training pauses, each rank copies what it owns to the host's memory. Then a thread
+of each rank writes its copy while training continues; the main process's thread waits for the files of the others,
+makes model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model
+alone is. Ranks meet in `wait` only: before the next save, where one has failed, and at the end.
+"""
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofit.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.host_copies import HostCopies
+from zerofit.checkpoint.shards import (
+    Piece,
+    ShardReader,
+    entries_of_shards,
+    missing_shards,
+    read_progress,
+    write_progress,
+    write_shard,
+)
+from zerofit.model.export import Weights
+from zerofit.model.parameters import true_numel
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_there
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.host_memory import host_memory
+from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
+
+Fill = Callable[[Path, Weights], None]
+
+
+class AsyncCheckpointWriter:
+    """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together.
+
+    Args:
+        whole: model/ holds the whole model, and not only what is trained.
+        asynchronous: write while training continues; None: where the host's memory has room for the copies.
+    """
+
+    def __init__(
+        self, checkpoints: CheckpointDirectory, engine: Engine, whole: bool = True, asynchronous: bool | None = None
+    ):
+        self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
+        parameters, trained = list(engine.whole.parameters()), list(engine.state.whole.values())
+        self._exported, self._whole = parameters if whole else trained, whole
+        self._state_has_all = len(self._exported) == len(trained)
+        self._asynchronous: bool | None = None
+        self.bytes_of_copies = 0  # of this host's memory, held from the first save on
+        self._save: _Save | None = None
+        self._copies = {part: HostCopies() for part in ("state", "model")}
+        self.messages: list[str] = []  # what has become of saves, on the main process
+        self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training paused, seconds in all
+        self.last_failed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's shard of the save under way has failed. Ranks tell each other, and then `wait`."""
+        return self._save is not None and self._save.failure is not None
+
+    def save(
+        self,
+        update: int,
+        why: str,
+        fill: Fill,
+        weights: Callable[[], Weights],
+        progress: dict[str, Any] | None,
+        is_best: bool,
+    ) -> None:
+        """Begin to write the checkpoint of this update; what came of it is in `messages` later.
+
+        Args:
+            why: ASKED, CLOCK, ... of zerofit/checkpoint/directory.py.
+            fill: writes what is for others (model/, predictions) into a folder, given the weights one after another;
+                called on the main process, in a thread.
+            weights: gathers what is exported, on the main process; called on all ranks, where the state has it not.
+            progress: what the run resumes from, beside the optimizer's state; None: only the model is kept.
+        """
+        began = time.perf_counter()
+        self.wait()
+        engine, copied = self.engine, self.copies()
+        if progress is not None:
+            engine.state.start()
+        pieces = engine.state.own() if progress is not None else []
+        tensors = {**engine.state.tensors(), **engine.state.whole_tensors()} if progress is not None else {}
+        tensors = self._on_the_host("state", tensors, copied)
+        from_state = progress is not None and self._state_has_all
+        buffers = engine.stored_buffers() if self._whole else {}
+        exported = buffers if from_state else dict(weights())
+        if copied:
+            live = {tensor.untyped_storage().data_ptr() for tensor in engine.live_tensors()}
+            moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
+            exported = {**exported, **self._on_the_host("model", moving, copied)}
+        if progress is not None:
+            steps, scale = engine.state.steps, engine.loss_scale()
+            progress = {**progress, "steps": steps, "loss_scale": scale}
+        rank, world_size = engine.layout.rank, engine.layout.world_size
+        self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
+        dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
+        self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
+        if copied:
+            self._save.blocked_s = time.perf_counter() - began
+        else:
+            self.wait()
+
+    def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
+        """Tensors on the CPU; where training continues meanwhile, copies in memory that the next save uses again."""
+        if copied:
+            return self._copies[part].of(tensors)
+        return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+
+    def copies(self) -> bool:
+        """Whether saves are copied first; all ranks decide alike, at the first one."""
+        if self._asynchronous is None and self._wanted is not None:
+            self._asynchronous = self._wanted
+        if self._asynchronous is None:
+            room = 0.8 * host_memory()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
+            self._asynchronous = all(rank[0] for rank in fits)
+        if self._asynchronous:
+            self.bytes_of_copies = self._bytes_to_copy()
+        return self._asynchronous
+
+    def _bytes_to_copy(self) -> int:
+        """The most that a rank copies: its shard of the state, and the main process puts the model together."""
+        return self.engine.state.bytes_of_own() + (self._bytes_of_weights() if self.engine.is_main else 0)
+
+    def _bytes_of_weights(self) -> int:
+        return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
+
+    def bytes_of_a_checkpoint(self, with_state: bool) -> int:
+        """About what one checkpoint takes on the disk."""
+        return self._bytes_of_weights() + (self.engine.state.bytes_of_all() if with_state else 0)
+
+    def wait(self) -> bool:
+        """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
+        save, engine = self._save, self.engine
+        if save is None:
+            return False
+        save.shard_is_written.wait()
+        failures = engine.gather_objects(save.failure)
+        failure = engine.from_main(next(filter(None, failures or ()), None))
+        if engine.is_main:
+            failure = save.conclude(failure)
+            self._tell(save, failure)
+        failed = engine.from_main(failure) is not None
+        self._save, self.last_failed = None, failed
+        return failed
+
+    def poll(self) -> None:
+        """Take notice of a save that is complete by now."""
+        if self._save is not None and self._save.is_concluded and self._save.failure is None and self.engine.is_main:
+            self._tell(self._save, None)
+
+    def _tell(self, save: "_Save", failure: str | None) -> None:
+        if save.told:
+            return
+        save.told = True
+        if failure is None:
+            self.records.append(save.record())
+        else:
+            earlier = "earlier ones are as they were" if any(self.checkpoints.resumable()) else "there is no other"
+            message = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
+            self.messages.append(message)
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def choose(self, requested: str) -> tuple[Path | None, list[str]]:
+        """The checkpoint to resume from (the newest whole one, or the one that is named), and warnings about others.
+
+        Raises:
+            UserError: the one that is named is no whole checkpoint.
+        """
+        candidates = []
+        if self.engine.is_main:
+            is_named = requested != "auto"
+            candidates = [Path(requested).expanduser().resolve()] if is_named else list(self.checkpoints.resumable())
+        warnings: list[str] = []
+        for folder in self.engine.from_main(candidates):
+            problem = self._flaw(folder)
+            if problem is None:
+                return folder, warnings
+            if requested != "auto":
+                raise UserError(f"resume = {requested!r}: {problem}. Name another")
+            warnings.append(f"warning   {folder} is not used: {problem}")
+        return None, warnings
+
+    def _flaw(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint. Each rank reads a part of its files, and must see what rank 0 sees."""
+        engine, manifest = self.engine, folder / MANIFEST
+        problem = named_checkpoint_problem(folder) or (None if is_there(manifest) else f"{MANIFEST} is missing")
+        if problem := engine.from_main(problem):
+            return problem
+        seen = appears(lambda: is_there(manifest))
+        check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_FOLDER_REMEDY)
+        problems = everyones(flaw(folder, engine.layout.rank, engine.layout.world_size))
+        return next(filter(None, problems), None)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Put a checkpoint's state into the engine. Returns the progress of its run.
+
+        Raises:
+            UserError: it is of another model, or no checkpoint at all.
+        """
+        from safetensors import SafetensorError
+
+        state = self.engine.state
+        try:
+            progress, files = read_progress(folder / STATE), ShardReader(folder / STATE)
+            problems = files.problems(state.whole)
+            if not problems:
+                state.load(files.read, progress["steps"], files.whole)
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise UserError(f"the checkpoint {folder} cannot be read: {first_line(error)}") from None
+        if problems:
+            raise UserError(
+                f"the checkpoint {folder} is of another model: {problems[0]} ({len(problems)} such weights). Choose "
+                "another --output_dir, or start over with --resume never --overwrite_output_dir"
+            )
+        self.engine.continue_from(progress["loss_scale"])
+        return progress
+
+
+def named_checkpoint_problem(folder: Path) -> str | None:
+    """What is wrong with a folder that somebody names to resume from, as far as a look at it tells."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / STATE).is_dir():
+        inside = sorted(str(path.relative_to(folder)) for path in folder.rglob("update_????????"))
+        remedy = f"; its checkpoints are {', '.join(inside)}" if inside else ""
+        return f"it is no checkpoint to resume from, it has no {STATE}/ folder{remedy}"
+    return None
+
+
+class _Save:
+    """One save under way on one rank."""
+
+    def __init__(
+        self,
+        checkpoints: CheckpointDirectory,
+        update: int,
+        why: str,
+        rank: int,
+        world_size: int,
+        is_best: bool,
+        began: float,
+    ):
+        self.checkpoints, self.update, self.why, self.is_best = checkpoints, update, why, is_best
+        self.rank, self.world_size = rank, world_size
+        self.shard_is_written = threading.Event()
+        self.failure: str | None = None
+        self.blocked_s: float | None = None  # seconds; None: until the save is concluded
+        self.told = False
+        self._began, self._seconds, self._bytes = began, 0.0, 0
+        self._until = float("inf")  # when the main process no longer waits for the files of others
+
+    def start(self, *work: Any) -> None:
+        self._thread = threading.Thread(target=self._work, args=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_concluded(self) -> bool:
+        return not self._thread.is_alive()
+
+    def conclude(self, failure: str | None) -> str | None:
+        """On the main process, once every rank's shard is written or has failed. Returns what failed, if anything."""
+        self._until = 0.0 if failure else time.perf_counter() + SECONDS_TO_APPEAR
+        self._thread.join()
+        failure = failure or self.failure
+        if failure:
+            self.checkpoints.abandon(self.update)
+        return failure
+
+    def record(self) -> dict[str, Any]:
+        blocked_s = time.perf_counter() - self._began if self.blocked_s is None else self.blocked_s
+        return {"update": self.update, "bytes": self._bytes, "blocked_s": blocked_s, "seconds": self._seconds}
+
+    def _work(
+        self,
+        pieces: list[Piece],
+        tensors: dict[str, torch.Tensor],
+        progress: dict[str, Any] | None,
+        fill: Fill | None,
+        exported: dict[str, torch.Tensor],
+        dtypes: dict[str, torch.dtype],
+    ) -> None:
+        """Write this rank's shard; on the main process (where there is a `fill`) the rest, too.
+
+        Args:
+            exported: what of the exported model is not in the state.
+            dtypes: of the exported parameters that are.
+        """
+        try:
+            partial = self.checkpoints.partial(self.update)
+            if progress is not None:
+                (partial / STATE).mkdir(parents=True, exist_ok=True)
+                write_shard(partial / STATE, self.rank, pieces, tensors)
+            self.shard_is_written.set()
+            if fill is None or (progress is not None and not self._all_are_there()):
+                return
+            partial.mkdir(parents=True, exist_ok=True)
+            files = ShardReader(partial / STATE)
+            trained = ((name, files.weight(name).to(dtype)) for name, dtype in dtypes.items())
+            fill(partial, chain(exported.items(), trained))
+            checked = {}
+            if progress is not None:
+                write_progress(partial / STATE, progress)
+                checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shards(partial / STATE).items()}
+            self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+            self.checkpoints.finish(self.update, self.why, self.is_best, checked)
+        except Exception as error:  # whatever it is, it must not end the training
+            self.failure = first_line(error)
+            if not is_of_the_disk(error):
+                traceback.print_exc()
+        finally:
+            self._seconds = time.perf_counter() - self._began
+            self.shard_is_written.set()
+
+    def _all_are_there(self) -> bool:
+        """Wait for the files of the other ranks. Returns False if one of them has failed."""
+        folder = self.checkpoints.partial(self.update) / STATE
+        while missing := missing_shards(folder, self.world_size):
+            if time.perf_counter() > self._until:
+                if self._until:
+                    ranks = ", ".join(map(str, missing))
+                    self.failure = (
+                        f"the files of rank {ranks} do not appear in {folder}: output_dir must be on a file system "
+                        "that all hosts share"
+                    )
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Whether a save failed for want of room or permission, and not through a mistake in the program."""
+    from safetensors import SafetensorError
+
+    text = str(error).lower()
+    words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
+    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and any(word in text for word in words))

@@ -1,0 +1,107 @@
+"""The `zerofit` command: everything that is not a training run. One line below for each subcommand.
+
+    zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
+    zerofit generate --model outputs/notes-merged --prompt "Once upon a time"
+
+A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --help` is fast.
+"""
+
+import atexit
+import gc
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+from zerofit.recipe.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its name, its line in the help, and `module:function` of its entry point."""
+
+    name: str
+    help: str
+    entry: str
+
+    def run(self, argv: list[str]) -> int:
+        module, _, function = self.entry.partition(":")
+        gc.disable()  # what libraries make as they are imported stays: to look for garbage in it takes a second
+        try:
+            command = getattr(importlib.import_module(module), function)
+        finally:
+            gc.enable()
+        atexit.register(gc.freeze)  # nor does the interpreter look again as it ends
+        return command(argv)
+
+
+COMMANDS = (
+    Command("launch", "Start a run on all accelerators and machines.", "zerofit.tools.launch.launch:main"),
+    Command(
+        "prepare", "Text to corpora in Megatron's format, and a look at them.", "zerofit.tools.prepare.prepare:main"
+    ),
+    Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "zerofit.tools.merge:main"),
+    Command(
+        "convert",
+        "Meta's Llama to transformers and back; Megatron's flags to a recipe.",
+        "zerofit.tools.convert.convert:main",
+    ),
+    Command(
+        "compare", "The largest batch that each strategy holds, by running it.", "zerofit.tools.compare.compare:main"
+    ),
+    Command("doctor", "Who set what, and whether it can run here.", "zerofit.tools.doctor.doctor:main"),
+    Command("plan", "What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan:main"),
+    Command("verify", "Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify.verify:main"),
+    Command("generate", "Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate:main"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand. Returns its exit code; 2 for a mistake of the user, 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here a closed pipe can still be reported
+    except UserError as error:
+        print(error.report("nothing was done"), file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr, flush=True)  # the shell's prompt begins a line
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
+        return EXIT_BROKEN_PIPE
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if argv else EXIT_USER_ERROR
+    if argv[0] == "--version":
+        from zerofit import __version__
+
+        print(f"zerofit {__version__}")
+        return 0
+    commands = {command.name: command for command in COMMANDS}
+    if argv[0] not in commands:
+        close = nearest(argv[0], commands)
+        remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(commands)
+        raise UserError(f"{argv[0]!r} is not a command of zerofit. {remedy}")
+    return commands[argv[0]].run(argv[1:])
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    return "\n".join([
+        "usage: zerofit COMMAND [--option value]", "", *lines, "",
+        "`zerofit COMMAND --help` shows the options of a command.",
+        "Training is started by accelerate launch, torchrun or zerofit launch:",
+        "`python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

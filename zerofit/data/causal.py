@@ -1,0 +1,83 @@
+"""Data of the causal task: text, chats, a tokenised corpus or prompts, whichever the recipe names, as samples."""
+
+from collections.abc import Callable
+
+from zerofit.data.chat.instructions import KINDS, Form, find_form
+from zerofit.data.chat.prepare import prepare_chat
+from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
+from zerofit.data.megatron.prepare import prepare_corpora
+from zerofit.data.pack import TextData
+from zerofit.data.prompts import read_causal_prompts
+from zerofit.data.sources import Source, not_utf8
+from zerofit.data.tables import columns_present
+from zerofit.data.text.documents import read_records
+from zerofit.data.text.prepare import prepare_text
+from zerofit.recipe.cache import one_process_at_a_time
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import ClmRecipe
+
+
+def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int] = int) -> TextData:
+    """Read, tokenise and pack. The first process of a machine does the work; the others find the result in the cache.
+
+    No process group exists yet, so that none can time out meanwhile.
+
+    Args:
+        consumed: (updates) -> samples of so many updates; corpora are laid out for the whole run.
+    """
+    if recipe.data_path:
+        return prepare_corpora(recipe, config, consumed)
+    block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
+    if recipe.predict_file:
+        return read_causal_prompts(recipe, config, block_size)
+    try:
+        with one_process_at_a_time(recipe.cache_dir):
+            data = _prepare_text_or_chat(recipe, config, block_size)
+    except UnicodeDecodeError as error:
+        raise not_utf8(recipe, error) from None
+    data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
+    return data
+
+
+def _prepare_text_or_chat(recipe: ClmRecipe, config, block_size: int) -> TextData:
+    source, unit = read_records(recipe)
+    forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
+    _check_options(recipe, next(iter(forms.values())), source)
+    if all(forms.values()):
+        return prepare_chat(recipe, config, source, forms, block_size)
+    if any(forms.values()):
+        kinds = "; ".join(
+            f"{source.where(part)}: {KINDS[form.kind] if form else 'running text'} a record, "
+            f"{columns_present(source.parts[part])}" for part, form in forms.items()
+        )  # fmt: skip
+        raise UserError(
+            f"training and held-out data are not of one kind. {kinds}. Say what both are with --data_format"
+        )
+    return prepare_text(recipe, config, source, unit, block_size)
+
+
+def is_packed(recipe: ClmRecipe) -> bool:
+    """Whether documents are kept apart by positions that begin anew, which transformers' attention must heed."""
+    if recipe.predict_file:
+        return False
+    if recipe.data_path:
+        return recipe.reset_position_ids and recipe.reset_attention_mask
+    return recipe.packing == "documents"
+
+
+def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
+    """Raises UserError for options that have no effect on what the data was taken for."""
+    if form is None:
+        given = [name for name in ("chat_template", "system_prompt", "train_on_prompt") if getattr(recipe, name)]
+        what = f"text; {columns_present(source.first)}. Name the form with --data_format"
+    else:
+        given = [name for name in ("document_separator", "append_eos") if getattr(recipe, name) is not None]
+        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
+    if given:
+        named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
+        raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
+    if form is not None and recipe.packing == "concatenate":
+        raise UserError(
+            f"packing = concatenate: the data is {KINDS[form.kind]} a record (column {form.question}), and without "
+            "boundaries there is no loss on the answers alone. Use --packing documents or none"
+        )

@@ -1,0 +1,275 @@
+"""Instructions, prompts and chats: the kind of records in a table, and each record as a list of messages.
+
+A *message* is {"role": system, user or assistant, "content": text}. The message of an instruction has the record's
+`instruction` and `input` beside its content, an answer inside a prompt has `trained: False`, and an answer
+that calls tools has its `tool_calls`, as transformers' templates take them.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from zerofit.data.records import BadRecord
+from zerofit.data.tables import columns_present, text_columns
+from zerofit.data.turns import (
+    ASSISTANT,
+    DIALOGUES,
+    ROLE_OF_A_TURN,
+    blank,
+    calls_of,
+    first_answer,
+    holds_lists,
+    question_answering_columns,
+    refuse_preferences,
+    refuse_rejected,
+    roles_of,
+    turns_of,
+)
+from zerofit.model.chat import Message
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import ClmRecipe
+
+QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
+ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
+INPUTS = ("input", "context")
+ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": (*ASSISTANT, "function_call"),  # a call written as text is trained on
+    "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
+}
+ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
+KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
+FIRST_RECORDS = 100  # that are looked at for turns with roles
+
+
+@dataclass(frozen=True)
+class Form:
+    """The kind of a table's records, and their columns.
+
+    Args:
+        kind: instruction, prompt or messages.
+        question: the column of the instruction, of the prompt, or of the turns.
+        answer: the column of the answer; None if it is one of the turns.
+        system_prompt: for conversations without one.
+        verdict: the column that says whether the answer is a good one.
+        plain: prompt and answer are texts, which can be concatenated without a template.
+    """
+
+    kind: str
+    question: str
+    answer: str | None = None
+    input: str | None = None
+    history: str | None = None
+    system: str | None = None
+    system_prompt: str | None = None
+    verdict: str | None = None
+    plain: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        names = (self.system, self.history, self.question, self.input, self.answer, self.verdict)
+        return [name for name in names if name]
+
+    @property
+    def describe(self) -> str:
+        """For the log."""
+        return f"data      each record is {KINDS[self.kind]} ({', '.join(self.columns)})"
+
+    def messages(self, record: dict[str, Any]) -> list[Message]:
+        """The conversation of a record.
+
+        Raises:
+            BadRecord: a text is empty, a role is unknown or out of order, there is no answer.
+        """
+        return self._conversation(record, answered=True)
+
+    def prompt_messages(self, record: dict[str, Any]) -> list[Message]:
+        """The messages before the answer of the model; an answer in the record is removed."""
+        return self._conversation(record, answered=False)
+
+    def _conversation(self, record: dict[str, Any], answered: bool) -> list[Message]:
+        if answered:
+            refuse_rejected(record, self.verdict)
+        if self.kind == "instruction":
+            turns = [*self._history(record), self._instruction(record)]
+        else:
+            nothing = [] if self.kind == "messages" else None
+            value = record[self.question] or nothing
+            turns = _turns(_unpacked(value) if self.kind == "messages" else value, "user", self.question)
+        if self.kind == "prompt":
+            turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
+        if self.answer:
+            answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
+            turns += _turns(answer, "assistant", self.answer)
+        while not answered and turns and turns[-1]["role"] == "assistant":
+            turns = turns[:-1]
+        _check_order(turns, answered)
+        system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
+        if turns[0]["role"] == "system":
+            if self.system and not blank(record[self.system]):
+                raise BadRecord(f"two system texts: in the column {self.system} and in the first turn")
+            system, turns = turns[0]["content"] or system, turns[1:]
+        return [{"role": "system", "content": system}, *turns] if system else turns
+
+    def _instruction(self, record: dict[str, Any]) -> Message:
+        instruction = _text(record[self.question], f"the {self.question}")
+        message = {"role": "user", "content": instruction, "instruction": instruction}
+        if self.input and not blank(_worded(record[self.input])):
+            message["input"] = _worded(record[self.input])
+            message["content"] += f"\n\n{message['input']}"
+        return message
+
+    def _history(self, record: dict[str, Any]) -> list[Message]:
+        turns = []
+        for number, pair in enumerate(record[self.history] or [] if self.history else [], 1):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise BadRecord(f"entry {number} of its {self.history} is no pair of question and answer")
+            for role, text, name in zip(("user", "assistant"), pair, ("question", "answer")):
+                content = _text(text, f"the {name} in entry {number} of its {self.history}")
+                turns.append({"role": role, "content": content})
+        return turns
+
+
+# ------------------------------------------------------------------------------------------------------ of one record
+
+
+def _worded(value: Any) -> Any:
+    return str(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
+
+
+def _unpacked(value: Any) -> Any:
+    """Turns that are stored as the text of a JSON list, as in tables without lists."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise BadRecord("its turns are the text of a JSON list that is not valid") from None
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    text = _worded(value)
+    if blank(text):
+        raise BadRecord(f"{what} is empty")
+    return text
+
+
+def _turns(value: Any, role: str, column: str) -> list[Message]:
+    """The turns of a column: a list of them, or the one text of a `role`."""
+    if not isinstance(value, (list, dict)):
+        return [{"role": role, "content": _text(value, f"the {column}")}]
+    messages = []
+    for number, ((name, text), calls) in enumerate(zip(turns_of(value), calls_of(value)), 1):
+        if name is None:
+            raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
+        if name not in ROLE_OF_NAME:
+            known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
+            raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
+        calls = calls if ROLE_OF_NAME[name] == "assistant" else []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise BadRecord(f"turn {number} of its {column} ({name}): its tool_calls are no list of objects")
+        if blank(text) and (calls or ROLE_OF_NAME[name] == "system"):
+            text = ""
+        elif text is None:
+            raise BadRecord(f"turn {number} of its {column} ({name}) has no text and no tool_calls")
+        else:
+            text = _text(text, f"turn {number} of its {column} ({name})")
+        messages.append({"role": ROLE_OF_NAME[name], "content": text} | ({"tool_calls": calls} if calls else {}))
+    return messages
+
+
+def _check_order(messages: list[Message], answered: bool = True) -> None:
+    """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant; without
+    `answered` the last assistant is missing. Between two turns of the assistant, tools may replace the user."""
+    if not messages:
+        raise BadRecord("a conversation without a turn")
+    begin = int(messages[0]["role"] == "system")
+    before = "assistant"
+    for number, message in enumerate(messages[begin:], begin + 1):
+        expected = "user" if before == "assistant" else "assistant"
+        if message["role"] == "tool" and (before == "tool" or (before == "assistant" and number > begin + 1)):
+            before = "tool"
+            continue
+        if message["role"] == "system":
+            raise BadRecord(f"turn {number} is the system's, which can only be the first")
+        if message["role"] != expected:
+            raise BadRecord(f"turn {number} is the {message['role']}'s, where one of the {expected} was due")
+        before = expected
+    if not answered and messages[-1]["role"] == "system":
+        raise BadRecord("no turn that could be answered")
+    if answered and messages[-1]["role"] != "assistant":
+        raise BadRecord(f"no answer: the last turn, number {len(messages)}, is the {messages[-1]['role']}'s")
+
+
+# -------------------------------------------------------------------------------------------------------- of a table
+
+
+def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
+    """The form of the records: that of the recipe, else by the names of the columns. None: plain text.
+
+    Raises:
+        UserError: the columns of the recipe's form do not exist.
+    """
+    if recipe.data_format == "text" or recipe.text_column:
+        return None
+    if recipe.messages_column and recipe.messages_column not in table.column_names:
+        raise UserError(
+            f"messages_column = {recipe.messages_column!r}: there is no such column; {columns_present(table)}"
+        )
+    if recipe.messages_column and not holds_lists(table.features[recipe.messages_column]):
+        raise UserError(
+            f"messages_column = {recipe.messages_column!r} holds no list of turns; {columns_present(table)}"
+        )
+    verdict = None if recipe.messages_column else refuse_preferences(table, "--messages_column")
+    kinds = KINDS if recipe.data_format == "auto" else (recipe.data_format,)
+    kinds = ("messages",) if recipe.messages_column else kinds
+    form = next(filter(None, (_form(kind, recipe, table) for kind in kinds)), None)
+    if form is None and recipe.data_format != "auto":
+        expected = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
+        expected |= {
+            kind: f"the columns {' or '.join(QUESTIONS[kind])} and {' or '.join(ANSWERS[kind])}" for kind in ANSWERS
+        }
+        raise UserError(
+            f"data_format = {recipe.data_format}: it reads {expected[recipe.data_format]}; {columns_present(table)}"
+        )
+    return dataclasses.replace(form, verdict=verdict) if form else None
+
+
+def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
+    names = table.column_names
+    extra = {"system": "system" if "system" in names else None, "system_prompt": recipe.system_prompt}
+    if kind == "messages":
+        lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
+        packed = [name for name in DIALOGUES if name in text_columns(table)]
+        known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
+        forced = lists if recipe.data_format == "messages" else []
+        column = recipe.messages_column or next(iter((*known, *forced)), None)
+        return Form(kind, column, **extra) if column else None
+    if kind == "instruction" and (columns := question_answering_columns(table)):
+        return Form(kind, *columns, **extra)
+    answer = next((name for name in ANSWERS[kind] if name in names), None)
+    question = next((name for name in QUESTIONS[kind] if name in names), None)
+    if recipe.predict_file:
+        answer = None
+    elif answer is None:
+        return None
+    if question is None:
+        return None
+    if kind == "prompt":
+        plain = not any(holds_lists(table.features[name]) for name in (question, answer) if name)
+        return Form(kind, question, answer, **extra, plain=plain)
+    extra["history"] = "history" if "history" in names and holds_lists(table.features["history"]) else None
+    return Form(kind, question, answer, next((name for name in INPUTS if name in names), None), **extra)
+
+
+def _has_roles(conversations: list) -> bool:
+    """Whether turns have a known role."""
+    try:
+        lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
+        return any(role in ROLE_OF_NAME for items in lists for role in roles_of(items))
+    except BadRecord:
+        return False

@@ -1,0 +1,232 @@
+"""Instructions and chats for the causal task: from records to token ids, with labels for the answers."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, Value
+
+from zerofit.data.chat.instructions import Form
+from zerofit.data.difficulty import score_column, scores_of
+from zerofit.data.lengths import report_data_loss
+from zerofit.data.pack import Conversations, PackedConversations, SampleSet, TextData
+from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.sources import Source
+from zerofit.data.tables import first_records, hold_out
+from zerofit.data.token_row import Documents
+from zerofit.data.token_tables import IDS, encode_table, fingerprint
+from zerofit.model import chat
+from zerofit.model.chat import BadTemplate, Template, install_template, missing_end_token, render
+from zerofit.model.loss import IGNORE
+from zerofit.model.tokenizer import get_tokenizer, padding_token
+from zerofit.recipe.cache import cache_root, prepare_anew
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import ClmRecipe
+
+TABLE = Features({"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
+                  "is_cut": Value("bool")})  # fmt: skip
+SCORE = "score"  # the column of difficulty, where the recipe names one
+PARTS = {"train": "training", "validation": "held-out"}
+SHOWN = 1600  # about how many characters of a sample to show
+
+
+@dataclass
+class _Part:
+    """A part of the data in preparation: its records, the number of each in its source, and the source's name."""
+
+    table: Dataset
+    numbers: np.ndarray
+    where: str
+
+    def first(self, limit: int | None) -> "_Part":
+        return _Part(first_records(self.table, limit), self.numbers[:limit], self.where)
+
+
+def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, Form], block_size: int) -> TextData:
+    """Check, split, render, tokenise and pack conversations.
+
+    Args:
+        forms: the form of the records of each part; they may differ.
+
+    Raises:
+        UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
+    """
+    form = next(iter(forms.values()))
+    notes = [form.describe]
+    for part in source.parts:
+        notes += check_records(recipe, source, part, forms[part].messages, forms[part])
+    score = score_column(recipe, source.first)
+    parts = _split(recipe, source, forms, score)
+    first_of = next(iter(parts))
+    train = parts[first_of].table
+    tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
+    template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+    notes = [template.note, *notes, *missing_end_token(tokenizer, template)]
+    sets: dict[str, Conversations] = {}
+    for name, part in parts.items():
+        encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)
+        of_part = score if name == "train" else None
+        table = _encode(part, encoder, recipe, of_part)
+        notes += truncation_notes(recipe, config, table, name, block_size)
+        sets[name] = Conversations(table, scores_of(table, of_part and SCORE))
+    shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
+    filler = padding_token(tokenizer)
+    packed = {name: _packed(held, recipe, block_size, filler) for name, held in sets.items()}
+    return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
+
+
+def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form], score: str | None) -> dict[str, _Part]:
+    """The parts; a held-out one is split off by records if there is none; max_*_samples are applied."""
+    columns = {name: list(form.columns) for name, form in forms.items()}
+    if score and score not in columns["train"]:
+        columns["train"].append(score)
+    parts = {name: _Part(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
+             for name, table in source.parts.items()}  # fmt: skip
+    if "validation" not in parts and recipe.validation_split_percentage > 0:
+        whole = parts["train"]
+        sides = hold_out(Dataset.from_dict({"record": whole.numbers}), recipe.validation_split_percentage / 100)
+        for name, side in zip(PARTS, sides):
+            numbers = np.array(side["record"][:])
+            parts[name] = _Part(whole.table.select(numbers), numbers, whole.where)
+    if not recipe.trains:
+        parts.pop("train", None)
+    limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
+    return {name: part.first(limits[name]) for name, part in parts.items()}
+
+
+def _texts(table: Dataset, form: Form):
+    """Every text, to train a tokenizer."""
+    for batch in table.iter(200):
+        for record in records_of(batch):
+            try:
+                yield from (message["content"] for message in form.messages(record))
+            except BadRecord:
+                continue
+
+
+def _packed(conversations: Conversations, recipe: ClmRecipe, block_size: int, filler: int) -> SampleSet:
+    return conversations if recipe.packing == "none" else PackedConversations(conversations, block_size, filler)
+
+
+# --------------------------------------------------------------------------------------------------------- token ids
+
+
+class ChatEncoder:
+    """Conversations -> token ids, with a label for each that is trained on.
+
+    A conversation is tokenized as one text, as in generation. A token is trained on if any of its characters is: if
+    one token has the prompt's last space and the answer's first word, the model must generate both.
+    """
+
+    def __init__(self, tokenizer, form: Form, template: Template, block_size: int, train_on_prompt: bool):
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not return the "
+                "characters of a token, so answers and prompts cannot be separated. Set tokenizer_name to one with a "
+                "tokenizer.json"
+            )
+        self.tokenizer, self.form, self.template = tokenizer, form, template
+        self.block_size, self.train_on_prompt = block_size, train_on_prompt
+        code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
+        special = sorted(tokenizer.special_tokens_map.items())
+        self.key = (fingerprint(tokenizer), special, tokenizer.chat_template, form, block_size, train_on_prompt, code)
+
+    def render(self, record: dict, where: str) -> tuple[str, list[chat.Span]]:
+        """The text of a record and the answers in it. Raises BadRecord; UserError if the template fails on it."""
+        messages = self.form.messages(record)
+        try:
+            return render(self.tokenizer, messages)
+        except BadTemplate as bad:
+            raise UserError(f"{where}: {self.template.origin} fails on it: {bad}") from None
+
+    def encode(self, rendered: list[tuple[str, list[chat.Span]]]) -> dict[str, list]:
+        """The columns of TABLE; a record without a trained token within block_size gets no tokens."""
+        rows: dict[str, list] = {name: [] for name in TABLE}
+        texts = [text for text, _ in rendered]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True,
+                                 return_attention_mask=False, verbose=False) if texts else {}  # fmt: skip
+        for row, (_, spans) in enumerate(rendered):
+            ids, answer = np.array(encoded["input_ids"][row]), overlap(encoded["offset_mapping"][row], spans)
+            trained = np.ones_like(answer) if self.train_on_prompt else answer.copy()
+            trained[0] = False  # nothing predicts it
+            count = int(trained[: self.block_size].sum())
+            length = min(len(ids), self.block_size) if count else 0
+            rows["input_ids"].append(ids[:length])
+            rows["labels"].append(np.where(trained, ids, IGNORE)[:length])
+            rows["truncated"].append(len(ids) - length)
+            rows["trained"].append(count)
+            rows["is_cut"].append(bool(count and answer[self.block_size :].any()))
+        return rows
+
+
+def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
+    """(tokens,) whether a token has a character in one of the spans.
+
+    If a character takes several tokens, each of them has that character's range.
+    """
+    starts, stops = np.array(offsets).reshape(-1, 2).T
+    return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
+
+
+def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe, score: str | None = None) -> Dataset:
+    def encode(batch: dict, indices: list[int]) -> dict:
+        rendered, scores = [], []
+        for index, record in zip(indices, records_of(batch)):
+            try:
+                rendered.append(encoder.render(record, f"{part.where}, record {part.numbers[index] + 1}"))
+            except BadRecord:
+                continue  # reported already
+            scores += [record[score]] if score else []
+        return {**encoder.encode(rendered), **({SCORE: scores} if score else {})}
+
+    features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
+    return encode_table(part.table, encode, features, (*encoder.key, score), cache_root(recipe.cache_dir),
+                        recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ notes
+
+
+def truncation_notes(recipe: ClmRecipe, config, table: Dataset, part: str, block_size: int) -> list[str]:
+    """What there is to say about answers beyond block_size. Raises UserError if none is left, or too few."""
+    columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
+    skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
+    if skipped == len(table):
+        longest = columns["truncated"].max(initial=0)
+        raise UserError(
+            f"block_size = {block_size}: of all {len(table):,} {PARTS[part]} samples the answer lies beyond it, no "
+            f"sample is left. Choose a larger one (they have up to {longest:,} tokens), or shorten the prompts"
+        )
+    of, beyond = f"{PARTS[part]} samples", f"block_size = {block_size} tokens"
+    lengths = Documents(table).lengths + columns["truncated"]
+    notes = []
+    for lost, what in (
+        (skipped, f"{of} are skipped: their answer lies beyond {beyond}"),
+        (cut, f"{of} have their answer cut at {beyond}"),
+    ):
+        notes += report_data_loss(recipe, lost, len(table), what, lengths, "block_size", config)
+    return notes
+
+
+def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str = "training") -> list[str]:
+    """A sample as text, with marks around what is trained on (in the held-out part: predicted)."""
+    trained = sample["labels"] != IGNORE
+    ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
+    if len(ends) > 12:
+        ends = ends[:12]
+    so_far, text = "", ""
+    for end in ends:
+        decoded = tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False)
+        run = _shortened(decoded[len(so_far) :], SHOWN // len(ends))
+        text += f"⟦{run}⟧" if trained[end - 1] else run
+        so_far = decoded
+    text += " …" if ends[-1] < len(trained) else ""
+    does = "is trained on" if part == PARTS["train"] else "is predicted"
+    heading = f"sample    the first {part} sample, written by {template.origin}; the text in ⟦ ⟧ {does}:"
+    return [heading, *("  | " + line for line in text.splitlines())]
+
+
+def _shortened(text: str, limit: int) -> str:
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} […] {text[-half:]}"

@@ -1,0 +1,262 @@
+"""From samples to the tensors of a micro-batch.
+
+A collator is called with (sample, index) pairs. The index FILLER marks a place without a sample: its row only fills
+the shape; it is not trained on and not counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from zerofit.data.order import FILLER
+from zerofit.data.pack import Sample
+from zerofit.model.loss import IGNORE
+
+Samples = list[tuple[Sample, int]]
+
+
+@dataclass
+class Batch:
+    """A micro-batch: the inputs of the model, and its counts.
+
+    `num_targets` counts what the loss is summed over (tokens, or examples), `num_tokens` the tokens that the model
+    reads and predicts without padding, `num_positions` the same with padding; `indices` are those of the samples.
+    """
+
+    inputs: dict[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
+    num_targets: int
+    num_tokens: int
+    num_positions: int
+    indices: list[int]
+    labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss
+    packed: bool | None = None  # whether a row has several documents; None: not known
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """An input that is a tensor."""
+        value = self.inputs[name]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    @property
+    def samples(self) -> list[int]:
+        """The indices of the samples, without FILLER."""
+        return [index for index in self.indices if index != FILLER]
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        inputs = {name: value if isinstance(value, int) else change(value) for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=None if self.labels is None else change(self.labels))
+
+
+@dataclass
+class CausalCollator:
+    """Stack blocks, or pad rows of different lengths on the right.
+
+    Args:
+        pad_id: the token that pads rows; its label is ignored and attention does not see it.
+        flatten: concatenate packed rows to (1, B * T) and pass the ends of documents to flash attention, which would
+            otherwise compute them from position_ids in each layer, and for one row only.
+        multiple: widths are rounded up to a multiple of this.
+        marks_filling: packed rows come with `is_token`, for a model with experts.
+    """
+
+    pad_id: int
+    flatten: bool = False
+    multiple: int = 1
+    marks_filling: bool = False
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        lengths = [len(row["input_ids"]) for row in rows]
+        packed = "position_ids" in rows[0]
+        names = {"input_ids": self.pad_id, "labels": IGNORE, "next_tokens": IGNORE, "position_ids": 0,
+                 "attention_mask": 0, "documents": 0}  # fmt: skip
+        same_length = len(set(lengths)) == 1
+        width = lengths[0] if same_length else round_up(max(lengths), self.multiple)
+        inputs = {name: stack(rows, name, width, filler) for name, filler in names.items() if name in rows[0]}
+        targets = inputs["next_tokens"] if "next_tokens" in inputs else inputs["labels"]
+        targets[~counted(indices)] = IGNORE
+        if not packed and not same_length:
+            inputs["attention_mask"] = mask(lengths, width)
+        if "documents" in inputs:
+            inputs["attention_mask"] = within_documents(inputs.pop("documents"))
+        first = 1 if "labels" in inputs else 0  # nothing predicts the first label
+        num_targets = int((targets[:, first:] != IGNORE).sum())
+        counts = [int(row.get("num_tokens", len(row["input_ids"]))) for row in rows]
+        num_tokens = total(counts, indices)
+        if self.marks_filling and packed:
+            inputs["is_token"] = mask(counts, width)
+        if self.flatten and packed:
+            if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
+                targets[:, 0] = IGNORE
+            inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+            inputs |= document_lengths(inputs["position_ids"])
+        several = packed and bool((inputs["position_ids"].diff() != 1).any())
+        return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices, packed=several)
+
+
+@dataclass
+class ExampleCollator:
+    """Pad rows on the right and stack their labels: one label per row, a class (int64) or a number (float32).
+
+    Args:
+        fillers: {column of a sample that the model reads: value that pads it}.
+        width: pad every batch to this many tokens; None: to its longest row.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    fillers: dict[str, int]
+    width: int | None = None
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = self.width or round_up(max(lengths), self.multiple)
+        inputs = {name: stack(rows, name, width, filler) for name, filler in self.fillers.items()}
+        inputs["attention_mask"] = mask(lengths, width)
+        labels = torch.from_numpy(np.stack([row["label"] for row in rows]))
+        labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
+        num_targets = int(counted(indices).sum())
+        return Batch(inputs, num_targets, total(lengths, indices), len(rows) * width, indices, labels)
+
+
+@dataclass
+class ChoiceCollator(ExampleCollator):
+    """Rows of all choices (B, C, T): C is the largest number of choices, a missing choice is a row of one token."""
+
+    def __call__(self, samples: Samples) -> Batch:
+        max_choices, rows = max(len(sample["sizes"]) for sample, _ in samples), []
+        for sample, index in samples:
+            stops = np.cumsum(sample["sizes"])[:-1]
+            parts = {name: np.split(sample[name], stops) for name in self.fillers}
+            missing = {name: np.array([filler]) for name, filler in self.fillers.items()}
+            for place in range(max_choices):
+                exists = place < len(sample["sizes"])
+                row = {name: parts[name][place] for name in parts} if exists else missing
+                rows.append(({**row, "label": sample["label"]}, index))
+        flat = super().__call__(rows)
+        inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in flat.inputs.items()}
+        indices = [index for _, index in samples]
+        return replace(
+            flat, inputs=inputs, labels=flat.labels[::max_choices], indices=indices,
+            num_targets=int(counted(indices).sum()),
+            num_tokens=total([len(sample["input_ids"]) for sample, _ in samples], indices),  # without missing choices
+        )  # fmt: skip
+
+
+@dataclass
+class PairCollator:
+    """Pad sources and targets on the right; a target's padding is not trained on.
+
+    Args:
+        pad_id: fills sources.
+        widths: pad every batch to these numbers of source and target tokens; None: to its longest rows.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    widths: tuple[int, int] | None = None
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        sources, targets = ([len(row[name]) for row in rows] for name in ("input_ids", "labels"))
+        widths = self.widths or tuple(round_up(max(lengths), self.multiple) for lengths in (sources, targets))
+        inputs = {
+            "input_ids": stack(rows, "input_ids", widths[0], self.pad_id),
+            "attention_mask": mask(sources, widths[0]),
+            "labels": stack(rows, "labels", widths[1], IGNORE),
+        }
+        inputs["labels"][~counted(indices)] = IGNORE
+        tokens = total(sources, indices) + total(targets, indices)
+        return Batch(inputs, int((inputs["labels"] != IGNORE).sum()), tokens, len(rows) * sum(widths), indices)
+
+
+@dataclass
+class PromptCollator:
+    """Pad the inputs of generation: prompts of a decoder on the left, sources of an encoder on the right.
+
+    Args:
+        pad_id: pads rows; attention does not see it.
+        left: pad on the left.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    left: bool
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = round_up(max(lengths), self.multiple)
+        ids, seen = stack(rows, "input_ids", width, self.pad_id), mask(lengths, width)
+        if self.left:
+            moved = (torch.arange(width)[None] + torch.tensor(lengths)[:, None]) % width
+            ids, seen = ids.gather(1, moved), seen.gather(1, moved)
+        return Batch({"input_ids": ids, "attention_mask": seen}, 0, total(lengths, indices), ids.numel(), indices)
+
+
+def multiple_for(device: torch.device) -> int:
+    """The multiple for row lengths: 8 for the matrix units of GPUs, 1 on a CPU."""
+    return 1 if device.type == "cpu" else 8
+
+
+def round_up(length: int, multiple: int) -> int:
+    """`length`, rounded up to a multiple."""
+    return -(-length // multiple) * multiple
+
+
+def counted(indices: list[int]) -> torch.Tensor:
+    """(B,) whether a row is a sample, not FILLER."""
+    return torch.tensor(indices) != FILLER
+
+
+def total(lengths: list[int], indices: list[int]) -> int:
+    """The sum of the lengths of rows that are samples."""
+    return sum(length for length, index in zip(lengths, indices) if index != FILLER)
+
+
+def mask(lengths: list[int], width: int) -> torch.Tensor:
+    """(B, width) 1 where a row has a token, 0 where it has padding."""
+    return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+
+
+def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
+    """The inputs of flash attention for packed documents (transformers' FlashAttentionKwargs): their ends,
+    (documents + 1,) int32, and the longest length as an int, so that no layer waits for the device.
+
+    Args:
+        positions: (1, T); each document counts from 0.
+    """
+    starts = torch.nonzero(positions[0] == 0)[:, 0]
+    ends = torch.cat([starts, torch.tensor([positions.shape[1]])]).int()
+    longest = int(ends.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def within_documents(documents: torch.Tensor) -> torch.Tensor:
+    """(B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
+
+    Args:
+        documents: (B, T) the number of each position's document.
+    """
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+
+
+def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:
+    """(B, width) one column of the rows, padded on the right."""
+    return torch.from_numpy(np.stack([_padded(row[name], width, filler) for row in rows]))
+
+
+def _padded(values: np.ndarray, width: int, filler: int) -> np.ndarray:
+    return np.pad(values, (0, width - len(values)), constant_values=filler) if len(values) < width else values

@@ -1,0 +1,239 @@
+"""Labels: the classes, their names, and the label of each record."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zerofit.recipe.errors import UserError
+
+MISSING = -1
+NO_LABEL = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
+MANY_CLASSES, MOST_CLASSES = 20, 1000
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The names of the classes, in the order of their numbers; None if the label is a number (regression).
+
+    Args:
+        choices: multiple choice: the classes are the choices of an example, by their numbers.
+        number: the name of the number in a regression.
+    """
+
+    names: tuple[str, ...] | None
+    choices: bool = False
+    number: str = "number"
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the model for an example."""
+        return len(self.names) if self.names else 1
+
+    @property
+    def describe(self) -> str:
+        """For the log."""
+        if self.names is None:
+            return "each label is a number (regression)"
+        if self.choices:
+            return f"multiple choice, one of {len(self.names)}"
+        shown = f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+        return shown + (f" (f1 is that of {self.names[1]})" if len(self.names) == 2 else "")
+
+    def encode(self, values: list[Any], where: str, class_names: tuple[str, ...] | None = None) -> np.ndarray:
+        """The labels of all records as int64 classes or float32 numbers; MISSING or nan without a label.
+
+        Args:
+            class_names: the names of the data's class numbers, if it has class numbers.
+
+        Raises:
+            UserError: a label is none of the classes, or no number.
+        """
+        return self._numbers(values, where) if self.names is None else self._classes(values, where, class_names)
+
+    def _numbers(self, values: list[Any], where: str) -> np.ndarray:
+        for row, value in enumerate(values):
+            if not (_is_missing(value) or _is_number(value) or isinstance(value, bool)):
+                raise UserError(
+                    f"{where}, record {row + 1}: the label {value!r} is no number. With words as labels remove "
+                    "--regression"
+                )
+        return np.array([math.nan if _is_missing(value) else float(value) for value in values], dtype=np.float32)
+
+    def _classes(self, values: list[Any], where: str, class_names: tuple[str, ...] | None) -> np.ndarray:
+        number = {name: index for index, name in enumerate(self.names)}
+        known: dict[Any, int] = {}
+        for value in set(values):
+            if _is_missing(value):
+                known[value] = MISSING
+                continue
+            name = _name(value)
+            if class_names and name.lstrip("-").isdigit():
+                index = int(name)
+                name = class_names[index] if 0 <= index < len(class_names) else name
+                if index == MISSING:  # the hub's GLUE marks records without a label so
+                    known[value] = MISSING
+                    continue
+            if name not in number:
+                row = values.index(value)
+                raise UserError(
+                    f"{where}, record {row + 1}: the label {value!r} is outside the label set "
+                    f"({', '.join(self.names)}). Correct the record, or set label_column to the right column"
+                )
+            known[value] = number[name]
+        return np.array([known[value] for value in values], dtype=np.int64)
+
+
+def find_labels(values: list[Any], where: str, feature: Any, regression: bool | None) -> Labels:
+    """The label set of the training data.
+
+    The names of a ClassLabel column are used unchanged; words and integers are classes, sorted; numbers with a
+    fractional part make a regression. `regression` overrides all of these.
+
+    Raises:
+        UserError: there are no labels, only one, or too many.
+    """
+    names = getattr(feature, "names", None)
+    if names and not regression:
+        return Labels(tuple(names))
+    present = {value for value in values if not _is_missing(value)}
+    if not present:
+        raise UserError(f"{where}: no record has a label. Check that label_column names the right column")
+    if regression or (
+        regression is None and all(_is_number(v) for v in present) and not all(_is_whole(v) for v in present)
+    ):
+        return Labels(None)
+    ordered = sorted(present, key=float if all(_is_whole(v) for v in present) else _name)
+    names = tuple(dict.fromkeys(_name(value) for value in ordered))
+    if len(names) < 2 or len(names) > MOST_CLASSES:
+        what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
+        raise UserError(
+            f"{where} has {what}: there is nothing to classify. Check that label_column names the right column"
+            + ("" if len(names) < 2 else ", or predict a number with --regression")
+        )
+    return Labels(names)
+
+
+def rare_labels(labels: Labels, encoded: np.ndarray) -> list[str]:
+    """A warning for the log where most of many classes have one record: the column is an index or a name, not a class.
+
+    Args:
+        encoded: the classes of the training data.
+    """
+    single = int((np.bincount(encoded[encoded != MISSING]) == 1).sum()) if labels.names else 0
+    if single <= MANY_CLASSES or 2 * single <= len(labels.names):
+        return []
+    return [
+        f"WARNING   {single:,} of {len(labels.names):,} labels have one record each. Check that label_column = "
+        f"{labels.number!r} names the right column"
+    ]
+
+
+def in_model_order(labels: Labels, config) -> Labels:
+    """The classes in the order of a pretrained model that has the same names; else unchanged."""
+    theirs = [name for _, name in sorted(config.id2label.items())]
+    ours = {name.lower(): name for name in labels.names or ()}
+    if len(theirs) == labels.num_outputs and set(ours) == {str(name).lower() for name in theirs}:
+        return Labels(tuple(ours[str(name).lower()] for name in theirs))
+    return labels
+
+
+def trained_labels(
+    config, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
+) -> tuple[Labels, tuple[str, ...] | None]:
+    """(the labels of a trained classifier, the names of the data's class numbers), for a launch without training.
+
+    Args:
+        class_names: the names of the data's class numbers, if it has class numbers.
+        values: the labels of the data; empty if it has none.
+        is_number: the task asks for a number.
+
+    Raises:
+        UserError: the model was trained for other labels.
+    """
+    theirs = tuple(str(name) for _, name in sorted(config.id2label.items()))
+    gives_number = config.problem_type == "regression" or len(theirs) == 1
+    trained = "one number" if gives_number else f"{len(theirs)} labels ({', '.join(theirs)})"
+    if is_number != gives_number and (is_number or class_names):
+        asked = "a number" if is_number else ", ".join(class_names)
+        raise UserError(f"the model was trained for {trained}, and the task asks for {asked}. Name another model")
+    if gives_number:
+        return Labels(None), None
+    if class_names:
+        if len(class_names) != len(theirs):
+            raise UserError(
+                f"the model was trained for {trained}, and the data has {len(class_names)} "
+                f"({', '.join(class_names)}). Name another model"
+            )
+        return Labels(class_names), class_names
+    written = {name.lower(): name for name in map(_name, {value for value in values if not _is_missing(value)})}
+    if written.keys() <= {name.lower() for name in theirs}:
+        return Labels(tuple(written.get(name.lower(), name) for name in theirs)), None
+    return Labels(theirs), theirs
+
+
+def pretrained_head(config, pretrained: str | None) -> list[str] | None:
+    """The labels of the pretrained head; None if the weights have no head."""
+    if not pretrained or not any("SequenceClassification" in name for name in config.architectures or ()):
+        return None
+    return [str(name) for _, name in sorted(config.id2label.items())]
+
+
+def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
+    """A note if a pretrained head with the same number of labels gets other names for them."""
+    had, names = pretrained_head(config, pretrained), labels.names or ()
+    if had is None or len(had) != len(names) or {name.lower() for name in had} == {name.lower() for name in names}:
+        return None
+    pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
+    return f"note      the pretrained head is used with other names: {pairs}"
+
+
+def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
+    """Write the labels into the model's configuration.
+
+    Returns: the number of outputs of the pretrained head if it must be replaced, else None.
+
+    Raises:
+        UserError: the pretrained model's head has another number of classes, and it may not be replaced.
+    """
+    had, replaced = pretrained_head(config, pretrained), None
+    if had is not None and len(had) != labels.num_outputs:
+        if not ignore_mismatched_sizes:
+            ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"
+            raise UserError(
+                f"model_name_or_path = {pretrained!r} was trained for {len(had)} labels ({', '.join(had)}), and the "
+                f"data has {ours}. Give it a new, random head with --ignore_mismatched_sizes"
+            )
+        replaced = len(had)
+    names = labels.names or (labels.number,)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.num_labels = len(names)
+    config.problem_type = "single_label_classification" if labels.names else "regression"
+    return replaced
+
+
+def _name(value: Any) -> str:
+    """The name of a label: 1, 1.0, "1" and "1.0" are the same class."""
+    if isinstance(value, int) or not _is_whole(value):  # True is an int too, and its name is True
+        return str(value)
+    return str(int(float(value)))
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a label is empty or nan, which is pandas' missing value."""
+    return value in NO_LABEL or str(value).strip().lower() in ("", "nan")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, bool) or (_is_number(value) and float(value).is_integer())

@@ -1,0 +1,95 @@
+"""The maximum length of a row, and notes about data that is skipped or truncated."""
+
+import numpy as np
+
+from zerofit.model.configuration import usable_positions
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.data_options import SourceOptions
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.growth import Growth, read_growth
+
+DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
+LENGTHS: dict[str, dict[str, int | None]] = {  # {task: {option of a length: its default}}
+    "clm": {"block_size": DEFAULT_BLOCK_SIZE},
+    "cls": {"max_length": None},
+    "seq2seq": {"max_source_length": None, "max_target_length": None},
+}
+WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
+KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
+
+
+def choose_length(recipe: Recipe, option: str, config, default: int | None = None) -> int:
+    """The maximum length of a row in tokens: the value of `option`, else its default, at most the model's positions.
+
+    Raises:
+        UserError: the option is set to more than the model's positions.
+    """
+    length, positions = getattr(recipe, option) or default, usable_positions(config)
+    if positions and length > positions:
+        if recipe.source(option):
+            raise UserError(
+                f"{option} = {length} ({recipe.source(option)}): the model has {positions} positions. "
+                f"Choose {positions} or less"
+            )
+        return positions
+    return length
+
+
+def growing_blocks(recipe, block_size: int, is_chat: bool) -> Growth | None:
+    """How the length of samples grows, in tokens; None where all have block_size.
+
+    Raises:
+        UserError: block_size is not reached in steps of the first length; answers would be cut off.
+    """
+    text = recipe.block_size_warmup
+    if text is None or not recipe.trains:
+        return None
+    first, updates = read_growth(text)
+    stated = f"block_size_warmup = {text} ({recipe.source('block_size_warmup')})"
+    if is_chat:
+        raise UserError(f"{stated}: the answers of conversations would be cut off. It is for text")
+    if block_size % first or first in (1, block_size):
+        possible = [size for size in range(2, block_size) if block_size % size == 0]
+        remedy = f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out"
+        raise UserError(
+            f"{stated}: {first} tokens do not grow in steps of {first} to block_size = {block_size}. {remedy}"
+        )
+    return Growth(first, block_size, updates)
+
+
+def report_data_loss(
+    recipe: SourceOptions,
+    lost: int,
+    total: int,
+    what: str,
+    lengths: np.ndarray | None = None,
+    option: str = "",
+    config=None,
+    stops: bool = True,
+) -> list[str]:
+    """A note about samples that are skipped or truncated; a warning if they are more than a tenth.
+
+    Args:
+        what: the rest of the sentence: "training samples are skipped: ...".
+        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them,
+            or as many as the model has positions for.
+        stops: whether to stop the run if they are more than half.
+
+    Raises:
+        UserError: they are more than half, and the recipe does not allow that.
+    """
+    fraction, remedy = lost / max(total, 1), ""
+    if lost and lengths is not None:
+        needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)
+        kept, at_most = KEPT, ""
+        if positions and positions < needed:
+            needed, kept, at_most = positions, float((lengths <= positions).mean()), ", as many as the model has,"
+        remedy = f". {option} = {needed}{at_most} would keep {kept:.0%} of them complete"
+        if at_most and kept <= 1 - fraction:
+            remedy = f". The model has {positions} positions, and no more"
+    message = f"{lost:,} of {total:,} {what}"
+    if stops and fraction > STOPPED and not recipe.allow_data_loss:
+        raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")
+    if fraction > WARNED:
+        return [f"WARNING   {fraction:.0%}: {message}{remedy}"]
+    return [f"note      {message}"] if lost else []

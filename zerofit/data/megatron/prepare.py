@@ -1,0 +1,155 @@
+"""Corpora in Megatron's format for the causal task: already tokenized, from files to samples, and a report."""
+
+import os
+from collections.abc import Callable
+
+from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
+from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
+from zerofit.data.megatron.corpus import Corpus, open_corpus, tokenizer_fingerprint
+from zerofit.data.order import FixedOrder, samples_of_run
+from zerofit.data.pack import TextData
+from zerofit.model.tokenizer import load_tokenizer, producible_tokens
+from zerofit.recipe.causal_options import RESETS
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import ClmRecipe
+
+LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
+
+
+def prepare_corpora(recipe: ClmRecipe, config, consumed: Callable[[int], int]) -> TextData:
+    """Open the corpora that the recipe names, and make the samples of the run.
+
+    Args:
+        consumed: (updates) -> samples of so many updates.
+
+    Raises:
+        UserError: a corpus is missing or damaged, was made with another tokenizer, or a part of it is empty.
+    """
+    block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
+    given = recipe.blend
+    corpora = [open_corpus("data_path", prefix) for _, prefix in given]
+    check_named_once(corpora)
+    weights = None if given[0][0] is None else [weight for weight, _ in given]
+    tokenizer = load_tokenizer(recipe, config)
+    rows = producible_tokens(tokenizer)
+    notes = check_tokenizer(corpora, tokenizer, rows)
+    eod = end_of_document(recipe, corpora, tokenizer)
+    blend = Blend(corpora, weights, recipe.split, block_size, recipe.seed)
+    blend.check()
+    per_epoch = blend.samples_per_epoch(TRAINING)
+    total = samples_of_run(recipe, per_epoch, consumed) if recipe.trains else 0
+    held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
+    if not (held_out or recipe.trains):
+        raise UserError(
+            f"split = {recipe.split!r}: nothing is held out to evaluate on. 0,1 evaluates on all documents"
+        )
+    if held_out < blend.samples_per_epoch(HELD_OUT) / 2:
+        notes.append(
+            f"note      with these weights evaluation can have {held_out:,} of {blend.samples_per_epoch(HELD_OUT):,} "
+            "samples, or some would be repeated"
+        )
+    train, validation = build(blend, total, min(held_out, recipe.max_eval_samples or held_out), rows, eod, recipe)
+    order = FixedOrder(len(train)) if recipe.trains else None
+    return TextData(
+        train, validation, tokenizer, block_size,
+        notes=notes, kind=kind(recipe, block_size), order=order, samples_per_epoch=per_epoch,
+        report=report(blend, total, validation),
+    )  # fmt: skip
+
+
+def check_named_once(corpora: list[Corpus]) -> None:
+    """Raises UserError where a corpus was named twice, perhaps in two ways."""
+    prefixes: dict[str, str] = {}
+    for corpus in corpora:
+        before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
+        if before is not corpus.prefix:
+            raise UserError(
+                f"data_path: {before} and {corpus.prefix} are one corpus. Name it once, with the sum of its weights"
+            )
+
+
+def kind(recipe: ClmRecipe, block_size: int) -> str:
+    """How samples are made of documents, as a sentence for the log."""
+    resets = "".join(f", {name}" for name in RESETS if getattr(recipe, name))
+    return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {recipe.split}{resets}; samples of one pass:"
+
+
+def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
+    """Check that the corpora were made with the tokenizer of the run. Returns notes for the log.
+
+    Args:
+        rows: number of tokens of the tokenizer.
+
+    Raises:
+        UserError: they were made with another one, or hold ids that it does not have.
+    """
+    notes, problems, fingerprint = [], [], None
+    for corpus in corpora:
+        card = corpus.card
+        if card is not None:
+            fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
+            if card.fingerprint != fingerprint:
+                problems.append(
+                    f"data_path: {corpus.prefix} was made with another tokenizer ({card.tokenizer}) than the run has "
+                    f"({tokenizer.name_or_path}): their vocabularies, or how they write a text, differ. Name that one "
+                    "with tokenizer_name, or prepare the corpus again"
+                )
+            elif card.eod is None:
+                notes.append(
+                    f"hint      {corpus.prefix} was made without --append_eod: nothing marks where a document ends"
+                )
+            continue
+        one_of = max(1, corpus.tokens // LOOKED_AT)
+        smallest, largest = corpus.id_range(one_of)
+        if smallest < 0 or largest >= rows:
+            problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
+        checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
+        notes.append(
+            f"note      {corpus.prefix} has no .json that tells its tokenizer; {checked} below {largest + 1:,}"
+        )
+    if problems:
+        raise UserError(problems)
+    return notes
+
+
+def end_of_document(recipe: ClmRecipe, corpora: list[Corpus], tokenizer) -> int:
+    """The id at the end of each document: that of the corpora, else the tokenizer's end-of-text token; -1 if there is
+    none.
+
+    Raises:
+        UserError: there is none, and options need it; or there are several.
+    """
+    eods = {corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora} - {None}
+    if len(eods) > 1:
+        ends = ", ".join(map(str, sorted(eods)))
+        raise UserError(
+            f"data_path: the documents of these corpora end with different tokens ({ends}). Prepare them alike"
+        )
+    if eods:
+        return eods.pop()
+    unused = [name for name in RESETS if getattr(recipe, name)]
+    if unused:
+        raise UserError(
+            f"{', '.join(unused)}: no effect, since no token ends the documents of {corpora[0].prefix}. Prepare the "
+            f"corpus with --append_eod, or remove the option{'s' * (len(unused) > 1)}"
+        )
+    return -1
+
+
+def report(blend: Blend, total: int, validation) -> list[tuple[str, ...]]:
+    """The table before training: one row per corpus, its size and the number of epochs of the run."""
+    head = ("corpus", "share", "documents", "tokens", "training", "evaluation", "test", "epochs")
+    rows, passes = [], epochs(blend, total)
+    for corpus, proportion, times in zip(blend.corpora, blend.proportions, passes):
+        samples = [f"{blend.samples(corpus, part):,}" for part in (TRAINING, HELD_OUT, TEST)]
+        rows.append((corpus.prefix, f"{proportion:.1%}", f"{corpus.documents:,}", f"{corpus.tokens:,}", *samples,
+                     f"{times:.3g}"))  # fmt: skip
+    if len(rows) > 1:
+        samples = [f"{blend.samples_per_epoch(part):,}" for part in (TRAINING, HELD_OUT, TEST)]
+        documents, tokens = (
+            sum(getattr(corpus, name) for corpus in blend.corpora) for name in ("documents", "tokens")
+        )
+        rows.append(("together", "100%", f"{documents:,}", f"{tokens:,}", *samples, ""))
+    used = f"{len(validation):,}" if validation is not None else "0"
+    rows.append(("of the run", "", "", "", f"{total:,}", used, "0", ""))
+    return [head, *rows]

@@ -1,0 +1,292 @@
+"""The global order: which samples update k sees, whatever the number of processes, the strategy or the accumulation.
+
+A run is one endless sequence of samples: epoch after epoch, each a permutation drawn from (seed, epoch). Update k
+takes positions k * G to (k + 1) * G of it, where G is the global batch size (which may grow in the first updates:
+then each update begins where the one before has ended); a batch may span two epochs, so that no
+sample is dropped or repeated between them. The position in the data is therefore one number, the consumed samples, and
+seeking to it costs nothing. The last update of a run is filled up with places that do not count.
+
+The permutation of an epoch is drawn as a whole, or, of more than LARGEST_DRAWN samples, computed place by place: then
+neither its memory nor the time to seek depends on how many there are.
+
+If samples differ in length, LengthGroups rearranges the permutation so that the samples of one update are of similar
+length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from zerofit.data.pack import Sample, SampleSet
+from zerofit.data.permutation import KeyedPermutation
+from zerofit.recipe.errors import UserError
+
+FILLER = -1  # a place in a batch without a sample
+LARGEST_DRAWN = 2**26  # samples: 4 s to draw, and 0.5 GiB on each rank
+
+
+def samples_of_run(recipe, num_samples: int, consumed: Callable[[int], int]) -> int:
+    """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it.
+
+    Args:
+        consumed: (updates) -> samples of so many updates.
+    """
+    if recipe.max_train_steps is not None:
+        return consumed(recipe.max_train_steps)
+    return max(1, round(recipe.num_train_epochs * num_samples))
+
+
+@dataclass(frozen=True)
+class LengthGroups:
+    """Rearranges an epoch so that the samples of an update are of similar length. The shuffle stays unbiased.
+
+    The permutation is cut into windows of `window` updates. A window's samples are sorted by length and cut into
+    batches of G, and the batches are put into random order. The permutation decides which samples share a
+    window, and any batch may come first: so each sample has the same chance of each place in the epoch, whatever its
+    length, and is seen once. Which samples share an update is no longer random: if the loss is a mean over tokens,
+    the grouping must not correlate with their number (docs/padding.md).
+
+    Args:
+        lengths: of all samples, in tokens.
+        global_batch: G.
+    """
+
+    lengths: np.ndarray
+    global_batch: int
+    window: int = 16
+
+    @property
+    def samples(self) -> int:
+        """Of a window."""
+        return self.window * self.global_batch
+
+    def head(self, epoch: int, num_samples: int) -> int:
+        """Samples at the start of an epoch that complete the last update of the one before; they stay as drawn."""
+        return min(-epoch * num_samples % self.global_batch, num_samples)
+
+    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """A window, or what is left of the epoch. Samples that fill no batch stay as drawn."""
+        size = self.global_batch
+        full = len(drawn) // size * size
+        ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
+        batches = rng.permuted(ordered.reshape(-1, size), axis=1)
+        return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
+
+
+@dataclass(frozen=True)
+class EasiestFirst:
+    """The first epoch with the easiest samples first.
+
+    Its update k of U draws at random from the easiest k / U of all samples, without those that updates before have
+    drawn. After update U the others follow, in random order. So each sample is seen once in the epoch, as ever.
+
+    Args:
+        scores: (samples,) the lowest is the easiest.
+        ends: (U,) samples that the first 1, 2, ... U updates take.
+    """
+
+    scores: np.ndarray
+    ends: Sequence[int]
+
+    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The first epoch, drawn as any other."""
+        ranked = drawn[np.argsort(self.scores[drawn], kind="stable")]  # those of one score in random order
+        pool, size, reached, start, taken = np.empty_like(ranked), 0, 0, 0, []
+        for update, end in enumerate(self.ends, 1):
+            reach = max(end, len(ranked) * update // len(self.ends))
+            pool[size : size + reach - reached] = ranked[reached:reach]
+            size, reached = size + reach - reached, reach
+            chosen = rng.choice(size, end - start, replace=False)
+            taken.append(pool[chosen])
+            size, start = size - len(chosen), end
+            rest = np.ones(len(chosen), dtype=bool)  # of the pool's end, which fills the places of those chosen
+            rest[chosen[chosen >= size] - size] = False
+            pool[chosen[chosen < size]] = pool[size : size + len(chosen)][rest]
+        return np.concatenate([*taken, rng.permutation(pool[:size])])
+
+
+class Order(Protocol):
+    """Positions in the sequence of samples -> sample indices."""
+
+    def places(self, start: int, stop: int) -> np.ndarray: ...
+
+
+class SampleOrder:
+    """The order of a training run."""
+
+    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None,
+                 easiest: EasiestFirst | None = None):  # fmt: skip
+        self.num_samples, self.seed, self.groups, self.easiest = num_samples, seed, groups, easiest
+        self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
+        self._window_at, self._window = (-1, -1), np.zeros(0, dtype=np.int64)
+
+    def places(self, start: int, stop: int) -> np.ndarray:
+        """The sample indices at places [start, stop) of the run."""
+        part = self._drawn if self.num_samples <= LARGEST_DRAWN else self._computed
+        pieces = []
+        while start < stop:
+            epoch, offset = divmod(start, self.num_samples)
+            piece = part(epoch, offset, min(offset + stop - start, self.num_samples))
+            pieces.append(piece)
+            start += len(piece)
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+    def epoch(self, number: int) -> np.ndarray:
+        """All of an epoch."""
+        return self.places(number * self.num_samples, (number + 1) * self.num_samples)
+
+    def _drawn(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Places of an epoch, from (seed, epoch) alone (and G, if samples are grouped by length)."""
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            permutation = rng.permutation(self.num_samples)
+            if self.easiest is not None and epoch == 0:
+                permutation = self.easiest.arrange(permutation, rng)
+            elif self.groups is not None:
+                head, window = self.groups.head(epoch, self.num_samples), self.groups.samples
+                windows = [permutation[at : at + window] for at in range(head, self.num_samples, window)]
+                permutation = np.concatenate([permutation[:head], *(self.groups.arrange(w, rng) for w in windows)])
+            self._epoch, self._permutation = epoch, permutation
+        return self._permutation[start:stop]
+
+    def _computed(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The same of very many samples: the first of the places, up to the end of a window."""
+        permutation = KeyedPermutation(self.num_samples, [self.seed, epoch])
+        head = self.groups.head(epoch, self.num_samples) if self.groups else self.num_samples
+        if start < head:
+            return permutation(np.arange(start, min(stop, head)))
+        number, offset = divmod(start - head, self.groups.samples)
+        if (epoch, number) != self._window_at:
+            first = head + number * self.groups.samples
+            drawn = permutation(np.arange(first, min(first + self.groups.samples, self.num_samples)))
+            self._window_at = epoch, number
+            self._window = self.groups.arrange(drawn, np.random.default_rng([self.seed, epoch, number]))
+        return self._window[offset : offset + stop - start]
+
+
+class FixedOrder:
+    """The order of an evaluation, and of samples that are already shuffled: unchanged, or the longest first with a
+    key to sort by."""
+
+    def __init__(self, num_samples: int, sort_key: np.ndarray | None = None):
+        self.num_samples = num_samples
+        self.indices = None if sort_key is None else np.argsort(-sort_key, kind="stable")
+
+    def places(self, start: int, stop: int) -> np.ndarray:
+        """The sample indices at places [start, stop)."""
+        if self.indices is None:
+            return np.arange(start, min(stop, self.num_samples))
+        return self.indices[start:stop]
+
+
+class MicroBatches(torch.utils.data.Sampler):
+    """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
+
+    Where updates grow, `growing` has the accumulations of the first ones, and those after them have `accumulation`.
+
+    Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
+    (accumulation, world size, micro-batch). With a `sort_key` (of all samples) the places are first sorted, the
+    largest first: the micro-batches that the ranks process at the same time then have similar lengths.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        total: int,
+        consumed: int,
+        micro: int,
+        accumulation: int,
+        world: int,
+        rank: int,
+        sort_key: np.ndarray | None = None,
+        growing: Sequence[int] = (),
+    ):
+        super().__init__()
+        self.order, self.total, self.consumed, self.sort_key = order, total, consumed, sort_key
+        self.accumulation, self.growing = accumulation, growing
+        self.shape, self.rank = (-1, world, micro), rank
+
+    def __len__(self) -> int:
+        return sum(accumulation for _, accumulation in self._updates())
+
+    def _updates(self) -> Iterator[tuple[int, int]]:
+        """(first place, accumulation) of each update."""
+        start = self.consumed
+        for accumulation in itertools.chain(self.growing, itertools.repeat(self.accumulation)):
+            if start >= self.total:
+                return
+            yield start, accumulation
+            start += accumulation * self.shape[1] * self.shape[2]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start, accumulation in self._updates():
+            size = accumulation * self.shape[1] * self.shape[2]
+            places = np.full(size, FILLER)
+            samples = self.order.places(start, min(start + size, self.total))
+            if self.sort_key is not None:
+                samples = samples[np.argsort(-self.sort_key[samples], kind="stable")]
+            places[: len(samples)] = samples
+            for micro_batch in places.reshape(self.shape)[:, self.rank]:
+                yield micro_batch.tolist()
+
+
+class Shortened(torch.utils.data.Sampler):
+    """Micro-batches whose samples are read up to a length: (index, length) in place of each index.
+
+    Args:
+        lengths: of each micro-batch, in tokens.
+    """
+
+    def __init__(self, micro_batches: MicroBatches, lengths: Iterable[int]):
+        super().__init__()
+        self.micro_batches, self.lengths = micro_batches, lengths
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for micro_batch, length in zip(self.micro_batches, self.lengths):
+            yield [(index, length) for index in micro_batch]
+
+
+def shortened(sample: Sample, length: int) -> Sample:
+    """The first `length` tokens of a sample."""
+    return {name: min(value, length) if name == "num_tokens" else value[:length] for name, value in sample.items()}
+
+
+class _Indexed(torch.utils.data.Dataset):
+    """(sample, index) by index, or by (index, length); a FILLER place borrows sample 0."""
+
+    def __init__(self, samples: SampleSet):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, place: int | tuple[int, int]) -> tuple[Sample, int]:
+        if isinstance(place, tuple):
+            index, length = place
+            return shortened(self.samples[max(index, 0)], length), index
+        return self.samples[max(place, 0)], place
+
+
+def _without_torchs_traceback(batches: Iterator) -> Iterator:
+    try:
+        yield from batches
+    except UserError as error:
+        raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
+
+
+class _Loader(torch.utils.data.DataLoader):
+    """Raises the UserError of a worker process as it is, without the traceback that torch adds."""
+
+    def __iter__(self):
+        return _without_torchs_traceback(super().__iter__())  # created now: it draws a random number
+
+
+def loader(
+    samples: SampleSet, sampler: torch.utils.data.Sampler, collate, workers: int, pin: bool
+) -> torch.utils.data.DataLoader:
+    """A DataLoader over this rank's micro-batches."""
+    return _Loader(_Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin)

@@ -1,0 +1,280 @@
+"""Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
+
+from zerofit.data.difficulty import score_column, scores_of
+from zerofit.data.lengths import choose_length, report_data_loss
+from zerofit.data.pairs.columns import Columns, Pair, find_columns
+from zerofit.data.pairs.conversation_files import read_conversation_files
+from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.sources import read_source
+from zerofit.data.tables import columns_present, first_records, hold_out
+from zerofit.data.token_tables import IDS, encode_table, fingerprint
+from zerofit.data.tokenized import TokenizedDataset
+from zerofit.model.families import family_of
+from zerofit.model.tokenizer import end_with_eos, get_tokenizer
+from zerofit.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import Seq2SeqRecipe
+
+COLUMNS = ("input_ids", "labels")
+FORMAT = "source_format"  # in tokenizer_config.json
+NUMBERS = ("truncated", "source_tokens", "target_tokens")
+TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "is_cut": Value("bool"),
+                  **dict.fromkeys(NUMBERS, Value("int32"))})  # fmt: skip
+SCORE = "score"  # the column of difficulty, where the recipe names one
+PARTS = {"train": "training", "validation": "held-out"}
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """How a source is written for the encoder. It is saved in the tokenizer's configuration, so that later
+    prompts have the same format."""
+
+    prefix: str
+    separator: str  # between two turns
+    max_length: int  # tokens, special tokens included
+
+    @classmethod
+    def of(cls, tokenizer, config, max_length: int) -> "SourceFormat":
+        """The format that a model was trained with; if unknown that of its family, with sources of `max_length`."""
+        known = tokenizer.init_kwargs.get(FORMAT)
+        return cls(**known) if known else cls("", turn_separator(config, tokenizer), max_length)
+
+
+@dataclass
+class HeldOutPairs:
+    """The held-out samples, the full target of each as text, and the most common target of the training data."""
+
+    samples: TokenizedDataset
+    targets: list[str]
+    most_common: str | None
+
+
+@dataclass
+class PairData:
+    """Samples of both parts, and the tokenizer that made them; no `train` without training."""
+
+    train: TokenizedDataset | None
+    validation: HeldOutPairs | None
+    tokenizer: PreTrainedTokenizerBase
+    widths: tuple[int, int]  # the longest source and target, in tokens
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
+    """Read, check, split and tokenise; the first process of the machine works, the others use its cache.
+
+    The held-out part is drawn by records: no turn of a held-out conversation is trained on.
+
+    Raises:
+        UserError: columns are not found, a text is empty, a reply has no history.
+    """
+    with one_process_at_a_time(recipe.cache_dir):
+        source = read_source(recipe, reader=read_conversation_files)
+        source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
+        columns = find_columns(recipe, source.first)
+        notes = [f"data      {columns.describe}"]
+        for part, table in source.parts.items():
+            if missing := [name for name in columns.names if name not in table.column_names]:
+                raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
+            notes += check_records(recipe, source, part, columns.pairs, columns)
+        score = score_column(recipe, source.first)
+        parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
+        if score:
+            parts["train"] = source.parts["train"].select_columns(list(dict.fromkeys((*columns.names, score))))
+        if "validation" not in parts and recipe.validation_split_percentage > 0:
+            train, held_out = hold_out(parts["train"], recipe.validation_split_percentage / 100)
+            parts = {"train": train, "validation": held_out}
+        if not recipe.trains:
+            parts.pop("train", None)
+        train = next(iter(parts.values()))
+        tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, columns), train._fingerprint, pairs=True)
+        widths = (
+            choose_length(recipe, "max_source_length", config),
+            choose_length(recipe, "max_target_length", config),
+        )
+        separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
+        form = SourceFormat(recipe.source_prefix, separator, widths[0])
+        encoder = PairEncoder(tokenizer, form, widths[1])
+        tables = {
+            name: _encode(part, columns, encoder, recipe, score if name == "train" else None)
+            for name, part in parts.items()
+        }
+    tokenizer.init_kwargs[FORMAT] = asdict(form)
+    limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
+    tables = {name: first_records(table, limits[name]) for name, table in tables.items()}
+    for name, table in tables.items():
+        notes += truncation_notes(recipe, config, columns, table, name, widths)
+    train, validation = tables.get("train"), None
+    if "validation" in tables:
+        table = tables["validation"]
+        most_common = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
+        validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], most_common)
+    samples = TokenizedDataset(train, COLUMNS) if train is not None else None
+    if score:
+        samples.scores = scores_of(train, SCORE)
+    return PairData(samples, validation, tokenizer, widths, notes)
+
+
+def split_translation_columns(table: Dataset) -> Dataset:
+    """Records {"translation": {"en": ..., "de": ...}}, as those of wmt, with a column for each language."""
+    held = table.features.get("translation")
+    if not (isinstance(held, dict) or hasattr(held, "languages")):
+        return table
+    table = table.flatten()
+    names = {name: name.removeprefix("translation.") for name in table.column_names}
+    new = list(names.values())
+    return table.rename_columns(
+        {name: other for name, other in names.items() if name != other and new.count(other) == 1}
+    )
+
+
+def truncation_notes(
+    recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]
+) -> list[str]:
+    """Notes about truncated texts; of a conversation the latest turns are kept, which is intended. Raises UserError if
+    most targets are truncated."""
+    numbers = table.select_columns(["source_tokens", "target_tokens"]).with_format("numpy")[:]
+    notes = []
+    for side, width in zip(("source", "target"), widths):
+        if side == "source" and columns.dialogue:
+            continue
+        option, lengths = f"max_{side}_length", numbers[f"{side}_tokens"]
+        what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
+        lost = int((lengths > width).sum())
+        notes += report_data_loss(recipe, lost, len(table), what, lengths, option, config, stops=side == "target")
+    return notes
+
+
+def turn_separator(config, tokenizer) -> str:
+    """What stands between two turns of a conversation, where nobody says otherwise."""
+    return family_of(config).turn_separator or tokenizer.sep_token or tokenizer.eos_token or "\n"
+
+
+class PairEncoder:
+    """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
+
+    Args:
+        max_target: the longest target in tokens, special tokens included.
+
+    Raises:
+        UserError: the prefix leaves no room for a source.
+    """
+
+    def __init__(self, tokenizer, form: SourceFormat, max_target: int):
+        self.tokenizer, self.prefix, self.separator = tokenizer, form.prefix, form.separator
+        self.widths = widths = (form.max_length, max_target)
+        end_with_eos(tokenizer)
+        self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
+        self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
+        self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
+        # The tokens that prefix and separator add to a text; alone they may be more, such as a space at the end.
+        text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
+        self.prefix_size, self.separator_size = prefixed - text, two - 2 * text
+        if self.prefix_size >= self.room:
+            raise UserError(
+                f"source_prefix = {self.prefix!r} and max_source_length = {widths[0]}: the prefix leaves no room for "
+                "the source. Make it shorter, or max_source_length larger"
+            )
+
+    def _marks(self, **text: str) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        plain = self.tokenizer(**text, add_special_tokens=False)["input_ids"]
+        marked = self.tokenizer(**text)["input_ids"]
+        place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
+        return marked[:place], marked[place + len(plain) :]
+
+    def encode(self, pairs: list[Pair]) -> dict[str, list]:
+        """Columns input_ids, labels, target (the full text), is_cut (of the target), truncated (tokens cut), and the
+        numbers of tokens of the full source and target."""
+        if not pairs:
+            return {name: [] for name in TABLE}
+        sources, lost = self.sources([pair.source for pair in pairs])
+        whole = [len(ids) + n for ids, n in zip(sources, lost)]
+        before, after = self.marks[1]
+        room = self.widths[1] - len(before) - len(after)
+        targets = self._ids([pair.target for pair in pairs], "text_target")
+        lost = [n + max(0, len(ids) - room) for n, ids in zip(lost, targets)]
+        cut = [len(ids) > room for ids in targets]
+        labels = [[*before, *ids[:room], *after] for ids in targets]
+        texts = [pair.target for pair in pairs]
+        lengths = [len(ids) + len(before) + len(after) for ids in targets]
+        return {"input_ids": sources, "labels": labels, "target": texts, "is_cut": cut, "truncated": lost,
+                "source_tokens": whole, "target_tokens": lengths}  # fmt: skip
+
+    def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
+        """(ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of a
+        last turn that does not fit alone its end is kept; of a single text its beginning."""
+        (before, after), room = self.marks[0], self.room
+        prefix, between, size = self.prefix_size, self.separator_size, self._sizes(histories)
+        kept = [self._latest(turns, room - prefix, size, between) for turns in histories]
+        rows = self._ids([self._joined(turns) for turns in kept])
+        lost = []
+        for index, turns in enumerate(histories):
+            while len(rows[index]) > room and len(kept[index]) > 1:  # joined, the turns may take more tokens
+                kept[index] = kept[index][1:]
+                rows[index] = self._ids([self._joined(kept[index])])[0]
+            ids = rows[index]
+            dropped = turns[: len(turns) - len(kept[index])]
+            lost.append(sum(size[turn] + between for turn in dropped) + max(0, len(ids) - room))
+            if len(ids) > room:
+                rows[index] = [*ids[:prefix], *ids[len(ids) - (room - prefix) :]] if len(turns) > 1 else ids[:room]
+        return [[*before, *ids, *after] for ids in rows], lost
+
+    def _joined(self, turns: list[str]) -> str:
+        return self.prefix + self.separator.join(turns)
+
+    def _sizes(self, histories: list[list[str]]) -> dict[str, int]:
+        """{turn: its number of tokens}; each turn is tokenized once."""
+        turns = list(dict.fromkeys(turn for history in histories for turn in history))
+        return dict(zip(turns, map(len, self._ids(turns))))
+
+    @staticmethod
+    def _latest(turns: list[str], room: int, size: dict[str, int], between: int) -> list[str]:
+        """As many of the latest turns as fit; at least the last."""
+        used, first = size[turns[-1]], len(turns) - 1
+        while first > 0 and used + between + size[turns[first - 1]] <= room:
+            first -= 1
+            used += between + size[turns[first]]
+        return turns[first:]
+
+    def _ids(self, texts: list[str], kind: str = "text") -> list[list[int]]:
+        return self.tokenizer(**{kind: texts}, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+
+
+def _texts(table: Dataset, columns: Columns):
+    """Every text once, to train a tokenizer."""
+    for batch in table.iter(200):
+        for record in records_of(batch):
+            try:
+                pairs = columns.pairs(record)
+            except BadRecord:
+                continue
+            yield from pairs[-1].source
+            yield pairs[-1].target
+
+
+def _encode(
+    table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2SeqRecipe, score: str | None = None
+) -> Dataset:
+    def encode(batch: dict) -> dict:
+        pairs, scores = [], []
+        for record in records_of(batch):
+            try:
+                of_record = columns.pairs(record)
+            except BadRecord:
+                continue  # reported already
+            pairs += of_record
+            scores += [record[score]] * len(of_record) if score else []
+        return {**encoder.encode(pairs), **({SCORE: scores} if score else {})}
+
+    features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
+    return encode_table(table, encode, features, (*encoder.key, columns, score), cache_root(recipe.cache_dir),
+                        recipe.preprocessing_num_workers, prepare_anew(recipe))  # fmt: skip

@@ -1,0 +1,162 @@
+"""The records of predict_file as token ids: prompts and, for encoder-decoders, sources."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from zerofit.data.chat.instructions import find_form
+from zerofit.data.lengths import choose_length
+from zerofit.data.pack import DatasetStats, Sample, TextData
+from zerofit.data.pairs.columns import find_sources
+from zerofit.data.pairs.conversation_files import read_conversation_files
+from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, split_translation_columns
+from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.rendering import Prompt, Renderer
+from zerofit.data.sources import PREDICT, Source, read_source
+from zerofit.data.text.documents import text_column
+from zerofit.model.chat import install_template
+from zerofit.model.configuration import usable_positions
+from zerofit.model.tokenizer import get_tokenizer
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
+
+
+@dataclass
+class Prompts:
+    """The records of predict_file as samples (input_ids alone), in the order of the file.
+
+    Args:
+        records: what predictions.jsonl has for each beside its prediction.
+        is_chat: each is a conversation that needs a reply, not a text to continue.
+        ends: token ids that end an answer, in addition to those of the model.
+        truncated: number of tokens cut.
+    """
+
+    ids: list[list[int]]
+    records: list[dict[str, Any]]
+    is_chat: bool = False
+    ends: list[int] = field(default_factory=list)
+    truncated: int = 0
+
+    def __post_init__(self):
+        self.lengths = self.sort_key = np.array([len(ids) for ids in self.ids])
+        tokens = int(self.lengths.sum()) + self.truncated
+        self.stats = DatasetStats(len(self.ids), tokens, len(self.ids), self.truncated)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": np.array(self.ids[index])}
+
+
+def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
+    """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
+
+    Raises:
+        UserError: no column of sources is found, a text is empty.
+    """
+    source = read_source(recipe, sample_by=lambda files: "line", reader=read_conversation_files)
+    source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
+    columns = find_sources(recipe, source.first)
+    histories, notes = _read(recipe, source, columns.prompt_turns, columns)
+    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+    widths = tuple(choose_length(recipe, name, config) for name in ("max_source_length", "max_target_length"))
+    form = SourceFormat.of(tokenizer, config, widths[0])  # as in training, unless the recipe sets another
+    overrides = {"prefix": "source_prefix", "separator": "turn_separator", "max_length": "max_source_length"}
+    overrides = {name: getattr(recipe, option) for name, option in overrides.items() if recipe.source(option)}
+    form = replace(form, **{name: value for name, value in overrides.items() if value is not None})
+    ids, cut_tokens = PairEncoder(tokenizer, form, widths[1]).sources(histories)
+    if cut := sum(map(bool, cut_tokens)):
+        notes.append(
+            f"note      {cut:,} of {len(ids):,} sources are cut at {form.max_length} tokens (max_source_length)"
+        )
+    notes.insert(0, f"data      {columns.describe_sources}")
+    read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
+    return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
+
+
+def read_causal_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
+    """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
+    answers of the file; or texts to continue.
+
+    Raises:
+        UserError: there is no such column, a text is empty, a role is out of order, no positions are left to write.
+    """
+    unit = recipe.document_separator
+    sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
+    source = read_source(recipe, sample_by=lambda files: sample_by)
+    form = find_form(recipe, source.first)
+    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+    if form is None:
+        notes, ends = ["data      each record is a text to continue"], []
+        records = [{"prompt": text} for text in _texts(recipe, source)]
+        renderer = Renderer(tokenizer, config, raw=True)
+        ids = [renderer.ids(Prompt(record["prompt"])) for record in records]
+    else:
+        template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+        conversations, notes = _read(recipe, source, form.prompt_messages, form)
+        notes = [form.describe, template.note, *notes]
+        renderer = Renderer(tokenizer, config)
+        records = [{"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
+                   for turns in conversations]  # fmt: skip
+        ids, ends = [renderer.ids_of(turns) for turns in conversations], renderer.end_of_turn()
+    longest = longest_answer(recipe, config)
+    ids, cut_tokens = _with_room(ids, longest, config)
+    if cut := sum(map(bool, cut_tokens)):
+        notes.append(
+            f"warning   {cut:,} of {len(ids):,} prompts are cut at their beginning: {usable_positions(config):,} "
+            f"positions less max_new_tokens = {longest} are too few for them"
+        )
+    prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
+    kind = f"answered with at most {longest} tokens each"
+    return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
+
+
+def _read(recipe, source: Source, read, key: object) -> tuple[list, list[str]]:
+    """(the result of `read` for each record that can be used, notes about the others)."""
+    notes = check_records(recipe, source, PREDICT, read, ("asked", key))
+    values = []
+    for batch in source.first.iter(200):
+        for record in records_of(batch):
+            try:
+                values.append(read(record))
+            except BadRecord:
+                continue  # reported already
+    return values, notes
+
+
+def _texts(recipe: ClmRecipe, source: Source) -> list[str]:
+    """The texts to continue, without empty lines."""
+    column = source.first[text_column(source.first, recipe.text_column)]
+    texts = [text for text in column[:] if text and text.strip()]
+    if not texts:
+        raise UserError(f"{source.where(PREDICT)} holds no text: there is nothing to continue")
+    return texts
+
+
+def longest_answer(recipe: ClmRecipe, config) -> int:
+    """max_new_tokens; by default at most half of the model's positions.
+
+    Raises:
+        UserError: no positions are left for a prompt.
+    """
+    positions = usable_positions(config)
+    if positions and not recipe.source("max_new_tokens"):
+        return min(recipe.max_new_tokens, positions // 2)
+    if positions and recipe.max_new_tokens >= positions:
+        raise UserError(
+            f"max_new_tokens = {recipe.max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
+            "Choose fewer"
+        )
+    return recipe.max_new_tokens
+
+
+def _with_room(ids: list[list[int]], longest: int, config) -> tuple[list[list[int]], list[int]]:
+    """(the end of each prompt, which leaves room for the answer; the number of tokens cut from each)."""
+    positions = usable_positions(config)
+    if not positions:
+        return ids, [0] * len(ids)
+    room = positions - longest
+    return [row[-room:] for row in ids], [max(0, len(row) - room) for row in ids]

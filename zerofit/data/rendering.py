@@ -1,0 +1,131 @@
+"""Prompts, and conversations that need a reply, as token ids."""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerofit.model.chat import BadTemplate, apply_template, install_template
+from zerofit.recipe.errors import UserError, first_line
+
+Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or a conversation that needs a reply."""
+
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The prompt as a record of a .jsonl file."""
+        return {"prompt": self.text} if self.text is not None else {"messages": list(self.messages)}
+
+
+class Renderer:
+    """Convert prompts and conversations to the token ids that the model continues.
+
+    Args:
+        config: the model's.
+        template: the name or .jinja file of a chat template that replaces the tokenizer's own.
+        raw: use prompts unchanged, without a template.
+        system: the system prompt of every conversation.
+    """
+
+    def __init__(self, tokenizer, config, template: str | None = None, raw: bool = False, system: str | None = None):
+        self.tokenizer, self.config, self.system = tokenizer, config, system
+        self.left_out = 0  # number of tokens cut from the latest source, as in training
+        self.has_encoder = config.is_encoder_decoder
+        if template is not None:
+            install_template(tokenizer, template)
+        self.uses_template = bool(tokenizer.chat_template) and not raw
+        self.encoder = self._encoder(raw) if self.has_encoder and not self.uses_template else None
+        if self.uses_template:
+            self._render([{"role": "user", "content": "a"}])  # finds a broken template before the first prompt
+        elif system is not None and not self.has_encoder:
+            raise UserError(f"system_prompt = {system!r}: {self._no_template}")
+
+    def _encoder(self, raw: bool):
+        """The encoder of sources, in the format of training; the system prompt is never cut."""
+        from zerofit.data.pairs.prepare import PairEncoder, SourceFormat
+        from zerofit.model.configuration import usable_positions
+
+        positions = usable_positions(self.config) or sys.maxsize
+        form = SourceFormat.of(self.tokenizer, self.config, positions)
+        before = "" if raw else form.prefix
+        if self.system:
+            before += f"{self.system}{form.separator}"
+        try:
+            return PairEncoder(self.tokenizer, replace(form, prefix=before), positions)
+        except UserError:
+            raise UserError(
+                f"system_prompt = {self.system!r} leaves no room in a source of {form.max_length} tokens: shorten it"
+            ) from None
+
+    @property
+    def _no_template(self) -> str:
+        return (
+            f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template, a "
+            ".jinja file or a known name"
+        )
+
+    def check_conversations(self) -> None:
+        """Raises UserError if this model cannot take part in a conversation."""
+        if not self.uses_template and not self.has_encoder:
+            raise UserError(f"a conversation needs a chat template: {self._no_template}")
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt."""
+        if prompt.text is None:
+            return self.ids_of(list(prompt.messages))
+        if self.uses_template and prompt.text:
+            return self.ids_of([{"role": "user", "content": prompt.text}])
+        if not self.has_encoder:
+            return self._beginning(prompt.text)
+        return self._source([prompt.text])
+
+    def ids_of(self, messages: Messages) -> list[int]:
+        """The token ids of a conversation, up to the beginning of the reply."""
+        self.check_conversations()
+        if not self.uses_template:
+            return self._source([message["content"].strip() for message in messages])
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        text = self._render(messages)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
+
+    def end_of_turn(self) -> list[int]:
+        """The special token that the template puts after a reply, if any: generation stops there."""
+        if not self.uses_template:
+            return []
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zerofit"}]
+        after = self._render(messages, for_an_answer=False).rpartition("zerofit")[2].lstrip()
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        return [token for token in ids if token in special]
+
+    def _render(self, messages: Messages, for_an_answer: bool = True) -> str:
+        try:
+            return apply_template(self.tokenizer, messages, for_an_answer)
+        except (BadTemplate, ValueError) as error:  # or there are several templates
+            raise UserError(f"the chat template fails on this conversation: {first_line(error)}") from None
+
+    def _beginning(self, text: str) -> list[int]:
+        """A text to continue: with the special tokens that the tokenizer puts before it, without those after it."""
+        plain = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not plain:
+            start_tokens = (self.tokenizer.bos_token_id, self.config.bos_token_id, self.tokenizer.eos_token_id)
+            start = next((token for token in start_tokens if token is not None), None)
+            if start is None:
+                raise UserError("an empty prompt: the tokenizer has no token to start a text with. Type a text")
+            return [start]
+        marked = self.tokenizer(text)["input_ids"]
+        places = [place for place in range(len(marked)) if marked[place : place + len(plain)] == plain]
+        return marked[: places[0] + len(plain)] if places else marked
+
+    def _source(self, turns: list[str]) -> list[int]:
+        if not any(turns):
+            raise UserError("an empty prompt: an encoder needs a text. Type a text")
+        (ids,), (self.left_out,) = self.encoder.sources([turns])
+        return ids

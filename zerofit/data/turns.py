@@ -1,0 +1,134 @@
+"""Turns of a conversation and answers to a question, in the formats of data sets; refusal of preference data.
+
+Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import Dataset, Value
+
+from zerofit.data.records import BadRecord
+from zerofit.data.tables import columns_present
+from zerofit.recipe.errors import UserError
+
+DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
+TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
+TEXT_OF_A_PART = ("text", "value", "content")
+ROLE_OF_A_TURN = ("role", "from", "speaker")
+PREFERENCES = (("chosen", "rejected"), ("response_a", "response_b"), ("response_0", "response_1"),
+               ("conversation_a", "conversation_b"), ("answer_a", "answer_b"), ("output_1", "output_2"))  # fmt: skip
+VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
+ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these, only they are replies
+
+
+def refuse_preferences(table: Dataset, remedy: str) -> str | None:
+    """The column that says whether an answer is good or bad, if there is one.
+
+    Raises:
+        UserError: each record has a preferred and a rejected answer.
+    """
+    for good, bad in PREFERENCES:
+        if {good, bad} <= set(table.column_names):
+            raise UserError(
+                f"the records are preferences: two answers each, of which one is better ({good}, {bad}), as for DPO "
+                "or a reward model, which is not trained here. To train on the better answers alone, write them into "
+                f"a file of prompts and answers, or name columns with {remedy}; {columns_present(table)}"
+            )
+    verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
+    return verdicts[0] if verdicts else None
+
+
+def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
+    """Raises BadRecord if the record marks its answer as a bad one."""
+    if verdict and record[verdict] is False:
+        raise BadRecord(f"its answer is a rejected one ({verdict}: false), as in data of preferences for KTO")
+
+
+def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
+    """The columns (question, answer, context) of records in SQuAD's format; None for other records."""
+    names = table.column_names
+    answer = next((name for name in ("answers", "answer") if name in names), None)
+    return ("question", answer, "context") if answer and {"question", "context"} <= set(names) else None
+
+
+def first_answer(value: Any) -> Any:
+    """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, [{"text": "..."}] as in its
+    files."""
+    while isinstance(value, (list, dict)):
+        value = value.get("text") if isinstance(value, dict) else value[0] if value else None
+    return value
+
+
+def holds_lists(feature: Any) -> bool:
+    """Whether a column of this feature holds lists."""
+    return isinstance(feature, list) or hasattr(feature, "feature")
+
+
+def roles_of(items: Any) -> list[str | None]:
+    """The role of each turn; None if it has none."""
+    return [
+        next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
+        if isinstance(item, dict) else None for item in _listed(items)
+    ]  # fmt: skip
+
+
+def _listed(items: Any) -> list:
+    if isinstance(items, dict):  # the format of a list of objects in some versions of the datasets library
+        return [dict(zip(items, values)) for values in zip(*items.values())]
+    return items
+
+
+def calls_of(items: Any) -> list[Any]:
+    """The structured `tool_calls` of each turn. In a table every call has the keys of all calls: keys without a
+    value are removed."""
+    turns = [item if isinstance(item, dict) else {} for item in _listed(items)]
+    return [_without_nothing(turn.get("tool_calls") or []) for turn in turns]
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nothing(item) for key, item in value.items() if item is not None}
+    return [_without_nothing(item) for item in value] if isinstance(value, list) else value
+
+
+def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
+    """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
+    for item, role in zip(_listed(items), roles_of(items)):
+        if isinstance(item, dict):
+            key = next((key for key in TEXT_OF_A_TURN if item.get(key) is not None), None)
+            if key is None and not any(key in item for key in TEXT_OF_A_TURN):
+                raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
+            yield role, _plain(item.get(key))
+        else:
+            yield None, item
+
+
+def _plain(content: Any) -> Any:
+    """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for "text".
+
+    Raises:
+        BadRecord: no part is a text.
+    """
+    parts = [content] if isinstance(content, dict) else content
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
+        return content
+    texts = [_of_part(part) for part in parts]
+    if all(text is None for text in texts):
+        kinds = dict.fromkeys(str(part.get("type") or ", ".join(part)) for part in parts)
+        raise BadRecord(f"a turn holds {' and '.join(kinds)}, and no text ({' or '.join(TEXT_OF_A_PART)})")
+    return "".join(filter(None, texts))
+
+
+def _of_part(part: dict[str, Any] | str) -> str | None:
+    if isinstance(part, str):
+        return part
+    text = next((part[key] for key in TEXT_OF_A_PART if part.get(key) is not None), None)
+    if isinstance(text, dict):  # {"type": "text", "text": {"value": ..., "annotations": []}}
+        return _of_part(text)
+    return text if isinstance(text, str) else None
+
+
+def blank(text: Any) -> bool:
+    """Whether there is no text, or only white space."""
+    return not isinstance(text, str) or not text.strip()

@@ -1,0 +1,121 @@
+"""Anomaly detection: what must not reach the weights is found before the optimizer moves them.
+
+An anomaly is a loss or a gradient norm that is no finite number, or a spike: a value far above those of the updates
+before it. Spikes are measured on a logarithmic scale, since both figures are positive and their noise is relative to
+their size: with x the logarithm, m the median of the last WINDOW accepted updates and s their scaled median absolute
+deviation (1.4826 MAD, the standard deviation if the noise were normal; never below FLOOR), it is a spike where
+(x - m) / s exceeds the threshold *and* the value is more than twice the largest of the window. The second condition
+leaves alone what is rare and yet ordinary: the one hard example of a run that has learned the others by heart.
+
+Where gradients are clipped, a large norm alone moves the weights no further than any other does, and is what clipping
+is for: there only the loss can spike.
+
+Source of the score: Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.data.collate import Batch
+
+WINDOW = 256
+ENOUGH = 64  # accepted updates before anything can be called a spike
+FLOOR = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 % is nothing
+MAX_IN_A_ROW = 10  # anomalies one after another, after which skipping them is no remedy
+MAX_OVERFLOWS = 50
+SHOWN_CHARACTERS = 160  # of a sample
+ACTIONS = {  # what on_anomaly does, as the log has it
+    "stop": "The weights are as they were before it",
+    "skip": "It is skipped",
+    "rewind": "Back to the last checkpoint; this update is skipped",
+}
+
+
+@dataclass
+class AnomalyDetector:
+    """Accepts or refuses one update after another; the same on every rank, since the figures are.
+
+    Args:
+        threshold: of the robust z-score of spikes; 0: only NaN and infinity are anomalies.
+        clipped: gradients are clipped.
+        scaled: the loss is scaled (fp16), and an infinite gradient is the scaler's business.
+        history: logarithms of the accepted updates' figures, oldest first.
+    """
+
+    threshold: float
+    clipped: bool
+    scaled: bool
+    history: dict[str, list[float]] = field(default_factory=dict)
+    overflows: int = 0
+
+    def begin(self, history: dict[str, list[float]]) -> None:
+        """Judge by this history from here on, and add to it."""
+        self.history, self.overflows = history, 0
+
+    def anomaly(self, figures: dict[str, float]) -> str | None:
+        """What is wrong with an update's loss and grad_norm; None if nothing is, and then they join the history."""
+        for name, value in figures.items():
+            overflow = self.scaled and name == "grad_norm" and math.isfinite(figures["loss"])
+            if not math.isfinite(value):
+                self.overflows += overflow
+                if self.overflows >= MAX_OVERFLOWS:
+                    return f"{name} is {value:g} in {MAX_OVERFLOWS} updates one after another, whatever the loss scale"
+                return None if overflow else f"{name} is {value:g}"
+        self.overflows = 0
+        watched = {name: value for name, value in figures.items() if name == "loss" or not self.clipped}
+        spikes = filter(None, (self._spike(name, value) for name, value in watched.items()))
+        if self.threshold and (spike := next(spikes, None)):
+            return spike
+        for name, value in figures.items():
+            if value > 0:
+                past = self.history.setdefault(name, [])
+                past.append(math.log(value))
+                del past[:-WINDOW]
+        return None
+
+    def _spike(self, name: str, value: float) -> str | None:
+        past = self.history.get(name, ())
+        if len(past) < ENOUGH or value <= 0:
+            return None
+        middle = statistics.median(past)
+        scale = max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])
+        score = (math.log(value) - middle) / scale
+        if score <= self.threshold or math.log(value) <= max(past) + math.log(2):
+            return None
+        return (
+            f"{name} is {value:.4g}, and its median over the last {len(past)} updates is {math.exp(middle):.4g} "
+            f"(robust z-score {score:.0f})"
+        )
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """An update that was refused, as one rank sees it."""
+
+    update: int
+    reason: str
+    figures: dict[str, float]  # of the whole update
+    batches: list[Batch]  # this rank's micro-batches
+    losses: list[float]  # and the loss sum of each
+
+    def report(self, engine, action: str, preview_sample: Callable[[int], str]) -> dict[str, Any] | None:
+        """The line of anomalies.jsonl, on the main process; None elsewhere. All ranks call it together.
+
+        Args:
+            action: what is done about it.
+            preview_sample: sample index -> how the sample begins.
+        """
+        rank = engine.layout.rank
+        own = [
+            {"rank": rank, "loss": loss, "samples": batch.samples} for batch, loss in zip(self.batches, self.losses)
+        ]
+        ranks = engine.gather_objects(own)
+        if ranks is None:
+            return None
+        parts = [part for reporter in engine.layout.loss_ranks for part in ranks[reporter]]
+        heads = {index: preview_sample(index)[:SHOWN_CHARACTERS] for part in parts for index in part["samples"]}
+        return {"update": self.update, "reason": self.reason, "action": action, **self.figures,
+                "micro_batches": parts, "heads": heads}  # fmt: skip

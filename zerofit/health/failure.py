@@ -1,0 +1,50 @@
+"""An error that ends a rank, explained where something is known of it."""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable
+
+from zerofit.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
+from zerofit.health.watchdog import died_elsewhere
+from zerofit.recipe.errors import EXIT_FAILED, first_line, printable
+from zerofit.recipe.last_message import print_last
+
+
+def explain_failure(
+    error: Exception,
+    at: tuple[str, int | None],
+    named: Callable[[str], str],
+    waits_for: Callable[[], list[str]],
+    *,
+    strategy,
+    **facts,
+) -> int | None:
+    """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
+
+    Args:
+        at: the phase and the update in which the error came.
+        named: names the machines of the addresses in a text.
+        waits_for: says which collective the ranks wait in.
+        facts: what the out-of-memory report is made of, see `explain`.
+    """
+    phase, update = at
+    if is_out_of_memory(error):
+        if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
+            phase = "loss"
+        text = explain(error, phase=phase, update=update, strategy=strategy, **facts)
+        print_last(printable(f"\n{text}"))
+        return EXIT_OUT_OF_MEMORY
+    if died_elsewhere(error):
+        where = f"phase {phase} of update {update}" if update else f"phase {phase}"
+        said = re.sub(r"^\[\S+\.cc:\d+\] ", "", first_line(error).split(". ")[0])  # a line of gloo's source
+        cause = f"another process is gone ({named(said)})"
+        said = "\n  waiting  ".join([f"rank {strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
+        print(printable(f"\n{said}"), file=sys.stderr, flush=True)
+        return EXIT_FAILED  # whoever died first has the cause
+    return None
+
+
+def functions_of(error: BaseException) -> list[str]:
+    """The names of the functions through which an error came."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]

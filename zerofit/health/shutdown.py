@@ -1,0 +1,190 @@
+"""Leaving early and in order: signals of schedulers and people, the time that the run was given, and anomalies.
+
+Each rank may be signalled by itself, or only one of them. What a rank has received goes round with the figures of
+every update (zerofit/training/step.py), so all leave after the same update, when its checkpoint is written.
+"""
+
+import contextlib
+import enum
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import psutil
+
+from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, leave, record_code
+from zerofit.recipe.last_message import print_last
+
+EXIT_TO_BE_RESUMED = 85
+EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end: an anomaly, a full disk
+LOOK_AROUND_S = 2.0
+ONE_SIGNAL_S = 1.0  # within which a signal may come twice: a scheduler sends it, and the launcher passes it on
+
+
+class StopReason(enum.IntEnum):
+    """Why a run stopped before its last update. Ranks exchange the number."""
+
+    NONE = 0
+    SIGTERM = 1
+    SIGUSR1 = 2
+    CTRL_C = 3
+    OUT_OF_TIME = 4
+    ANOMALY = 5
+    CHECKPOINT_FAILED = 6
+
+    @property
+    def text(self) -> str:
+        """The reason in a message: `stopped by TEXT`."""
+        named = {"CTRL_C": "Ctrl-C", "OUT_OF_TIME": "max_hours", "ANOMALY": "an anomaly",
+                 "CHECKPOINT_FAILED": "a checkpoint that failed"}  # fmt: skip
+        return named.get(self.name, self.name)
+
+    @property
+    def is_signal(self) -> bool:
+        return self in SIGNALS.values()
+
+    def exit_code(self, saved: bool) -> int:
+        """The exit code of a run that stopped for this reason; 0: it came to its end.
+
+        Args:
+            saved: whether there is a checkpoint of its last update.
+        """
+        if self is StopReason.NONE:
+            return 0
+        needs_a_person = not saved or self in (StopReason.ANOMALY, StopReason.CHECKPOINT_FAILED)
+        return EXIT_NEEDS_A_PERSON if needs_a_person else EXIT_TO_BE_RESUMED
+
+
+SIGNALS = {
+    signal.SIGTERM: StopReason.SIGTERM, signal.SIGUSR1: StopReason.SIGUSR1, signal.SIGINT: StopReason.CTRL_C,
+}  # fmt: skip
+
+
+_RECEIVERS: list[Callable[[int], None]] = []  # the last one is told of signals
+
+
+def listen(receive: Callable[[int], None]) -> None:
+    """Let `receive` be told of every signal of SIGNALS, in place of whoever was told before.
+
+    It is called in a thread: the main thread may wait in native code, for another rank that is gone for instance, and
+    Python calls its own handlers there only.
+    """
+    _RECEIVERS.append(receive)
+    if len(_RECEIVERS) > 1:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_stop_listening)
+    threading.Thread(target=_read, args=(reader,), daemon=True, name="signals").start()
+
+
+def _read(reader: int) -> None:
+    while numbers := os.read(reader, 64):
+        for number in numbers:
+            if number in list(SIGNALS):
+                try:
+                    _RECEIVERS[-1](number)
+                except BaseException:  # nobody would listen any more
+                    traceback.print_exc()
+                    os._exit(128 + number)
+
+
+def _stop_listening() -> None:
+    """In a forked process. The data loader's workers end with their rank, and not with a signal that all processes of
+    a job get; who is forked while a run starts is often ended by SIGTERM, and must not ignore it."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS if len(_RECEIVERS) == 1 else ():
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+class StartingRank:
+    """A rank that is signalled before it trains, or that does not train: it leaves at once.
+
+    Args:
+        record: writes an exit code with its reason.
+    """
+
+    def __init__(self, record: Callable[[int, str], None]):
+        self._record, self._rank = record, int(os.environ.get("RANK", "0"))
+
+    def leave(self, number: int) -> None:
+        """Leave with 85, since the same command starts the run again; after Ctrl-C with 130."""
+        if number == signal.SIGINT:
+            code, message = EXIT_INTERRUPTED, "interrupted while the run was starting: its folder is unchanged"
+        else:
+            code, name = self._code_of_sigterm(), SIGNALS[signal.Signals(number)].text
+            message = f"stopped by {name} while the run was starting: the same command starts it again"
+        if self._rank == 0 and code != EXIT_TERMINATED:
+            self._record(code, message)
+            print_last(message, after_signal=True)
+        leave(code)
+
+    def _code_of_sigterm(self) -> int:
+        """143 where another rank has ended before: then the launcher ends the others with this signal, and the cause
+        is elsewhere. Ranks but the first wait for it to look around."""
+        until = time.monotonic() + LOOK_AROUND_S
+        while ranks_are_alive():
+            if self._rank == 0 or time.monotonic() > until:
+                return EXIT_TO_BE_RESUMED
+            time.sleep(0.05)
+        return EXIT_TERMINATED
+
+
+def ranks_are_alive() -> bool:
+    """Whether all ranks of this machine that the same launcher has started are alive."""
+    number = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    alive = 0
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children() if number > 1 else ():
+            with contextlib.suppress(psutil.Error):
+                alive += process.status() != psutil.STATUS_ZOMBIE and "LOCAL_RANK" in process.environ()
+    return number == 1 or alive >= number
+
+
+class ShutdownHandler:
+    """The signals that this rank has received while it trains, and the time that its run has left.
+
+    Args:
+        max_hours: after this time since `started` the run is to stop; None: never.
+        started: time.time() when the program was started.
+        on_signal: is given the name of the signal that was received.
+    """
+
+    def __init__(self, max_hours: float | None, started: float, on_signal: Callable[[str], None] = lambda name: None):
+        self._on_signal = on_signal
+        self._deadline = None if max_hours is None else started + 3600 * max_hours
+        self._reason, self._received_at = StopReason.NONE, 0.0
+
+    def install(self) -> None:
+        """Handle the signals from now on. The first is noted, a later one ends this process at once."""
+        listen(self._receive)
+
+    def _receive(self, number: int) -> None:
+        if self._received_at:
+            if time.time() > self._received_at + ONE_SIGNAL_S:
+                self._leave_now(number)
+            return
+        self._reason, self._received_at = SIGNALS[signal.Signals(number)], time.time()
+        self._on_signal(self._reason.text)
+        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0:
+            text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
+            os.write(sys.stderr.fileno(), text.encode())
+
+    def _leave_now(self, number: int) -> None:
+        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
+        if int(os.environ.get("RANK", "0")) == 0:
+            record_code(code, f"ended at once by a second signal ({SIGNALS[signal.Signals(number)].text})")
+        leave(code)
+
+    def reason(self) -> StopReason:
+        """Why this rank is to stop."""
+        if not self._reason and self._deadline is not None and time.time() >= self._deadline:
+            self._reason = StopReason.OUT_OF_TIME
+        return self._reason

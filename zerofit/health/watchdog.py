@@ -1,0 +1,192 @@
+"""The watchdog of a rank: a small process beside it, which tells how the rank ended when the rank itself cannot.
+
+A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a rank that is no more waits
+for good. The watchdog process (watchdog_process.py) learns of the first by the end of a pipe, of the second by
+silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started, or
+dies, the run continues without it.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from zerofit.health import flight
+
+LONGEST = 1000  # bytes of a message: less than PIPE_BUF anywhere, so it is written whole or not at all
+PIPE_BYTES = 2**20  # the watchdog process reads twice a second: room for some 40,000 messages
+STDERR = 2
+
+# What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
+# processes in all_reduce, all_gather, reduce_scatter, barrier, gather_object and broadcast_object_list), the store
+# through which processes find each other, and NCCL.
+OF_GLOO = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+)
+OF_TORCH = (
+    "Connection was likely closed",
+    "failed to recv",
+    "sendBytes failed",
+    "recvValue failed",
+    "wait timeout after",
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "communicator was aborted",
+    "collective operation timeout",
+    "Timeout at NCCL work",
+)
+
+
+class Watchdog:
+    """The rank's side: says where the rank is. Nothing here raises or blocks.
+
+    Args:
+        limit_seconds: without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
+        locks_after_seconds: of silence before the first update, after which a lock file that a killed build of a torch
+            extension has left is looked for.
+    """
+
+    def __init__(self, rank: int, limit_seconds: float | None, locks_after_seconds: float = 60.0):
+        self.rank, self.limit_seconds = rank, math.inf if limit_seconds is None else limit_seconds
+        self.locks_after_seconds = locks_after_seconds
+        self.at: tuple[str, int | None] = ("start", None)  # phase and update
+        self._message, self._pipe, self._child, self._pid = b"", None, None, os.getpid()
+        self._flight, self._began = None, time.time()
+
+    def start(self) -> None:
+        """Start the watchdog process; once, as early as the rank is known. On Windows there is none."""
+        if os.name != "posix":
+            return
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable(file=STDERR)
+            faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
+        script = Path(__file__).with_name("watchdog_process.py")
+        numbers = map(str, (os.getpid(), self.rank, self.limit_seconds, self.locks_after_seconds))
+        try:
+            reader, writer = os.pipe()
+        except OSError:
+            return
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(script), *numbers],
+                stdin=reader, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            os.close(writer)
+            return
+        finally:
+            os.close(reader)
+        os.set_blocking(writer, False)
+        with contextlib.suppress(OSError, ImportError, AttributeError):  # Linux
+            import fcntl
+
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._pipe = writer
+        # A launcher that asks its ranks to end knows why. faulthandler tells the watchdog of it even while the main
+        # thread waits in native code, and then lets the signal do what it would have done. A handler of Python's that
+        # is set later takes its place.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=True)
+        atexit.register(self.leave)  # whoever leaves through the interpreter has told why
+        os.register_at_fork(after_in_child=self._forget)  # workers would keep the pipe open, and speak for the rank
+
+    def phase(self, name: str, update: int | None = None, patience: float = 1.0) -> None:
+        """Say where the rank is now, as a sign of life.
+
+        Args:
+            patience: times the limit may pass in this phase; math.inf where nobody can say how long it takes.
+        """
+        self.at = (name, update)
+        self._message = f"phase\t{name}\t{'' if update is None else update}\t{patience:g}\n".encode()
+        self._send(self._message)
+
+    def alive(self) -> None:
+        """A sign of life within the phase."""
+        self._send(self._message)
+
+    def told(self, signal_name: str) -> None:
+        """The rank has been asked to stop; should it be killed before it has, one line says so."""
+        self._send(f"told\t{signal_name}\n".encode())
+
+    def advise(self, lines: Iterable[str]) -> None:
+        """What the watchdog is to propose from here on, a line each, should the rank die for want of host memory."""
+        for line in ("", *lines):  # an empty one: what was said before holds no more
+            self._send(b"advice\t" + " ".join(line.split()).encode()[: LONGEST - 8] + b"\n")
+
+    def record_collectives(self, folder: Path, world_size: int, backend: str, others: str) -> None:
+        """There is a process group: from now on this rank writes down where it stands in its collectives when the
+        watchdog asks for it, from a thread, since the main thread waits.
+
+        Args:
+            folder: of the run.
+            others: the other machines, in words; empty where there are none.
+        """
+        if self._child is None:
+            return
+        self._flight = str(folder.absolute() / flight.FOLDER)
+        threading.Thread(target=self._write_records, args=(self._child.stdout.fileno(),), daemon=True).start()
+        self._send("\t".join(("group", self._flight, str(world_size), backend, others)).encode() + b"\n")
+
+    def waits_for(self) -> list[str]:
+        """What is known of the collective that this rank has failed in; its record is written."""
+        if self._flight is None:
+            return []
+        flight.write_record(self._flight, self.rank)
+        records = flight.read_records(self._flight, self._began)
+        return flight.describe(records) or (flight.last(records[self.rank]) if self.rank in records else [])
+
+    def _write_records(self, asked: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while os.read(asked, 64):
+                flight.write_record(self._flight, self.rank)
+
+    def leave(self) -> None:
+        """The rank leaves in order: the watchdog process ends and says nothing."""
+        if self._child is None or os.getpid() != self._pid:
+            return
+        self._child.kill()
+        self._child.wait()
+        self._child = None
+        self._forget()
+
+    def _send(self, message: bytes) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):  # the pipe is full, or the watchdog is gone
+                os.write(self._pipe, message)
+
+    def _forget(self) -> None:
+        if self._pipe is None:
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            faulthandler.unregister(signal.SIGTERM)  # or it would write to whatever has the pipe's number next
+        os.close(self._pipe)
+        self._pipe = None
+
+
+def died_elsewhere(error: BaseException) -> bool:
+    """Whether an error, or what it came from, only tells that another process is gone: that one has the cause."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RuntimeError):
+            text = str(error)
+            is_gloo = "gloo" in text.lower()
+            if any(words in text for words in OF_TORCH) or (is_gloo and any(words in text for words in OF_GLOO)):
+                return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,349 @@
+"""The watchdog process of a rank, a script that zerofit/health/watchdog.py starts: it tells how its rank ended.
+
+    python -I -S watchdog_process.py PID RANK LIMIT_S LOCKS_AFTER_S     (the rank's messages come in on stdin)
+
+It is the rank's child. It sleeps until the pipe's last writer is gone, and looks around twice a second: at the rank's
+memory and the host's, and at how long the rank has been silent. It imports neither torch nor anything outside the
+standard library, and only the small part of that, so it holds 9 MB and starts in some tens of milliseconds.
+"""
+
+import contextlib
+import math
+import os
+import select
+import signal
+import sys
+import time
+from typing import NamedTuple
+
+if __name__ == "__main__":  # started alone: the package's folder is not on the path
+    sys.path.insert(0, __file__.rpartition("/zerofit/")[0])
+
+from zerofit.health import flight
+from zerofit.strategy.build_locks import compilers_running, lock_files, stale_locks
+from zerofit.strategy.host_memory import GIB, cgroups, field, headroom, read
+
+TICK_S = 0.5
+SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
+HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
+SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
+STACKS_S = 2.0  # from the request for the rank's stacks and its record to its end
+RECORDS_S = 10.0  # the same, while records of other ranks are missing: they hang for the same time, almost
+ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+STOPPED = "is stopped (state T: SIGSTOP, or a debugger)"
+RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
+GENERAL_ADVICE = (
+    "use less host memory: a strategy pair without offload (zero3, not zero3_offload: offload moves the optimizer's "
+    "state to the host), --dataloader_num_workers 0, fewer processes on this host (--num_processes)"
+)
+
+
+class Sample(NamedTuple):
+    """Memory at one moment, in bytes; None where this system does not say."""
+
+    resident: int | None = None  # of the rank
+    total: int | None = None  # of the host
+    available: int | None = None
+    limit: int | None = None  # of the cgroup around the rank that is nearest to its limit
+    left: int | None = None
+    oom_kills: int | None = None  # by the kernel so far, in the rank's cgroup; of the host where it has none
+
+
+class RankMessages(NamedTuple):
+    """What the rank has told its watchdog."""
+
+    phase: str = "start"
+    update: str = ""
+    patience: float = math.inf  # nobody can say how long imports take
+    told: str = ""  # the signal that asked it to stop, and that it has taken notice of
+    asked: bool = False  # it was ended by a signal that asks
+    advice: tuple[str, ...] = ()
+    flight: str = ""  # the folder of records of collectives
+    world_size: int = 1
+    backend: str = ""
+    others: str = ""  # machines
+
+    def after(self, line: str) -> "RankMessages":
+        """The same with one more message."""
+        kind, *words = line.split("\t")
+        if kind == "phase":
+            return self._replace(phase=words[0], update=words[1], patience=float(words[2]))
+        if kind == "group":
+            return self._replace(flight=words[0], world_size=int(words[1]), backend=words[2], others=words[3])
+        if kind == "told":
+            return self._replace(told=words[0])
+        if kind == "advice":
+            return self._replace(advice=(*self.advice, words[0]) if words[0] else ())
+        return self._replace(asked=self.asked or kind.startswith("Stack ("))  # of faulthandler, see watchdog.py
+
+    @property
+    def where(self) -> str:
+        return f"phase {self.phase}" + (f" of update {self.update}" if self.update else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- looking
+
+
+def take_sample(pid: int, groups: list[str]) -> Sample:
+    memory, pages = read("/proc/meminfo"), read(f"/proc/{pid}/statm").split()
+    rooms = [room for room in map(headroom, groups) if room]
+    limit, left = min(rooms, key=lambda room: room[1]) if rooms else (None, None)
+    counts = [field(read(f"{groups[0]}/{name}"), "oom_kill") for name in ("memory.events", "memory.oom_control")
+              ] if groups else []  # fmt: skip
+    counts.append(field(read("/proc/vmstat"), "oom_kill"))
+    return Sample(
+        resident=int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None,
+        total=field(memory, "MemTotal:", 1024),
+        available=field(memory, "MemAvailable:", 1024),
+        limit=limit,
+        left=left,
+        oom_kills=next((count for count in counts if count is not None), None),
+    )
+
+
+def open_state(pid: int) -> int | None:
+    """A descriptor of /proc/PID/stat, to be read in a hurry; None where there is none."""
+    try:
+        return os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    except OSError:
+        return None
+
+
+def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
+    """(state letter, whether it is on its way out, wait status) of a process on Linux; None if it cannot be seen."""
+    try:
+        words = os.pread(descriptor, 4096, 0).decode(errors="replace").rpartition(")")[2].split()
+        return words[0], bool(int(words[6]) & 0x4) or words[0] in "ZX", int(words[49])
+    except (OSError, TypeError, IndexError):
+        return None
+
+
+def state_and_parent(pid: int | str) -> tuple[str, str]:
+    """The state letter of a process and its parent's number; empty if it cannot be seen."""
+    words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return (words[0], words[1]) if words else ("", "")
+
+
+def stopped_ranks(pid: int) -> list[str]:
+    """The ranks of the same launcher on this machine that are stopped, in words."""
+    launcher, found = state_and_parent(pid)[1], []
+    for other in filter(str.isdigit, os.listdir("/proc")) if launcher else ():
+        state, parent = state_and_parent(other)
+        if state in ("T", "t") and parent == launcher:
+            variables = read(f"/proc/{other}/environ").split("\0")
+            rank = next((word.removeprefix("RANK=") for word in variables if word.startswith("RANK=")), "?")
+            found.append(f"rank {rank} (pid {other})")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- telling
+
+
+def cause(status: int | None, samples: list[Sample], now: Sample, messages: RankMessages) -> tuple[str, bool]:
+    """(why a rank died, whether for want of memory), from its wait status where that is known and from the samples."""
+    ended_by = status & 127 if status else None
+    if ended_by and ended_by != signal.SIGKILL:
+        name = signal.Signals(ended_by).name if ended_by in list(signal.Signals) else f"signal {ended_by}"
+        if ended_by == signal.SIGABRT and messages.backend == "nccl" and messages.world_size > 1:
+            where = f"on {messages.others}" if messages.others else "of this machine"
+            return (
+                f"{name}: so torch ends a rank whose NCCL collective has failed or does not end. Most likely another "
+                f"rank is gone or waits elsewhere: read the last words of the other ranks {where} first"
+            ), False
+        return f"{name}, a crash in native code" if ended_by in CRASHES else name, False
+    counts = [sample.oom_kills for sample in samples if sample.oom_kills is not None]
+    if counts and now.oom_kills is not None and now.oom_kills > counts[0]:
+        return "the kernel's out-of-memory killer ended it", True
+    if any(is_scarce(sample) for sample in samples[-3:]):
+        return "killed, very likely for want of memory", True
+    return ("somebody killed it (SIGKILL)" if ended_by else "SIGKILL, or a crash in native code"), False
+
+
+def is_scarce(sample: Sample) -> bool:
+    """Whether the memory of the host or of the rank's cgroup was nearly used up."""
+    pairs = ((sample.available, sample.total), (sample.left, sample.limit))
+    return any(left < SCARCE * whole for left, whole in pairs if left is not None and whole)
+
+
+def describe_memory(sample: Sample) -> str:
+    parts = []
+    if sample.resident:
+        parts.append(f"the rank held {sample.resident / GIB:.2f} GiB when last seen")
+    if sample.total and sample.available is not None:
+        parts.append(f"{sample.available / GIB:.2f} of the host's {sample.total / GIB:.2f} GiB were available")
+    if sample.limit and sample.left is not None and sample.limit < (sample.total or math.inf):
+        parts.append(
+            f"{sample.left / GIB:.2f} of the {sample.limit / GIB:.2f} GiB of its cgroup (container) were left"
+        )
+    return "; ".join(parts) or "unknown on this system"
+
+
+def crash_report(
+    rank: int, pid: int, messages: RankMessages, status: int | None, samples: list[Sample], now: Sample
+) -> str:
+    """What is said of a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
+    ended_by = status & 127 if status is not None else None
+    if ended_by == 0 or ended_by in ORDERLY or messages.asked:
+        return ""
+    why, for_memory = cause(status, samples, now, messages)
+    if messages.told and not for_memory:
+        return f"rank {rank} (pid {pid}) had been told to stop ({messages.told}), and was killed in {messages.where}"
+    lines = [
+        f"rank {rank} (pid {pid}) ended without a message in {messages.where}",
+        f"cause    {why}",
+        f"memory   {describe_memory(samples[-1])}",
+        *(
+            line if line.startswith("model ") else f"remedy   {line}"
+            for line in (messages.advice or (GENERAL_ADVICE,))
+            if for_memory
+        ),
+        f"resume   {RESUME}",
+    ]
+    return "\n  ".join(lines)
+
+
+def say(text: str) -> None:
+    """One write, so that the messages of several ranks do not mix."""
+    if text:
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{text}\n".encode())
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+# ------------------------------------------------------------------------------------------------------------ watching
+
+
+class Watch:
+    """The watch over one rank, this process' parent."""
+
+    def __init__(self, pid: int, rank: int, limit_s: float, locks_after_s: float):
+        self.pid, self.rank, self.limit_s, self.locks_after_s = pid, rank, limit_s, locks_after_s
+        self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
+        self.state = open_state(pid)
+        self.messages, self.rest, self.messages_at = RankMessages(), b"", time.monotonic()
+        self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
+        self.stopped_at = None
+        self.end = select.poll()
+        self.end.register(0, 0)  # wakes when no writer is left, not for every message
+        os.set_blocking(0, False)
+
+    def run(self) -> None:
+        while True:
+            closed = bool(self.end.poll(1000 * TICK_S))
+            state = process_state(self.state)
+            self.listen()
+            if os.getppid() != self.pid or (closed and (state is None or state[1])):
+                return self.tell_end(state)
+            if closed:
+                return None  # it lives and has closed the pipe: nothing can be known of it any more
+            self.samples = [*self.samples[1 - HISTORY :], take_sample(self.pid, self.groups)]
+            self.look_for_stop(bool(state) and state[0] in "Tt")
+            slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
+            self.messages_at += slept_s if slept_s > SLEPT_S else 0
+            silent_s = self.looked_at - self.messages_at
+            self.look_for_locks(silent_s)
+            if silent_s > self.limit_s * self.messages.patience and self.give_up(silent_s):
+                return None
+
+    def listen(self) -> None:
+        """Take in what the rank has said since the last time."""
+        while True:
+            try:
+                read_now = os.read(0, 65536)
+            except BlockingIOError:
+                return
+            if not read_now:
+                return
+            self.messages_at = time.monotonic()
+            *lines, self.rest = (self.rest + read_now).split(b"\n")
+            for line in lines:
+                self.messages = self.messages.after(line.decode(errors="replace"))
+
+    def tell_end(self, state: tuple[str, bool, int] | None) -> None:
+        status = state[2] if state and state[1] else None
+        now = take_sample(self.pid, self.groups)
+        report = crash_report(self.rank, self.pid, self.messages, status, self.samples, now)
+        say("\n  waiting  ".join([report, *self.waiting()]) if report else "")
+
+    def waiting(self) -> list[str]:
+        """Which collectives ranks wait in, by the records that there are of this launch."""
+        return flight.describe(flight.read_records(self.messages.flight, self.began)) if self.messages.flight else []
+
+    def records_are_missing(self) -> bool:
+        """Whether this rank has written its record, and others have not yet."""
+        there = flight.recorded(self.messages.flight, self.began) if self.messages.flight else {}
+        return self.rank in there and len(there) < self.messages.world_size
+
+    def look_for_stop(self, is_stopped: bool) -> None:
+        """Say once that it is this rank that others wait for; it is not ended itself."""
+        now = time.monotonic()
+        if not is_stopped:
+            self.stopped_at = None
+            return
+        self.messages_at, self.stopped_at = now, now if self.stopped_at is None else self.stopped_at
+        launcher = state_and_parent(self.pid)[1]
+        if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
+            self.stopped_at = math.inf
+            say(
+                f"rank {self.rank} (pid {self.pid}) {STOPPED}, in {self.messages.where}: other ranks may wait for it. "
+                f"It continues with: kill -CONT {self.pid}"
+            )
+
+    def look_for_locks(self, silent_s: float) -> None:
+        """Warn once of a lock that a killed build has left, while no update has begun."""
+        if silent_s < self.locks_after_s or self.messages.update:
+            return
+        files = lock_files()
+        compiling = bool(files) and compilers_running()
+        locks = stale_locks(files, self.began, time.time(), compiling)
+        if locks:
+            self.locks_after_s = math.inf
+            unless = " (something is being compiled on this host: unless that is what it waits for)" * compiling
+            say(
+                f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.messages.where}, and there "
+                f"is {' and '.join(locks)}: a build that was killed leaves such a file, and every run that needs this "
+                f"extension waits for it for good. Delete it{unless}, and start again"
+            )
+
+    def give_up(self, silent_s: float) -> bool:
+        """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""
+        span = f"{silent_s / 60:.0f} minutes" if silent_s >= 90 else f"{silent_s:.0f} s"
+        stopped = stopped_ranks(self.pid)
+        cause = f"{' and '.join(stopped)} {STOPPED}" if stopped else "another rank has died or waits elsewhere"
+        say(
+            f"rank {self.rank} (pid {self.pid}) has shown no sign of life for {span} in {self.messages.where}, most "
+            f"likely because {cause}. Where it stands, by its Python stacks:"
+        )
+        asked_at = time.monotonic()
+        send(self.pid, signal.SIGUSR2)
+        with contextlib.suppress(OSError):  # the rank has a thread that listens once there is a process group
+            os.write(1, b"record\n")
+        while time.monotonic() - asked_at < (RECORDS_S if self.records_are_missing() else STACKS_S):
+            self.end.poll(1000 * TICK_S)
+            self.listen()
+            if os.getppid() != self.pid:
+                return True
+        if self.messages_at > asked_at:
+            say(f"rank {self.rank} continues after all, in {self.messages.where}")
+            return False
+        say("\n".join(f"rank {self.rank} by the flight recorder: {line}" for line in self.waiting()))
+        say(f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs for good (--watchdog_minutes); "
+            f"{RESUME}")  # fmt: skip
+        send(self.pid, signal.SIGKILL)
+        return True
+
+
+def main() -> None:
+    for ignored in (*ORDERLY, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
+    pid, rank, limit_s, locks_after_s = sys.argv[1:]
+    Watch(int(pid), int(rank), float(limit_s), float(locks_after_s)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""A LoRA adapter in its folder: its settings, the shapes of its tensors, and the base model that it belongs to."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.model.families import family_of
+from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
+from zerofit.model.pretrained_io import read_config
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.parsing import read_yaml
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
+TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The contents of an adapter's folder.
+
+    Args:
+        settings: the contents of adapter_config.json.
+        shapes: {name in the base model: shape} of its tensors.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return has_tokenizer(self.path)
+
+
+def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
+    """Read an adapter's folder: the settings, and the shapes of the weights.
+
+    Raises:
+        UserError: there is no such folder, it holds no LoRA adapter, or the weights are missing or empty.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{option} = {name!r}: there is no such folder. Name the folder of an adapter")
+    if not is_adapter(str(path)):
+        raise UserError(f"{option} = {name!r} has no adapter_config.json{_what_it_is(path)}")
+    settings = read_json(path / "adapter_config.json")
+    if settings.get("peft_type") != "LORA":
+        raise UserError(f"{option} = {name!r} is a {settings.get('peft_type')} adapter; LoRA adapters are supported")
+    task_type = settings.get("task_type")
+    if task_type is not None and task_type not in TASK_TYPES.values():
+        supported = ", ".join(TASK_TYPES.values())
+        raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
+    return AdapterFolder(path, settings, _shapes(path, f"{option} = {name!r}"))
+
+
+def _what_it_is(path: Path) -> str:
+    if is_adapter(str(path / "model")):
+        return f": it is the folder of a run. Name {path / 'model'}"
+    if (path / "config.json").is_file():
+        return ": it is a full model, merged already or trained without --lora; it can be used as it is"
+    return ". Name the folder that holds it, e.g. outputs/RUN/model"
+
+
+def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
+    """{name in the base: shape} of the adapter's tensors, from the header of their file."""
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise UserError(f"{where} has no {WEIGHTS[0]}: the adapter's weights are missing. Copy them into the folder")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if file.suffix == ".bin":
+            import torch
+
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        else:
+            with safe_open(file, framework="pt") as tensors:
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"{where}: {file.name} is broken: {first_line(error)}. Copy it again") from None
+    except Exception:  # an unpickler can raise anything
+        raise UserError(
+            f"{where}: {file.name} is no file of tensors alone; nothing in it was executed. Ask its publisher for "
+            f"{WEIGHTS[0]}"
+        ) from None
+    empty = [name for name, shape in shapes.items() if 0 in shape]
+    if not shapes or empty:
+        problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"
+        raise UserError(
+            f"{where}: {file.name} holds an incomplete adapter: {problem}. It was saved under ZeRO-3 without "
+            "gathering, or writing was interrupted; save it again from the training program"
+        )
+    return {name.removeprefix(ADAPTER_PREFIX): shape for name, shape in shapes.items()}
+
+
+def adapter_settings(folder: AdapterFolder, where: str):
+    """peft's configuration of the adapter, for inference.
+
+    Raises:
+        UserError: a newer peft made it.
+    """
+    from peft import PeftConfig
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings = PeftConfig.from_pretrained(str(folder.path))
+    unknown = [str(warning.message) for warning in caught if "nexpected keyword" in str(warning.message)]
+    if unknown:
+        raise UserError(f"{where} was made by a newer peft than the one installed: {unknown[0].splitlines()[0]}")
+    settings.inference_mode = True
+    return settings
+
+
+def name_some(names: list[str]) -> str:
+    """The first name, and the number of the others."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
+
+
+# ------------------------------------------------------------------------------------------------------------ its base
+
+
+def find_base(
+    folder: AdapterFolder, base: str | None = None, base_option: str = "base", named_with: str = "--base",
+    trust_remote_code: bool = False,
+) -> tuple[str, str, Any]:  # fmt: skip
+    """(the option that names the base, its name, its configuration).
+
+    Args:
+        base: the base's folder or hub name; None: the one that the adapter names.
+        base_option: the option that gives it, and
+        named_with: how a user names another one, both for messages.
+
+    Raises:
+        UserError: the adapter names no base, or the base cannot be read.
+    """
+    file = folder.path / "adapter_config.json"
+    option, name = base_option, base
+    if not base:
+        option, name = f"base_model_name_or_path in {file}", _recorded_base(folder)
+    if not name:
+        raise UserError(
+            f"{file} names no base (base_model_name_or_path is empty): name it with {named_with}. "
+            "There is none if the adapter was trained on random weights (config_name)"
+        )
+    name = model_folder(name)
+    if is_adapter(name):
+        raise UserError(f"{option} = {name!r} is an adapter itself: merge that first, and name the merged model here")
+    try:
+        return option, name, read_config(option, name, trust_remote_code, **base_revision(folder, base))
+    except UserError as error:
+        raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it with {named_with}") from None
+
+
+def _recorded_base(folder: AdapterFolder) -> str | None:
+    """The base that an adapter names: a hub name, or a folder. If a folder's name has no path (zerofit/model/lora.py,
+    _published_base), the path is in the recipe.yaml of the run that made the adapter."""
+    name = folder.settings.get("base_model_name_or_path")
+    if not name or not name.startswith("./") or Path(name).is_dir():
+        return name
+    for run in list(folder.path.resolve().parents)[:3]:
+        if (run / "recipe.yaml").is_file():
+            trained_on = (read_yaml(run / "recipe.yaml") or {}).get("model_name_or_path")
+            if trained_on and Path(trained_on).expanduser().is_dir():
+                return trained_on
+    return name
+
+
+def base_revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
+    """The revision of the base that the adapter names, where it names the base too."""
+    revision = folder.settings.get("revision")
+    return {"revision": revision} if revision and not base else {}
+
+
+def trained_config(folder: AdapterFolder, config, where: str, name: str) -> tuple[Any, list[str]]:
+    """The configuration that the adapter was trained with, and notes on it.
+
+    It is beside the adapter; if not, it is the base's with the number of labels of the adapter's head.
+
+    Raises:
+        UserError: the two configurations have other sizes.
+    """
+    if not (folder.path / "config.json").is_file():
+        num_labels = _num_labels(folder, config)
+        if num_labels and num_labels != config.num_labels:
+            config.num_labels = num_labels
+        return config, []
+    has_own_code = hasattr(config, "auto_map")  # then the configuration's class comes with the base
+    trained = config if has_own_code else read_config("adapter", str(folder.path), trust_remote_code=False)
+    for size in ("model_type", *SIZES):
+        in_training, in_base = getattr(trained, size, None), getattr(config, size, None)
+        if in_training != in_base:
+            raise UserError(
+                f"{where} is for another base: it was trained on a model with {size} = {in_training}, and {name!r} "
+                f"has {in_base}"
+            )
+    notes = []
+    quantization = getattr(config, "quantization_config", None)
+    if getattr(trained, "quantization_config", None) is not None:
+        if quantization is None:
+            notes.append(
+                "note: the adapter was trained on quantised weights and is now on the original weights; they differ "
+                "by the rounding to fewer bits"
+            )
+        del trained.quantization_config
+    if quantization is not None:
+        trained.quantization_config = quantization
+    trained.dtype, trained.use_cache = config.dtype, True
+    return trained, notes
+
+
+def _num_labels(folder: AdapterFolder, config) -> int | None:
+    """The number of labels of the head in a classifier's adapter."""
+    if folder.settings.get("task_type") != "SEQ_CLS":
+        return None
+    heads = tuple(f"{head}.weight" for head in family_of(config).classifier_heads)
+    return next((shape[0] for name, shape in folder.shapes.items() if name.endswith(heads)), None)

@@ -1,0 +1,162 @@
+"""Load a LoRA adapter onto the base that it was trained on, for the tools; refuse every other base.
+
+peft itself silently skips adapter weights that have no place in the base, and only warns where it initializes missing
+ones at random. Here both are errors, and so is a base with the right shapes and other weights.
+"""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.model.adapter_folder import (
+    ADAPTER_PREFIX,
+    AdapterFolder,
+    adapter_settings,
+    base_revision,
+    find_base,
+    name_some,
+    trained_config,
+)
+from zerofit.model.base_fingerprint import check_base_weights
+from zerofit.model.pretrained_io import read_model
+from zerofit.recipe.errors import UserError, first_line
+
+NAME = "default"  # peft's name for the only adapter
+AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+                "SEQ_CLS": "AutoModelForSequenceClassification"}  # fmt: skip
+
+
+@dataclass
+class AdaptedModel:
+    """A base with its adapter, in evaluation mode.
+
+    Args:
+        model: the PeftModel; `model.get_base_model()` is the transformers model with the adapter's layers in it.
+        base: the base's folder or hub name.
+    """
+
+    model: Any
+    base: str
+    auto_class: Any
+    notes: list[str] = field(default_factory=list)
+
+
+def load_with_adapter(
+    folder: AdapterFolder, base: str | None = None, *, base_option: str = "base", named_with: str = "--base",
+    precision: str | None = None, quantised: str = "refuse", trust_remote_code: bool = False,
+) -> AdaptedModel:  # fmt: skip
+    """Load the base, and the adapter onto it.
+
+    Args:
+        base, base_option, named_with: see find_base.
+        precision: fp32, bf16 or fp16; None: that of the base.
+        quantised: what to do with a quantised base: "refuse", "dequantize" or "keep".
+
+    Raises:
+        UserError: the base cannot be loaded, or the adapter is for another one.
+    """
+    import transformers
+
+    where = f"adapter = {str(folder.path)!r}"
+    option, name, config = find_base(folder, base, base_option, named_with, trust_remote_code)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if is_quantised and quantised == "refuse":
+        raise UserError(
+            f"{option} = {name!r} is quantised, and an adapter is not merged into rounded weights. Name the model "
+            f"that was quantised with {named_with}, or pass --dequantize to convert its weights to floats first"
+        )
+    config, notes = trained_config(folder, config, where, name)
+    auto_class = getattr(transformers, AUTO_CLASSES[folder.settings.get("task_type") or _task_type(config)])
+    if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
+        raise UserError(f"{where}: {name!r} is a {config.model_type}, and there is no {auto_class.__name__} for it")
+    model, missing = read_model(
+        auto_class, option, name, config, precision=precision, trust_remote_code=trust_remote_code,
+        **base_revision(folder, base),
+    )  # fmt: skip
+    _check_complete(missing, folder, where, name)
+    if is_quantised and quantised == "dequantize":
+        model = _dequantize(model, option, name)
+    adapted = _attach(model, folder, where, name)
+    notes += check_base_weights(adapted.get_base_model(), folder.path, where, name, is_quantised)
+    return AdaptedModel(adapted.eval(), name, auto_class, notes)
+
+
+def _task_type(config) -> str:
+    """The task of a model whose adapter does not name one."""
+    if config.is_encoder_decoder:
+        return "SEQ_2_SEQ_LM"
+    classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    return "SEQ_CLS" if classifier else "CAUSAL_LM"
+
+
+def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name: str) -> None:
+    """Raises UserError if weights are missing from the base, or have another shape there, and the adapter has none."""
+    lacking = [weight for weight in missing if weight not in folder.shapes]
+    if lacking:
+        raise UserError(
+            f"{where} and {name!r} make no complete model: neither has {name_some(lacking)} in the right shape. Name "
+            "the base that the adapter was trained on; a head that was random when training began must be among the "
+            "adapter's modules_to_save"
+        )
+
+
+def _dequantize(model, option: str, name: str):
+    try:
+        model = model.dequantize()
+    except (NotImplementedError, ValueError, ImportError) as error:
+        raise UserError(
+            f"--dequantize: {option} = {name!r} cannot be converted to floats: {first_line(error)}. Name the model "
+            "that was quantised with --base"
+        ) from None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    # The steps that read quantised weights cannot be reversed, and writing would try to.
+    conversions = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [step for step in conversions if not _quantises(step)] or None
+    return model
+
+
+def _quantises(step) -> bool:
+    """Whether a step of transformers' weight loading makes quantised weights."""
+    return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
+
+
+def _attach(model, folder: AdapterFolder, where: str, name: str):
+    """The PeftModel of base and adapter, with all weights of the adapter's file and no random ones."""
+    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
+
+    refusal, settings = f"{where} is for another base than {name!r}", adapter_settings(folder, where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on tied embeddings, which zerofit merge unties
+        try:
+            peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(settings.task_type, PeftModel)
+            adapted = peft_class(model, settings, NAME)
+        except ValueError as error:  # nothing matches target_modules
+            raise UserError(f"{refusal}: {first_line(error)}") from None
+        try:
+            result = adapted.load_adapter(str(folder.path), NAME, torch_device="cpu")
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"{refusal}{_mismatch(adapted, folder) or f': {first_line(error)}'}") from None
+    unmatched = [*result.missing_keys, *result.unexpected_keys]
+    if unmatched:
+        raise UserError(f"{refusal}{_mismatch(adapted, folder) or f': no place for {name_some(unmatched)}'}")
+    return adapted
+
+
+def _mismatch(adapted, folder: AdapterFolder) -> str | None:
+    """How the adapter's tensors differ from the layers that peft added to the base; None where they agree."""
+    from peft import get_peft_model_state_dict
+
+    added = get_peft_model_state_dict(adapted, adapter_name=NAME, save_embedding_layers=False)
+    expected = {key.removeprefix(ADAPTER_PREFIX): tuple(tensor.shape) for key, tensor in added.items()}
+    in_base = {key: tuple(tensor.shape) for key, tensor in adapted.get_base_model().state_dict().items()}
+    unplaced = [key for key in folder.shapes if key not in expected and in_base.get(key) != folder.shapes[key]]
+    if unplaced:
+        return f", which has no place for {name_some(unplaced)}"
+    unfilled = [key for key in expected if key not in folder.shapes]
+    if unfilled:
+        return f": that one has modules for which the adapter has no weights: {name_some(unfilled)}"
+    for key, shape in expected.items():
+        if folder.shapes[key] != shape:
+            return f": {key} has the shape {folder.shapes[key]}, and that one takes {shape}"
+    return None

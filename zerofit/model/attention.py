@@ -1,0 +1,284 @@
+"""Attention inside packed documents: which kernel runs, and how it learns where documents end.
+
+For sdpa transformers builds an attention mask from the positions, (B, 1, T, T). Flash kernels take no mask. The mask
+is boolean, so torch converts it again in each layer and keeps the results for the backward pass, L x B x T^2 x 2 bytes
+in all. Flash kernels take the lengths of the documents. So a flash kernel runs if one is available, on rows laid out
+end to end (zerofit/data/collate.py); otherwise the mask is converted once.
+"""
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from zerofit.recipe.errors import UserError
+
+VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
+PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
+HALF = ("bf16", "fp16")
+AMPERE = (8, 0)  # compute capability: flash kernels need it
+
+
+def choose_attention(model, requested: str | None, precision: str, device: torch.device) -> str:
+    """Before the model is prepared: choose the kernel for packed documents. Returns a line for the log.
+
+    Args:
+        requested: attn_implementation of the recipe, which is not changed; None: choose.
+        precision: fp32, bf16 or fp16, of the computation.
+    """
+    config, reason = model.config, "as the recipe says"
+    if not requested:
+        reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
+    _convert_masks_once()
+    if takes_lengths(config):
+        return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({reason})"
+    return f"attention {config._attn_implementation}: packed documents by a mask ({reason})"
+
+
+def check_installed(requested: str | None) -> None:
+    """Before data is read: check that the packages of a flash kernel are installed. transformers takes the flash-attn
+    package, or else a kernel of the hub through the kernels package (modeling_utils.py, 5.23).
+
+    Raises:
+        UserError: attn_implementation names such a kernel, and neither package is installed.
+    """
+    from transformers.integrations.hub_kernels import is_kernel
+    from transformers.utils import import_utils
+
+    version = PACKAGES.get(requested or "")
+    if not (version or is_kernel(requested)) or import_utils.is_kernels_available():
+        return
+    if version and importlib.util.find_spec({"3": "flash_attn_interface"}.get(version, "flash_attn")):
+        return
+    kernels = f"pip install 'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
+    default = "or remove attn_implementation: packed documents on a GPU, in bf16 or fp16, then use torch's own"
+    if not version:
+        raise UserError(
+            f"attn_implementation = {requested!r} is a kernel of the hub and needs the kernels package, which is "
+            f"not installed: {kernels}, {default}"
+        )
+    package = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
+    raise UserError(
+        f"attn_implementation = {requested!r} needs flash-attn {version}, which is not installed: {package}{kernels} "
+        f"(then a kernel of the hub replaces it), {default}"
+    )
+
+
+def takes_lengths(config) -> bool:
+    """Whether the attention takes the lengths of packed documents, and no mask."""
+    from transformers.utils.generic import is_flash_attention_requested
+
+    return is_flash_attention_requested(config) or config._attn_implementation == VARLEN
+
+
+def use_masks(model) -> None:
+    """Return to sdpa from a kernel that the recipe did not name."""
+    model.set_attn_implementation("sdpa")
+
+
+def _why_no_flash(model, precision: str, device: torch.device) -> str:
+    """Why no flash kernel can run; empty if one can."""
+    config = model.config.get_text_config()
+    if device.type != "cuda":
+        return f"flash kernels are for GPUs, this is a {device.type} device"
+    if precision not in HALF:
+        return "flash kernels compute in bf16 and fp16 only"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < AMPERE:
+        return "flash kernels need compute capability 8.0"
+    if not model._supports_flash_attn or not model._can_set_attn_implementation():
+        return f"a {config.model_type} has no flash attention in transformers"
+    if getattr(config, "attention_chunk_size", None):
+        return f"a {config.model_type} attends in chunks, which flash kernels do not support"
+    if kernels := getattr(model, "_compatible_flash_implementations", None):
+        return f"a {config.model_type} needs its own flash kernel: name it, --attn_implementation {kernels[0]}"
+    return ""
+
+
+def _use_flash(model, precision: str, device: torch.device) -> str:
+    """Set the first flash kernel that works here. Returns its name in words, or why none works."""
+    from transformers import utils
+
+    dropout, problems = _has_dropout(model.config.get_text_config()), []
+    for name, version in PACKAGES.items():
+        if getattr(utils, f"is_flash_attn_{version}_available")() and (version == "2" or not dropout):
+            try:
+                model.set_attn_implementation(name)
+                return f"the flash-attn package, version {version}, is installed"
+            except (ImportError, ValueError, RuntimeError, OSError) as problem:
+                problems.append(f"{name}: {' '.join(str(problem).split())}")
+    problem = _why_not_varlen(model, precision, device, dropout)
+    if not problem:
+        _register_varlen()
+        model.set_attn_implementation(VARLEN)
+        return "torch's own flash kernel"
+    return "; ".join([*problems, problem])
+
+
+def _has_dropout(config) -> bool:
+    """Whether there is dropout on attention weights, by the names that configurations have for it."""
+    return any(
+        getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    )
+
+
+def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) -> str:
+    config = model.config.get_text_config()
+    if torch.version.hip is not None or importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
+    if dropout:
+        return "the model has dropout on attention weights, which only flash-attn 2 supports, and it is not installed"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"a {config.model_type} caps its attention scores, which only flash-attn 2 supports"
+    problem = _trial(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    return f"torch's flash kernel does not work here: {problem}" if problem else ""
+
+
+# ------------------------------------------------------------------------------------------------ torch's flash kernel
+
+
+@functools.cache
+def _register_varlen() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, _mask_beside_lengths)
+
+
+def varlen_attention(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, cu_seq_lens_q=None,
+    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, **kwargs,
+):  # fmt: skip
+    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given.
+
+    Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
+
+    Raises:
+        ValueError: the model needs something that the kernel does not support.
+    """
+    if cu_seq_lens_q is None:  # in generation nothing is packed
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{VARLEN} has no dropout, no softcap and no sinks. Use --attn_implementation sdpa")
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    padded_width, width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    missing = [(part, padded_width - part.shape[-1]) for part in (query, key, value)]
+    parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy
+    parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    output = _kernel()(
+        *parts, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, window_size=window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output[None, ..., :width], None
+
+
+def _kernel():
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, q_length=0, kv_length=0, **kwargs):
+    """No mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of sdpa."""
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1:
+        return None
+    return sdpa_mask(
+        *args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, q_length=q_length,
+        kv_length=kv_length, **kwargs,
+    )  # fmt: skip
+
+
+def _trial(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads = (5, 11), (4, 2)
+    parts = [torch.randn(1, count, sum(lengths), 16, generator=generator).to(device, dtype).requires_grad_()
+             for count in (heads[0], heads[1], heads[1])]  # fmt: skip
+    ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    try:
+        boundaries = {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
+        output, _ = varlen_attention(None, *parts, None, **boundaries)
+        gradients = torch.autograd.grad(output.float().square().sum(), parts)
+        pieces = [F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=True)
+                  for piece in zip(*(part.float().split(lengths, dim=2) for part in parts))]  # fmt: skip
+        expected = torch.cat(pieces, dim=2).transpose(1, 2)
+        expected_gradients = torch.autograd.grad(expected.square().sum(), parts)
+        pairs = zip((output, *gradients), (expected, *expected_gradients))
+        error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+    except Exception as problem:  # whatever it is, sdpa works
+        return " ".join(str(problem).split()) or type(problem).__name__
+    return "" if error < 0.05 else f"its error is {error:.1%}"
+
+
+# ------------------------------------------------------------------------------------------------------- sdpa's mask
+
+
+@functools.cache
+def _convert_masks_once() -> None:
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register("sdpa", additive_mask)
+
+
+def additive_mask(*args, dtype=torch.float32, device="cpu", **kwargs) -> torch.Tensor | None:
+    """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. From a boolean
+    mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(*args, device=device, **kwargs)
+    return None if mask is None else added_mask(mask, dtype)
+
+
+def added_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as it is added to attention scores in `dtype`, or in autocast's."""
+    kind = mask.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+# --------------------------------------------------------------------------------------------------- are rows packed?
+
+_packed: bool | None = None  # of the forward pass that runs; None: it has to look at positions
+
+
+@contextlib.contextmanager
+def packed_rows(packed: bool | None) -> Iterator[None]:
+    """Tell the forward passes within whether a row has several documents. To find out, transformers compares positions
+    on the device in every pass (masking_utils.py, 5.23), and the host waits for the result; None: let it do so."""
+    global _packed
+    _tell_transformers()
+    before, _packed = _packed, packed
+    try:
+        yield
+    finally:
+        _packed = before
+
+
+@functools.cache
+def _tell_transformers() -> None:
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+
+    def documents(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if _packed is None:
+            return look(position_ids)
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1) if _packed else None
+
+    masking_utils.find_packed_sequence_indices = documents

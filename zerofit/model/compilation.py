@@ -1,0 +1,61 @@
+"""torch.compile of a model, or of each of its blocks by itself.
+
+Blocks of one class share their code, and torch looks for a graph by code: the first block is compiled, the others run
+its graph, so the time of compiling does not grow with depth. A graph is made for passes with and without gradients,
+and again where an input changes its kind (no mask in place of a mask) or begins to change its shape.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zerofit.recipe.errors import UserError
+
+GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
+
+
+def compile_model(model: torch.nn.Module, what: str, backend: str = "inductor") -> None:
+    """Compile a model when it is called: its "blocks", or all of it ("model"). In place, so that weights keep their
+    names and hooks that come later (FSDP2's) are called.
+
+    Raises:
+        UserError: the model has no blocks that transformers knows of.
+    """
+    modules = [model] if what == "model" else blocks_of(model)
+    if not modules:
+        kind = model.config.model_type
+        raise UserError(f"torch_compile = {what}: the code of a {kind} names no blocks. Use --torch_compile model")
+    for module in modules:
+        module.compile(backend=backend)
+    torch._dynamo.config.recompile_limit = GRAPHS
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """The context of passes that are not worth a graph: checks before a run, and generation, whose lengths change."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's blocks: what transformers can recompute one at a time, else what it says is not to be split."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    return _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer)) or _outermost(
+        model, lambda module: type(module).__name__ in named
+    )
+
+
+def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:
+    """The modules below the model that are such ones, and are in no other."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if module is not model and is_one(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())

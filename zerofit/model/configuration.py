@@ -1,0 +1,234 @@
+"""The model's configuration: from pretrained weights, the architectures in this tree, a folder or the hub."""
+
+import copy
+import json
+import os
+import pickle
+import socket
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from zerofit.model.families import family_of
+from zerofit.recipe.errors import UserError, first_line, nearest
+from zerofit.recipe.model_options import ModelOptions
+from zerofit.recipe.paths import is_missing_folder
+
+ARCHITECTURES = Path(__file__).parent / "architectures"
+# What a config.json may name: other names are repositories of the hub, whose code transformers would run.
+ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+
+
+@cache
+def known_architectures() -> dict[str, dict[str, Any]]:
+    """{name or alias, lower case: fields of its configuration} of the architectures in this tree. A file has one
+    architecture, or under `_sizes` several by name, with what differs from its other fields."""
+    known = {}
+    for path in sorted(ARCHITECTURES.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for name, own in content.get("_sizes", {path.stem: {}}).items():
+            fields = {**content, **own}
+            aliases = fields.get("_aliases", [])
+            fields = {key: value for key, value in fields.items() if key[0] != "_"}
+            known |= {each.lower(): fields for each in (name, *aliases)}
+    return known
+
+
+def load_configuration(recipe: ModelOptions, auto_class=None):
+    """The transformers configuration that the recipe names, with its overrides applied.
+
+    It is read from a folder of that name with a config.json, else from the architectures of this tree (`config_name`
+    only), else from the hub.
+
+    Args:
+        auto_class: the transformers auto class that the task needs; None: any.
+
+    Raises:
+        UserError: the name is unknown or cannot be reached, an override names nothing in the configuration, or there
+            is no such model for the task.
+    """
+    from transformers import AutoConfig
+
+    from zerofit.model.attention import check_installed  # imports torch, which tokenizers do not need
+
+    check_installed(recipe.attn_implementation)
+    if recipe.model_type and not recipe.config_name:
+        config = _default_configuration(recipe.model_type)
+    else:
+        option = "model_name_or_path" if recipe.model_name_or_path else "config_name"
+        name = getattr(recipe, option)
+        published = known_architectures().get(name.lower()) if option == "config_name" else None
+        if published and not (Path(name) / "config.json").is_file():
+            config = AutoConfig.for_model(**copy.deepcopy(published))
+        else:
+            config = from_hub_or_folder(
+                option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
+            )
+    _override(config, recipe.config_overrides)
+    if auto_class is not None:
+        check_task(recipe, config, auto_class)
+        check_auxiliary_loss(config)
+    config.use_cache = False
+    return config
+
+
+def check_auxiliary_loss(config) -> None:
+    """Raises UserError if the configuration asks for an auxiliary loss that is not computed for such a model."""
+    if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
+        raise UserError(
+            f"output_router_logits = true: the routers' auxiliary loss of a {config.model_type} is not supported. Use "
+            "--config_overrides output_router_logits=false to train without it"
+        )
+
+
+def check_task(recipe: ModelOptions, config, auto_class) -> None:
+    """Raises UserError if transformers has no model of this architecture for the task."""
+    if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
+        option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
+        raise UserError(
+            f"{option} = {getattr(recipe, option)!r}: transformers has no {auto_class.__name__} for a "
+            f"{config.model_type}. Text is trained on with train/clm.py, classes with train/cls.py, and "
+            "encoder-decoder models with train/seq2seq.py"
+        )
+
+
+def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
+    """Call a `from_pretrained`, and replace its many errors for "not found" by one message."""
+    if is_missing_folder(name):
+        raise UserError(f"{option} = {name!r}: there is no such folder")
+    if not Path(name).is_dir():
+        work_offline_without_network()
+    try:
+        loaded = load(name, **kwargs)
+        _check_kernels(option, name, loaded)
+        return loaded
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{option} = {name!r}: a file of its weights is no file of tensors alone; nothing in it was executed. Ask "
+            "its publisher for safetensors"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        first = first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{option} = {name!r} comes with its own Python code, which runs only if you allow it. Read it, and "
+                "add --trust_remote_code"
+            ) from None
+        if Path(name).is_dir():
+            raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
+        reason = "no connection" if "connect to" in first else first.rstrip(".")
+        remedy = "name a local folder, or run once where the hub can be reached"
+        if option == "config_name":
+            remedy += f", or name an architecture that needs no network, such as {similar_architecture(name)}"
+        elif option == "model_name_or_path" and name.lower() in known_architectures():
+            remedy += f" (to train from scratch and not from its weights: --config_name {name})"
+        raise UserError(
+            f"{option} = {name!r} is no local folder, and cannot be loaded from the hub ({reason}); {remedy}"
+        ) from None
+
+
+def _check_kernels(option: str, name: str, config) -> None:
+    """Raises UserError if a configuration that was loaded, or a part of it, asks for the code of a repository."""
+    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
+    for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
+        if kernel not in ATTENTION:
+            raise UserError(
+                f"{option} = {name!r}: its config.json names attn_implementation = {kernel!r}, code that would be "
+                "loaded from the hub. Remove it there; a kernel that you trust is named with --attn_implementation"
+            )
+
+
+@cache
+def work_offline_without_network() -> None:
+    """Set the hub's libraries offline if the hub's host has no address, so that they read their cache at once.
+
+    Otherwise they request each file six times and wait 23 s in all; huggingface_hub 1.x has no setting for that.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    for attempt in range(3):
+        time.sleep(attempt)  # a name server may be slow at first
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+            return
+        except OSError:
+            continue
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
+
+
+def similar_architecture(name: str) -> str:
+    """The architecture in this tree whose name is nearest, or a usual one (docs/fine-tune.md lists all)."""
+    names = [known for known in known_architectures() if "/" not in known]
+    return nearest(name.rpartition("/")[2].lower(), names) or "llama-3.1-8b"
+
+
+def _default_configuration(model_type: str):
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        close = nearest(model_type, CONFIG_MAPPING.keys())
+        raise UserError(
+            f"model_type = {model_type!r} is not known to transformers" + (f". Did you mean {close}?" if close else "")
+        )
+    return CONFIG_MAPPING[model_type]()
+
+
+def overrides_of(text: str | None) -> dict[str, Any]:
+    """`n_layer=4,resid_pdrop=0.0` as a dict, values read as JSON where they are JSON and as text otherwise."""
+    pairs = (part.split("=", 1) for part in (text or "").split(",") if part)
+    return {name.strip(): _value(value.strip()) for name, value in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False", "None") else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _override(config, text: str | None) -> None:
+    problems, head_size = [], _head_size(config)
+    for name, value in overrides_of(text).items():
+        rope = getattr(config, "rope_parameters", None) or {}
+        if name in rope and not hasattr(config, name):
+            config.rope_parameters = {**rope, name: value}
+            continue
+        if not hasattr(config, name):
+            close = nearest(name, [*config.to_dict(), *config.attribute_map])
+            remedy = f"Did you mean {close}?" if close else "Its names: " + ", ".join(sorted(config.to_dict()))
+            problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
+            continue
+        current = getattr(config, name)
+        if isinstance(current, (bool, int, float)) and not _fits(value, current):
+            problems.append(
+                f"config_overrides: {name} = {value!r}; expected {type(current).__name__}, as in {name}={current}"
+            )
+            continue
+        setattr(config, name, value)
+    if problems:
+        raise UserError(problems)
+    family_of(config).derive_sizes(config, overrides_of(text))
+    if head_size and head_size == getattr(config, "head_dim", None) and "head_dim" not in overrides_of(text):
+        config.head_dim = _head_size(config)  # many families derive it when the configuration is made
+
+
+def _head_size(config) -> int | None:
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if hidden and heads else None
+
+
+def _fits(value: Any, like: bool | int | float) -> bool:
+    if isinstance(like, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(like, bool)
+    return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))
+
+
+def usable_positions(config) -> int | None:
+    """The longest row that the model has positions for; None: only memory limits it."""
+    return family_of(config).usable_positions(config)

@@ -1,0 +1,40 @@
+"""What lies in a model's folder: read without transformers and torch."""
+
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.parsing import parse_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+                   "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
+
+
+def model_folder(name: str) -> str:
+    """The folder of a named model: for a run's folder its model/; a hub name is unchanged."""
+    path = Path(name).expanduser()
+    files = ("config.json", "adapter_config.json")
+    if path.is_dir() and not any((path / file).is_file() for file in files):
+        inside = path / "model"
+        if any((inside / file).is_file() for file in files):
+            return str(inside)
+    return str(path) if path.exists() else name
+
+
+def is_adapter(name: str) -> bool:
+    return (Path(name) / "adapter_config.json").is_file()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises UserError if it holds anything else."""
+    try:
+        contents = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return contents

@@ -1,0 +1,162 @@
+"""The model itself: pretrained weights, or random ones that are the same under every strategy."""
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from zerofit.model.configuration import from_hub_or_folder
+from zerofit.model.lora import quantisation
+from zerofit.model.nan_check import check_finite
+from zerofit.model.parameters import true_shape
+from zerofit.model.rows import keep_rows
+from zerofit.model.stages import keep_stage
+from zerofit.model.tensor_parallel.draw import draw_share
+from zerofit.model.tensor_parallel.read import read_share, stored_dtype
+from zerofit.model.tensor_parallel.split import split_model
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import TrainingRecipe
+
+
+def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, ignored_weights: Sequence[str] = (),
+                num_parameters: int = 0):  # fmt: skip
+    """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
+
+    Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
+    every strategy; the model's `initialized_weights` names them. With LoRA the weights are frozen; they are held in
+    half precision (or quantised) if the run trains in half precision.
+
+    Args:
+        auto_class: AutoModelForCausalLM or another of transformers' auto classes.
+        ignored_weights: names of pretrained weights that are not loaded.
+        num_parameters: from size_of_model; with it the strategy decides whether each rank draws full random weights.
+
+    Returns: the model; under tensor and pipeline parallelism this rank's share of it.
+
+    Raises:
+        UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
+    """
+    dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
+    build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters, dtype)
+    keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
+    if strategy.layout.model_size == 1 and not keeps_rows:
+        return build(dtype)
+    keep = partial(_keep_share, strategy, dtype)
+    if not recipe.model_name_or_path:
+        return draw_share(partial(build, dtype), keep)
+    return read_share(build, keep, stored_dtype(recipe.model_name_or_path) or dtype, dtype)
+
+
+def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
+    if strategy.fully_shards:
+        keep_rows(model, strategy.layout.rank, strategy.layout.world_size)
+    if strategy.pipeline > 1:
+        keep_stage(model, strategy.layout.stage, strategy.pipeline, dtype)
+    if strategy.tensor > 1:
+        split_model(model, strategy.tensor_group())
+
+
+def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num_parameters: int,
+           drawn_dtype: torch.dtype, dtype: torch.dtype):  # fmt: skip
+    common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
+    if recipe.attn_implementation:
+        common["attn_implementation"] = recipe.attn_implementation
+    name = recipe.model_name_or_path
+    try:
+        torch.manual_seed(seed)
+        if name:
+            common |= _ignoring(ignored_weights, strategy) if ignored_weights else {}
+            if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
+                common.setdefault("device_map", {"": strategy.device_of_weights})
+            load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
+            with strategy.loading():
+                model, info = from_hub_or_folder("model_name_or_path", name, load)
+            # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
+            if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
+                raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
+            model.initialized_weights = _initialize_missing(
+                model, {*info["missing_keys"], *ignored_weights}, strategy, seed,
+                drawn_dtype if drawn_dtype != dtype else None,
+            )  # fmt: skip
+            check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
+            return model
+        with strategy.building_from_scratch(num_parameters):
+            return auto_class.from_config(config, **common)
+    except (ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        for option in ("attn_implementation", "config_overrides"):
+            if getattr(recipe, option):
+                raise UserError(f"{option} = {getattr(recipe, option)!r}: {reason}") from None
+        raise
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        remedy = ". Remove config_overrides" if recipe.config_overrides else ""
+        raise UserError(
+            f"model_name_or_path = {name!r}: its weights have other shapes than its configuration says{remedy}"
+        ) from None
+
+
+def _ignoring(names: Sequence[str], strategy) -> dict:
+    """The arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes has no
+    effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
+    if strategy.shards_parameters:
+        return {"key_mapping": {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
+    return {"ignore_mismatched_sizes": True}
+
+
+def head_weights(auto_class, config, num_labels: int) -> list[str]:
+    """The weights of a classifier whose shapes depend on the number of labels.
+
+    Args:
+        num_labels: another number than the configuration has.
+    """
+    other, shapes = copy.deepcopy(config), []
+    other.num_labels = num_labels
+    for candidate in (config, other):
+        with torch.device("meta"):
+            model = auto_class.from_config(candidate)
+        shapes.append({name: parameter.shape for name, parameter in model.named_parameters()})
+    return [name for name, shape in shapes[0].items() if shapes[1][name] != shape]
+
+
+def _initialize_missing(
+    model: torch.nn.Module, missing: Iterable[str], strategy, seed: int, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so
+    they are the same in every run, on every device and under every strategy. Returns their names.
+
+    Args:
+        dtype: that the model will be converted to, where it was loaded in another one: they are drawn in it.
+    """
+    parameters = dict(model.named_parameters())
+    torch.manual_seed(seed)
+    names = sorted(set(missing) & parameters.keys())
+    for name in names:
+        parameter, (owner, _, attribute) = parameters[name], name.rpartition(".")
+        module = model.get_submodule(owner)
+        drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=dtype or parameter.dtype))
+        for key, other in module._parameters.items():
+            if key != attribute and other is not None:
+                other._is_hf_initialized = True  # transformers does not initialize these again
+        module._parameters[attribute] = drawn
+        model._init_weights(module)
+        module._parameters[attribute] = parameter
+        if drawn.dtype != parameter.dtype:
+            parameter.data = drawn.data
+            continue
+        with strategy.gathered(parameter), torch.no_grad():
+            parameter.copy_(drawn)
+    return names
+
+
+def size_of_model(auto_class, config, strategy, trust_remote_code: bool) -> int:
+    """The number of parameters, before any exists; 0 if it cannot be computed."""
+    try:
+        with strategy.building_from_scratch(0), torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    except Exception:  # the configuration is wrong (loading reports it), or the code cannot use meta tensors
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,320 @@
+"""LoRA: low-rank adapters inside a frozen model, through peft: which layers get one, and what is saved.
+
+peft injects its layers into the transformers model itself, so that the loss, generation and the engine work with the
+model as without LoRA. A run saves a folder that peft loads.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from zerofit.model.adapter_folder import ADAPTER_PREFIX, TASK_TYPES
+from zerofit.model.base_fingerprint import FILE, adapted_weight, sample_weights
+from zerofit.model.export import make_consistent, write_card
+from zerofit.model.families import family_of
+from zerofit.model.families.family import ALL_LINEAR
+from zerofit.model.parameters import true_shape
+from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.model_options import LoraOptions
+from zerofit.recipe.options import TrainingRecipe
+
+PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
+
+
+@dataclass
+class Adapter:
+    """The adapter of the model in training.
+
+    Args:
+        config: peft's description of it, as it is saved.
+        targets: full names of the modules that have an adapter.
+        saved: full names of the modules that are fully trained.
+        base_sample: some of the frozen weights, by module, with which the base is recognised; empty if quantised.
+        note: a sentence for the log.
+    """
+
+    config: object
+    targets: list[str]
+    saved: list[str]
+    base_sample: dict[str, list[float]]
+    note: str
+
+    def save(self, model: torch.nn.Module, state: dict[str, torch.Tensor], tokenizer, folder: Path, card: str) -> None:
+        """Write the adapter as peft does, with the tokenizer, the model's configuration and a model card beside it.
+
+        Args:
+            model: the model that the adapter is in; only its configuration and the names in it are used.
+            state: every trained weight by its name in the model, full, on the CPU.
+
+        Raises:
+            RuntimeError: a tensor is empty or missing; an incomplete adapter is never saved.
+        """
+        from safetensors.torch import save_file
+
+        tensors = self._tensors(model, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self.config.save_pretrained(folder)
+        description = copy.deepcopy(model.config)  # of a classifier it has the labels
+        if hasattr(description, "quantization_config"):
+            del description.quantization_config  # of this run only
+        description.use_cache = True
+        description.save_pretrained(folder)
+        if model.config.is_encoder_decoder:  # the settings of train/seq2seq.py
+            settings = copy.deepcopy(model.generation_config)
+            make_consistent(settings)
+            settings.save_pretrained(folder)
+        if self.base_sample:
+            (folder / FILE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
+        tokenizer.save_pretrained(folder)
+        write_card(folder, card)
+
+    def _tensors(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from peft import get_peft_model_state_dict
+
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        broken = sorted(name for name in trained if name not in state or state[name].numel() == 0)
+        if broken:
+            raise RuntimeError(f"the gathered adapter is incomplete: {len(broken)} tensors, such as {broken[:3]}")
+        tensors = get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
+        names_of = {id(parameter): name for name, parameter in trained.items()}
+        for module in self.saved:  # under the name of every module that holds it, tied ones too
+            for name, parameter in model.get_submodule(module).named_parameters():
+                tensors[f"{module}.{name}"] = state[names_of[id(parameter)]]
+        collected = {id(tensor) for tensor in tensors.values()}
+        tensors |= {name: tensor for name, tensor in state.items() if id(tensor) not in collected}  # biases
+        return {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+
+
+def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strategy) -> Adapter | None:
+    """Freeze the model and inject LoRA layers into it, the same under every strategy; None without --lora.
+
+    Weights that are missing from the pretrained model (a classifier's head) are random: they are fully trained and
+    saved with the adapter, since loading it would otherwise draw other random ones.
+
+    Args:
+        model: of build_model, which lists in `initialized_weights` the weights that are missing.
+
+    Raises:
+        UserError: a target or a module to save matches nothing in the model, or cannot have an adapter.
+    """
+    if not recipe.lora:
+        return None
+    from peft import LoraConfig, inject_adapter_in_model
+
+    saved = _saved_modules(model, recipe, task)
+    targets = tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
+    modules, of_experts = split_targets(model, targets)
+    _check_targets(model, modules)
+    check_expert_targets(of_experts, strategy, recipe)
+    config = LoraConfig(
+        task_type=TASK_TYPES[task], r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout,
+        bias=recipe.lora_bias, use_dora=recipe.use_dora, use_rslora=recipe.use_rslora,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules, target_parameters=of_experts or None,
+        exclude_modules=_inside(model, saved) or None,
+        base_model_name_or_path=_published_base(recipe.model_name_or_path), fan_in_fan_out=_is_conv1d(model, targets),
+    )  # fmt: skip
+    torch.manual_seed(recipe.seed)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        listed = ", ".join(_linear_names(model))
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}. Linear are {listed}") from None
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    for module in saved:
+        model.get_submodule(module).requires_grad_(True)
+    if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    for layer in layers.values():
+        for magnitude in layer.lora_magnitude_vector.values():  # DoRA
+            strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
+    written = replace(config, modules_to_save=sorted(saved) or None, exclude_modules=None, inference_mode=True)
+    return Adapter(written, list(layers), saved, _base_sample(layers, strategy), _note(recipe, targets, layers, saved))
+
+
+def check_quantisation(recipe: LoraOptions, strategy) -> None:
+    """Raises UserError if the recipe quantises the frozen weights, and this machine or strategy cannot."""
+    option = recipe.quantised
+    if option is None:
+        return
+    if not torch.accelerator.is_available():
+        raise UserError(f"{option} = true needs a GPU, and this machine has none. Remove the option")
+    try:
+        version("bitsandbytes")
+    except PackageNotFoundError:
+        raise UserError(
+            f"{option} = true needs bitsandbytes, which is not installed: pip install '.[qlora]' (or bitsandbytes), "
+            "or remove the option"
+        ) from None
+    check_quantised_sharding(recipe, strategy)
+
+
+def check_quantised_sharding(recipe: LoraOptions, strategy) -> None:
+    """Raises UserError if the recipe quantises the frozen weights, and the strategy shards them."""
+    option = recipe.quantised
+    if option and strategy.shards_parameters:
+        raise UserError(
+            f"{option} = true: ZeRO-3 cannot shard quantised weights. Use zero2.yaml or ddp.yaml, or remove the option"
+        )
+
+
+def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
+    """The arguments of from_pretrained that quantise; none without load_in_8bit and load_in_4bit.
+
+    Source: Dettmers et al. 2023, QLoRA: NF4 with double quantisation, products in half precision.
+    """
+    option = recipe.quantised
+    if option is None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**{option: True}, **(nf4 if option == "load_in_4bit" else {}))
+    return {"quantization_config": config, "device_map": {"": torch.accelerator.current_device_index()}}
+
+
+def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> list[str]:
+    """Full names of the fully trained modules: peft's heads, those with random weights, those in the recipe."""
+    names = [name for name, _ in model.named_modules() if name]
+    chosen = [name for name in PEFT_CLASSIFIER_HEADS if task == "cls" and name in names]
+    chosen += [name.rpartition(".")[0] for name in getattr(model, "initialized_weights", ())]
+    for requested in _names(recipe.lora_modules_to_save):
+        matching = [name for name in names if name == requested or name.endswith(f".{requested}")]
+        if not matching:
+            raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
+        chosen += matching
+    outer = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{other}.") for other in chosen)]
+    held = {id(parameter) for name in outer for parameter in model.get_submodule(name).parameters()}
+    tied = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(id(parameter) in held for parameter in module.parameters(recurse=False))
+    ]
+    return outer + [name for name in tied if not any(f"{name}.".startswith(f"{other}.") for other in outer)]
+
+
+def split_targets(model: torch.nn.Module, targets: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(those that name modules, those that name weights of experts, which are no modules)."""
+    experts = [name for name, parameter in model.named_parameters() if len(true_shape(parameter)) == 3]
+    modules = [f".{name}" for name, _ in model.named_modules()]
+
+    def is_weight(target: str) -> bool:
+        ending = f".{target}"
+        return any(name.endswith(ending) for name in experts) and not any(name.endswith(ending) for name in modules)
+
+    of_experts = [target for target in targets if is_weight(target)]
+    return [target for target in targets if target not in of_experts], of_experts
+
+
+def check_expert_targets(targets: list[str], strategy, recipe: LoraOptions | None = None) -> None:
+    """Raises UserError if experts are to get an adapter that peft, or the strategy, cannot give them."""
+    problems, stated = [], f"lora_target_modules = {' '.join(targets)}: an adapter on experts"
+    if targets and (strategy.shards_parameters or strategy.fully_shards):
+        # peft reads its own weights, and the frozen one, outside of the modules that they are gathered for.
+        problems.append(f"{stated} needs weights that are not sharded. Use zero2, ddp or single")
+    for name in ("lora_dropout", "use_dora"):
+        if targets and recipe and getattr(recipe, name):
+            problems.append(f"{stated} does not go together with {name}. Remove one of them")
+    if problems:
+        raise UserError(problems)
+
+
+def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise UserError(
+            f"lora_target_modules = {' '.join(targets)}: all-linear excludes other names. Keep it, or the others"
+        )
+    for target in targets if ALL_LINEAR not in targets else ():
+        matching = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not matching:
+            raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
+        unfit = next((module for module in matching if not isinstance(module, _adaptable())), None)
+        if unfit is not None:
+            raise UserError(
+                f"lora_target_modules = {target!r} is a {type(unfit).__name__}, which cannot have an adapter itself. "
+                f"Name linear modules: there are {', '.join(_linear_names(model))}"
+            )
+
+
+def _adaptable() -> tuple[type, ...]:
+    from transformers.pytorch_utils import Conv1D
+
+    return torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d
+
+
+def _names(option: list[str] | None) -> list[str]:
+    """The names that an option lists, also where they are separated by commas; all_linear is all-linear."""
+    names = [name.strip() for item in option or () for name in item.split(",") if name.strip()]
+    return [ALL_LINEAR if name == "all_linear" else name for name in names]
+
+
+def _no_match(option: str, requested: str, candidates: Iterable[str]) -> str:
+    candidates = sorted(set(candidates))
+    close = nearest(requested, candidates)
+    listed = ", ".join(name for name in candidates if not name.isdigit())
+    return (
+        f"{option} = {requested!r} matches no module. {f'Did you mean {close}? ' if close else ''}There are {listed}"
+    )
+
+
+def _linear_names(model: torch.nn.Module) -> list[str]:
+    """The last parts of the names of all linear modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (torch.nn.Linear, Conv1D)
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)})
+
+
+def _is_conv1d(model: torch.nn.Module, targets: tuple[str, ...]) -> bool:
+    """Whether the targets store their weights transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    ends = tuple(f".{target}" for target in targets)
+    return any(isinstance(module, Conv1D) and name.endswith(ends) for name, module in model.named_modules())
+
+
+def _inside(model: torch.nn.Module, saved: list[str]) -> list[str]:
+    """The modules to save and all modules inside them: fully trained modules get no adapter."""
+    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
+
+
+def _published_base(name: str | None) -> str | None:
+    """The base's name in adapter_config.json. A hub name is unchanged; a folder's begins with a dot, so that nobody
+    takes it for a hub name, and has no absolute path (model/adapter_folder.py reads that in the recipe.yaml)."""
+    path = Path(name or "").expanduser()
+    if not name or not path.is_dir():
+        return name
+    local = path.resolve().name if path.is_absolute() else os.path.normpath(name)
+    return local if local.startswith("..") else f"./{local}"
+
+
+def _base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[float]]:
+    """Some frozen weights of the first and the last adapted module."""
+    sample = {}
+    names = list(layers)
+    for name in (names[0], names[-1]):
+        weight = adapted_weight(layers[name])
+        if not weight.is_floating_point():
+            return {}
+        with strategy.gathered(weight, written=False):
+            sample[name] = sample_weights(weight.detach())
+    return sample
+
+
+def _note(recipe: TrainingRecipe, targets: tuple[str, ...], layers: dict, saved: list[str]) -> str:
+    kind = "DoRA" if recipe.use_dora else "LoRA"
+    scale = "rank-stabilised, " if recipe.use_rslora else ""
+    where = "lora_target_modules" if recipe.lora_target_modules else "the preset of this architecture"
+    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
+    return (
+        f"{kind} of rank {recipe.lora_r}, alpha {recipe.lora_alpha}, {scale}dropout {recipe.lora_dropout:g}, bias "
+        f"{recipe.lora_bias}, on {len(layers)} modules: {', '.join(targets)} ({where}){fully}"
+    )

@@ -1,0 +1,97 @@
+"""True sizes of parameters, and FLOPs. Under ZeRO-3 `shape` is empty and `ds_shape` is the true one; under tensor
+parallelism `cut` knows the whole one."""
+
+from collections.abc import Iterable
+
+import torch
+
+from zerofit.model.families import family_of
+
+
+def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """The parameter's full shape, also if this rank holds a shard only."""
+    cut = getattr(parameter, "cut", None)
+    return torch.Size(cut.shape) if cut is not None else getattr(parameter, "ds_shape", parameter.shape)
+
+
+def true_numel(parameter: torch.nn.Parameter) -> int:
+    """The number of weights; bitsandbytes packs two of 4 bits into each byte that it stores."""
+    packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
+    return packed * true_shape(parameter).numel()
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trainable) parameters, tied ones counted once."""
+    sizes = [(true_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not.
+
+    By dimension and not by name, so that it holds for every architecture. Empty groups are omitted.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if len(true_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(true_shape(parameter)) < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
+    """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product (2 for
+    a frozen one, which has no gradient of its own), and attention over the whole sequence (Chowdhery et al. 2022,
+    PaLM, appendix B: 6 N + 12 L H T).
+
+    Causal masking, document boundaries and recomputed activations are not subtracted or added, so that figures of
+    different settings compare. Embedding lookups are no matrix products; a tied embedding counts once, as the head. Of
+    a layer's experts those count that a token passes through.
+    """
+    config = model.config
+    chosen = getattr(config, "num_experts_per_tok", None)
+    weights = _matrix_flops(model, model.get_output_embeddings(), chosen)
+    return weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+
+
+def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_length: float) -> float:
+    """The same for an encoder-decoder model: the mean over the tokens of a source and its target.
+
+    Source tokens pass through the encoder and the decoder's keys and values of the source, target tokens through the
+    rest of the decoder and the head.
+    """
+    config = model.config
+    encoder, decoder = model.get_encoder(), model.get_decoder()
+    layers = getattr(config, "encoder_layers", config.num_hidden_layers)
+    decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
+    width = family_of(config).attention_width(config)
+    frozen = any(not parameter.requires_grad for parameter in decoder.parameters())
+    crossing = (4.0 if frozen else 6.0) * 2 * decoder_layers * config.hidden_size * width  # the source's keys, values
+    of_source = _matrix_flops(encoder) + crossing + 12.0 * layers * width * source_length
+    of_target = _matrix_flops(decoder) - crossing + _matrix_flops(model.get_output_embeddings())
+    of_target += 12.0 * decoder_layers * width * (source_length + target_length)
+    return (source_length * of_source + target_length * of_target) / (source_length + target_length)
+
+
+def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, chosen: int | None = None) -> float:
+    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables.
+
+    `chosen` is the number of experts that a token passes through.
+    """
+    lookup = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, torch.nn.Embedding)
+        for parameter in part.parameters(recurse=False)
+    }
+    heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return sum(
+        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * _active(parameter, chosen)
+        for parameter in module.parameters()
+        if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
+    )
+
+
+def _active(parameter: torch.nn.Parameter, chosen: int | None) -> float:
+    """The part of a weight that a token passes through: of experts (experts, outputs, inputs) those chosen for it."""
+    shape = true_shape(parameter)
+    return chosen / shape[0] if chosen and len(shape) == 3 else 1.0

@@ -1,0 +1,230 @@
+"""Preflight checks: what a few tokens through the prepared model tell, before it trains.
+
+Do packed documents stay apart, and is the memory-saving loss the model's loss? Both depend on the model's own code
+(position ids that it ignores, logits that it caps or scales after the head), on the attention kernel and on the
+installed versions.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from zerofit.model.attention import choose_attention, takes_lengths, use_masks
+from zerofit.model.compilation import uncompiled
+from zerofit.model.families import family_of
+from zerofit.model.loss import choose_loss, has_separate_body, install_loss
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import ModelOptions
+from zerofit.recipe.tasks import LossOptions
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of one sum in two orders, relative
+NUM_ROWS = 2  # a model may keep documents apart in one row only
+DOCUMENT_TOKENS = 8  # if the model has twice as many positions
+
+
+# ---------------------------------------------------------------------------------------- before the model is prepared
+
+
+def safe_precision(strategy, config) -> tuple[str, str | None]:
+    """(the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case).
+
+    Raises:
+        UserError: this GPU has no bf16.
+    """
+    if strategy.precision != "fp16" or not family_of(config).overflows_fp16:
+        return strategy.precision, None
+    if strategy.lacks_bf16:
+        raise UserError(
+            f"precision = fp16: a {config.model_type} gives NaN in it, and this GPU has no bf16. Use --precision fp32"
+        )
+    return "bf16", (
+        f"warning   bf16 is used in place of fp16: a {config.model_type} was trained in bf16, and its activations "
+        "exceed fp16's range, which gives NaN"
+    )
+
+
+def install_chosen_loss(model, recipe: LossOptions) -> None:
+    """Install the loss that the recipe names and this machine has."""
+    install_loss(model, _choose(model, recipe, _device())[0])
+
+
+def choose_packed_attention(model, recipe: ModelOptions, precision: str) -> str:
+    """Choose the attention kernel for documents packed into one block. Returns a line for the log."""
+    return choose_attention(model, recipe.attn_implementation, precision, _device())
+
+
+# ----------------------------------------------------------------------------------------------- of the prepared model
+
+
+@uncompiled()
+def check_loss(engine, recipe: LossOptions) -> str:
+    """Check that the installed loss is this model's loss. Returns a line for the log.
+
+    If the memory-saving loss differs (the model caps or scales its logits, say), the plain loss replaces it, and the
+    line says so.
+
+    Raises:
+        UserError: the recipe names a loss that is not this model's.
+    """
+    config = engine.module.config
+    kind, reason = _choose(engine.module, recipe, engine.device)
+    if kind != "full":
+        engine.model.eval()
+        tokens = random_tokens(*_sizes(engine), count=2)
+        inputs = {"input_ids": tokens, "labels": tokens.clone()}
+        difference = loss_difference(engine.model, partial(setattr, engine.module, "loss_kind"), kind, inputs)
+        engine.model.train()
+        if not difference < TOLERANCE[engine.strategy.precision]:
+            problem = f"the {kind} loss is not the loss of a {config.model_type}, it differs by {difference:.1e}"
+            if recipe.loss != "auto":
+                raise UserError(f"loss = {recipe.loss}: {problem}. Use --loss full")
+            engine.module.loss_kind = "full"
+            reason = f"full: all logits are held, because {problem}"
+    return f"loss      {reason}"
+
+
+@uncompiled()
+def check_packing(engine, recipe: ModelOptions, collate) -> str:
+    """Check that the documents of a packed row stay apart; `collate`, a CausalCollator, lays rows out as the prepared
+    model's attention takes them. Returns a line for the log, or nothing.
+
+    Raises:
+        UserError: a document sees the one before it.
+    """
+    config, note = engine.module.config, ""
+    collate.flatten = takes_lengths(config)
+    leak = _leaks(engine, collate)
+    if leak and collate.flatten and not recipe.attn_implementation:  # the recipe did not name this kernel
+        use_masks(engine.module)
+        collate.flatten = False
+        note = f"attention sdpa: a {config.model_type} does not tell its attention how long documents are"
+        leak = _leaks(engine, collate)
+    if leak:
+        attention = config._attn_implementation
+        sdpa = "" if attention in ("sdpa", "eager") else "--attn_implementation sdpa, or "
+        raise UserError(
+            f"packing = documents: with attn_implementation = {attention!r} a {config.model_type} lets a document see "
+            f"the one before it in its block. Use {sdpa}--packing none, or --packing concatenate to accept it"
+        )
+    return note
+
+
+@uncompiled()
+@torch.no_grad()
+def check_split_rows(engine, collate, packed: bool) -> None:
+    """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full.
+
+    Args:
+        collate: lays rows out as in training.
+        packed: rows are of documents that do not see each other.
+
+    Raises:
+        UserError: the model, or its attention kernel, needs the rows in full.
+    """
+    if engine.layout.sequence == 1:
+        return
+    vocab_size, device, length = _sizes(engine)
+    width = 2 * length - 1  # to be filled up
+    ids = random_tokens(vocab_size, device, width, NUM_ROWS).view(NUM_ROWS, width).cpu().numpy()
+    positions = {"position_ids": np.arange(width) % length} if packed else {}
+    batch = collate([({"input_ids": row, "labels": row, **positions}, 0) for row in ids]).to(device)
+    engine.model.eval()
+    split = engine.model(**batch.inputs).item()
+    with engine.rows_in_full():
+        full = engine.model(**batch.inputs).item()
+    engine.model.train()
+    allowed = TOLERANCE[engine.strategy.precision] * abs(full)
+    if not abs(split - full) <= allowed:  # both are 0 on a device without data
+        config = engine.module.config
+        raise UserError(
+            f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {config.model_type} with "
+            f"attn_implementation = {config._attn_implementation!r} differs by {abs(split - full) / abs(full):.1e} "
+            "when its rows are split. Use a pair without sequence parallelism, such as zero3"
+        )
+
+
+def check_mask_support(engine) -> None:
+    """Raises UserError where the attention ignores a mask that comes with the batch."""
+    attention = engine.module.config._attn_implementation
+    if attention != "sdpa":
+        raise UserError(
+            "reset_position_ids or reset_attention_mask without the other needs an attention mask, which "
+            f"attn_implementation = {attention!r} ignores. Use --attn_implementation sdpa, or set both"
+        )
+
+
+@torch.no_grad()
+def documents_leak(
+    call: Callable, collate: Callable, vocab_size: int, device: torch.device, length: int = DOCUMENT_TOKENS
+) -> bool:
+    """Whether the second documents' logits change when the first documents of two packed rows are replaced.
+
+    Args:
+        call: the model, ready to be called with what `collate` returns.
+        collate: makes a batch of (sample, index) pairs, as in training.
+        length: tokens of each document.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = torch.randint(0, vocab_size, (3, NUM_ROWS, length), generator=generator).numpy()
+    positions, logits = np.tile(np.arange(length), 2), []
+    for documents in (first, other):
+        rows = np.concatenate([documents, second], axis=1)
+        batch = collate([({"input_ids": row, "labels": row, "position_ids": positions}, 0) for row in rows])
+        inputs = {name: value for name, value in batch.to(device).inputs.items() if name != "labels"}
+        logits.append(call(**inputs).logits.reshape(NUM_ROWS, 2 * length, -1)[:, length:].float())
+    return not torch.allclose(*logits, rtol=0, atol=1e-3 * logits[0].std().item())
+
+
+@torch.no_grad()
+def loss_difference(
+    call: Callable, set_kind: Callable[[str], None], kind: str, inputs: dict[str, torch.Tensor]
+) -> float:
+    """The relative difference between the loss of `kind` and the plain one on `inputs`, some of them masked."""
+    inputs["labels"][0, ::5] = -100
+    losses = []
+    for name in ("full", kind):
+        set_kind(name)
+        losses.append(call(**inputs).float().item())
+    return abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-12)
+
+
+def random_tokens(
+    vocab_size: int, device: torch.device, length: int = DOCUMENT_TOKENS, count: int = 1
+) -> torch.Tensor:
+    """(1, count * length) random ids, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab_size, (1, count * length), generator=generator).to(device)
+
+
+def _leaks(engine, collate) -> bool:
+    engine.model.eval()
+    leak = documents_leak(engine.model, collate, *_sizes(engine))
+    engine.model.train()
+    return leak
+
+
+def _choose(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]:
+    """(kind of loss, reason for the log)."""
+    head_has_adapter = hasattr(model.get_output_embeddings(), "lora_A")
+    if (head_has_adapter or not has_separate_body(model)) and recipe.loss != "full":
+        reason = f"a {model.config.model_type} returns its logits and nothing before them, so all are held"
+        if head_has_adapter:
+            reason = "the head has an adapter, so all logits are held"
+        if recipe.loss != "auto":
+            raise UserError(f"loss = {recipe.loss}: {reason}. Use --loss auto")
+        return "full", f"full: {reason}"
+    return choose_loss(recipe.loss, device)
+
+
+def _device() -> torch.device:
+    """The device that the model will run on."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+def _sizes(engine) -> tuple[int, torch.device, int]:
+    """(vocabulary, device, tokens of a document) for the checks."""
+    positions = getattr(engine.module.config, "max_position_embeddings", None) or 2 * DOCUMENT_TOKENS
+    vocab_size = engine.module.config.get_text_config().vocab_size
+    return vocab_size, engine.device, min(DOCUMENT_TOKENS, positions // 2)

@@ -1,0 +1,119 @@
+"""Stored models, in a folder or on the hub: loaded completely or refused. For the tools, which do not train."""
+
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zerofit.model.configuration import from_hub_or_folder
+from zerofit.model.folders import has_tokenizer
+from zerofit.model.tokenizer import load_tokenizer
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import temporary_path
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def read_config(option: str, name: str, trust_remote_code: bool = False, revision: str | None = None):
+    """The transformers configuration of a stored model."""
+    from transformers import AutoConfig
+
+    more = {"revision": revision} if revision else {}
+    return from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code, **more)
+
+
+def read_tokenizer(option: str, name: str, config, trust_remote_code: bool = False):
+    """The tokenizer of a stored model; its folder may hold bare vocabulary files."""
+    if Path(name).is_dir() and not has_tokenizer(Path(name)):
+        raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the files of the model's own into it")
+    options = SimpleNamespace(tokenizer_name=None, model_name_or_path=name, trust_remote_code=trust_remote_code)
+    try:
+        return load_tokenizer(options, config)
+    except UserError as error:  # its message names the option of training
+        raise UserError(f"{option}: the tokenizer: {str(error).partition(': ')[2] or error}") from None
+
+
+def read_model(
+    auto_class, option: str, name: str, config, *, precision: str | None, trust_remote_code: bool = False, **more
+):
+    """(the model in evaluation mode, names of its weights that are not stored or have another shape there).
+
+    Args:
+        precision: fp32, bf16 or fp16; None: that of the stored weights.
+        config: its configuration, which may have another head than the stored weights.
+        more: further arguments of from_pretrained, e.g. revision.
+
+    Raises:
+        UserError: there are no such weights, they are broken or hold NaN, or the package for their quantisation is
+            not installed.
+    """
+    from safetensors import SafetensorError
+
+    from zerofit.model.nan_check import check_finite  # imports torch
+
+    common = {"dtype": DTYPES.get(precision, "auto"), "trust_remote_code": trust_remote_code, **more}
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised:
+        common |= _on_the_accelerator()
+    try:
+        model, info = from_hub_or_folder(
+            option, name, auto_class.from_pretrained,
+            config=config, output_loading_info=True, ignore_mismatched_sizes=True, **common,
+        )  # fmt: skip
+    except SafetensorError as error:
+        raise UserError(f"{option} = {name!r}: its weights are broken: {first_line(error)}") from None
+    except (ImportError, RuntimeError) as error:
+        if not quantised:
+            raise
+        raise UserError(
+            f"{option} = {name!r} is quantised, and cannot be loaded here: {first_line(error)}. Install what it "
+            "needs, or name the model that was quantised"
+        ) from None
+    check_finite(model, f"{option} = {name!r}")
+    mismatched = [entry[0] for entry in info["mismatched_keys"]]
+    return model.eval(), sorted({*info["missing_keys"], *mismatched})
+
+
+def _on_the_accelerator() -> dict[str, Any]:
+    """Quantised weights are loaded onto the device that uses them; they cannot be moved later."""
+    import torch
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {"device_map": {"": device}} if device else {}
+
+
+def check_output(output: Path) -> None:
+    """Raises UserError unless the folder is new or empty."""
+    if output.is_dir() and any(output.iterdir()):
+        raise UserError(f"output = {str(output)!r} is not empty, and its files are not replaced. Name a new folder")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
+
+
+@contextmanager
+def atomic_folder(output: Path):
+    """A temporary folder beside `output`, renamed to it at the end, and removed after an error."""
+    partial = temporary_path(output)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"output = {str(output)!r} cannot be created: {error.strerror}") from None
+    try:
+        yield partial
+        partial.rename(output)  # replaces an empty folder, too
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def silence_libraries() -> None:
+    """For a tool's own process: keep the messages of transformers, peft and DeepSpeed off the terminal."""
+    import logging
+    import warnings
+
+    from transformers.utils import logging as of_transformers
+
+    warnings.simplefilter("ignore")
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # it writes to stdout

@@ -1,0 +1,118 @@
+"""A model's layers, shared by the stages of a pipeline: a rank keeps those of its stage, under the names that they
+have in the full model.
+
+The stages hand on hidden states. The first reads tokens; the others are called with `inputs_embeds`, and the last has
+the head and the loss.
+"""
+
+import copy
+import itertools
+
+import torch
+from torch import nn
+
+from zerofit.model.families import family_of
+from zerofit.model.parameters import true_shape
+from zerofit.recipe.errors import UserError
+
+
+class Passed(nn.Module):
+    """In the place of what another stage computes: the hidden states pass through."""
+
+    def forward(self, hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return hidden
+
+
+class Nothing(nn.Module):
+    """In the place of what another stage adds to the hidden states."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=ids.device)
+
+
+def cut_layers(model: nn.Module, stages: int) -> list[range]:
+    """The layers of each stage of a causal model, cut so that the slowest stage has the fewest FLOPs that whole layers
+    allow. They are counted by weights: the head is worth V x H over a layer's.
+
+    Of equal cuts that one is taken whose last stage has most layers: earlier stages keep more micro-batches (1F1B), so
+    spare layers go to the later ones of these as well.
+
+    Args:
+        model: all of it; its weights may be on "meta".
+        stages: at least 2.
+    """
+    layers = getattr(model.base_model, family_of(model.config).stage_plan.layers)
+    count, head = len(layers), model.get_output_embeddings().weight.numel()
+    head_in_layers = head * count / sum(parameter.numel() for parameter in layers.parameters())
+
+    def slowest(last: int) -> float:
+        return max(-(-(count - last) // (stages - 1)), last + head_in_layers)
+
+    before = count - min(range(count - stages + 1, 0, -1), key=slowest)
+    edges = [before * stage // (stages - 1) for stage in range(stages)]
+    return [range(*ends) for ends in itertools.pairwise([*edges, count])]
+
+
+def check_stages(config, stages: int, source: str) -> None:
+    """Check that so many stages can share the layers of a model.
+
+    Raises:
+        UserError: its family has no plan, or it has fewer layers.
+    """
+    degree = f"{source}: pipeline.stages = {stages}"
+    if family_of(config).stage_plan is None:
+        raise UserError(
+            f"{degree}: pipeline parallelism knows no {config.model_type}. Use a pair without it, such as zero3"
+        )
+    if config.num_hidden_layers < stages:
+        raise UserError(
+            f"{degree}, and the model has num_hidden_layers = {config.num_hidden_layers}: each stage needs a layer. "
+            "Use fewer stages, or a pair without pipeline"
+        )
+
+
+def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) -> None:
+    """Keep this stage's part of a causal model; `whole_model` knows the rest from then on.
+
+    Args:
+        dtype: of the weights when the model is loaded.
+    """
+    model.__dict__["whole"] = without_weights(model, dtype)
+    plan, body = family_of(model.config).stage_plan, model.base_model
+    is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
+    layers = getattr(body, plan.layers)
+    for index in set(range(len(layers))).difference(cut_layers(model, stages)[stage]):
+        layers[index] = Passed()
+    if not is_first:
+        for name in plan.before:
+            if getattr(body, name) is not table or not (is_last and is_tied(model)):  # the head's weight is in it
+                setattr(body, name, Nothing() if name in plan.added else Passed())
+    if not is_last:
+        for name in plan.after:
+            setattr(body, name, Passed())
+        model.set_output_embeddings(Passed())
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model itself; of a stage, or of some rows of its weights, a model that has all of them, and no memory."""
+    return model.__dict__.get("whole", model)
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the head of a causal model is its table of embeddings."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy that has the names, shapes and dtypes of all weights, and no memory.
+
+    Args:
+        dtype: of all weights; None: each has its own.
+    """
+    empty = {id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
+             for p in model.parameters()}  # fmt: skip
+    whole = copy.deepcopy(model, empty)
+    whole.config = model.config
+    if getattr(model, "generation_config", None) is not None:
+        whole.generation_config = model.generation_config
+    return whole

@@ -1,0 +1,231 @@
+"""The tokenizer: loaded, or trained on the training text and cached."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from zerofit.model.configuration import from_hub_or_folder, overrides_of
+from zerofit.model.families import family_of
+from zerofit.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
+from zerofit.recipe.cache import cache_root
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import is_there, put_in_place, temporary_path
+from zerofit.recipe.model_options import ModelOptions
+
+PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+               "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
+
+
+def get_tokenizer(
+    recipe: ModelOptions, config, texts: Callable[[], Iterable[str]], fingerprint: str, pairs: bool = False
+):
+    """The recipe's tokenizer: loaded, or trained on the training texts (train_tokenizer_vocab_size).
+
+    Args:
+        texts: returns the training texts; called only if a tokenizer is trained.
+        fingerprint: of those texts.
+        pairs: the task reads texts with special tokens and pairs of them (`[CLS] A [SEP] B [SEP]`), not plain text.
+    """
+    if not recipe.train_tokenizer_vocab_size:
+        return load_tokenizer(recipe, config)
+    cache = cache_root(recipe.cache_dir)
+    return train_tokenizer(texts(), recipe.train_tokenizer_vocab_size, fingerprint, cache, pairs)
+
+
+def load_tokenizer(recipe: ModelOptions, config):
+    """The tokenizer that the recipe names, else the one of the pretrained weights.
+
+    A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's
+    class; a config.json beside them does, or else the model's configuration.
+    """
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    if getattr(recipe, "vocab_file", None):
+        return tokenizer_from_vocabulary_files(recipe.vocab_file, recipe.merge_file)
+    option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
+    name = getattr(recipe, option)
+    self_describing = ("tokenizer.json", "tokenizer_config.json")
+    bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in self_describing)
+    if bare and (files := find_vocabulary_files(Path(name))):
+        return tokenizer_from_vocabulary_files(*files)
+    if bare and (Path(name) / "config.json").exists():
+        config = from_hub_or_folder(
+            option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
+        )
+    kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
+    if kind:
+        options = family_of(config).bare_tokenizer_options
+        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **options)
+        _check_reads_words(tokenizer, option, name, kind.__name__)
+        return tokenizer
+    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
+
+
+def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:
+    """Raises UserError if the vocabulary files are of another class of tokenizer: then a complete sentence may become
+    one unknown token."""
+    sentence = "The quick brown fox jumps over the lazy dog."
+    tokens = tokenizer(sentence, add_special_tokens=False)["input_ids"]
+    if len(tokens) < len(sentence.split()):
+        raise UserError(
+            f"{option} = {name!r} has bare vocabulary files. Read as the model's own tokenizer ({kind}) they make "
+            f"{len(tokens)} tokens of {sentence!r}: they are of another tokenizer. Name a folder with a "
+            "tokenizer.json, a model with that tokenizer, or GPT-2's two files with --vocab_file and --merge_file"
+        )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False):
+    """A byte-level BPE tokenizer trained on `texts`, or read from the cache.
+
+    Args:
+        texts: the training documents; read only if the tokenizer is not in the cache.
+        vocab_size: the requested size; a short text yields fewer tokens.
+        key: a fingerprint of the texts.
+        cache: the tokenizer is saved here, by `key` and `vocab_size`.
+        pairs: add the special tokens `[CLS]` and `[SEP]` to texts and pairs.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    name = hashlib.sha256(f"bpe-1 {vocab_size} {key}{' pairs-2' if pairs else ''}".encode()).hexdigest()[:20]
+    folder = cache / f"tokenizer-{name}"
+    if not is_there(folder):
+        roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+        bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
+        special = list(dict.fromkeys(roles.values()))
+        show_progress = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
+        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=show_progress)
+        if pairs:
+            bpe._tokenizer.post_processor = _pair_template(bpe)
+        names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
+        trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **roles, **names)
+        partial = temporary_path(folder)
+        trained.save_pretrained(partial)
+        put_in_place(partial, folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.requested_size = vocab_size
+    return tokenizer
+
+
+def _pair_template(bpe):
+    """`[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with 1 as the token type of B."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    return TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=tokens)
+
+
+def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
+    """Check that model and tokenizer belong together; a model from scratch gets the tokenizer's size.
+
+    A model may have more rows than the tokenizer has tokens (a size padded to a multiple), but not fewer, and not over
+    1,024 more: then the tokenizer belongs to another model.
+
+    Returns: sentences for the log if the configuration was changed, or the tokenizer is smaller than requested.
+    """
+    note, requested = _fit_vocabulary(config, tokenizer, recipe), getattr(tokenizer, "requested_size", 0)
+    if not requested or len(tokenizer) >= requested:
+        return note
+    few = f"note      train_tokenizer_vocab_size = {requested}: the text yields no more than {len(tokenizer):,} tokens"
+    return f"{few}\n{note}" if note else few
+
+
+def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
+    from_scratch = not recipe.model_name_or_path
+    vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
+    tokens, rows, max_padding = producible_tokens(tokenizer), config.vocab_size, 1024
+    if from_scratch:
+        _copy_special_tokens(config, tokenizer)
+    if tokens <= rows <= tokens + max_padding:
+        return None
+    if from_scratch and not vocab_size_is_set:
+        config.vocab_size = tokens
+        return (
+            f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (the published architecture has {rows:,})"
+        )
+    option = "config_overrides vocab_size" if vocab_size_is_set else "the model"
+    raise UserError(
+        f"vocabulary: the tokenizer {tokenizer.name_or_path!r} has {tokens:,} tokens and {option} has {rows:,} rows: "
+        "they do not belong together. Set tokenizer_name to the model's own tokenizer"
+        + (", or remove vocab_size from config_overrides" if vocab_size_is_set else "")
+    )
+
+
+def pad_vocabulary(config, recipe) -> str | None:
+    """Round the vocabulary of a model from scratch up to a multiple of make_vocab_size_divisible_by. Export removes
+    the added rows.
+
+    Returns: a sentence for the log if rows are added.
+    """
+    tokens, multiple = config.vocab_size, recipe.make_vocab_size_divisible_by
+    rows = -(-tokens // (multiple or 1)) * (multiple or 1)
+    if rows == tokens:
+        return None
+    config.vocab_size, config.unpadded_vocab_size = rows, tokens
+    return f"note      vocabulary: {tokens:,} tokens, padded to {rows:,} rows; model/ has {tokens:,} again"
+
+
+def _copy_special_tokens(config, tokenizer) -> None:
+    """A model from scratch has the beginning, end and padding tokens of its tokenizer."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if all(getattr(config, name, None) == getattr(tokenizer, name) for name in names):
+        return  # the tokenizer is the published one of this architecture
+    for name in names:
+        setattr(config, name, getattr(tokenizer, name))
+    if config.is_encoder_decoder:
+        starts_with_padding = family_of(config).decoder_starts_with_padding
+        config.decoder_start_token_id = config.pad_token_id if starts_with_padding else config.bos_token_id
+        if getattr(config, "forced_eos_token_id", None) is not None:
+            config.forced_eos_token_id = config.eos_token_id
+
+
+def padding_token(tokenizer) -> int:
+    """An id to pad rows with; it is never trained on and never attended to, so every id works."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def end_with_eos(tokenizer) -> None:
+    """Let the tokenizer end every text with its end-of-text token, if it adds no special token to a text.
+
+    Encoder-decoder models are trained with this token, and the exported tokenizer then adds it, too.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    end, backend = tokenizer.eos_token, getattr(tokenizer, "backend_tokenizer", None)
+    bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
+    if bare and end is not None and backend is not None:
+        backend.post_processor = TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+        )
+
+
+def set_decoder_start_token(config, tokenizer) -> None:
+    """Set the token with which the decoder begins, where a configuration from scratch has none."""
+    if config.decoder_start_token_id is None:
+        candidates = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
+        config.decoder_start_token_id = next(token for token in candidates if token is not None)
+
+
+def set_padding_token(config, tokenizer) -> None:
+    """Give tokenizer and model the same padding token: classifiers with a decoder find the end of a row by it."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer))
+    config.pad_token_id = tokenizer.pad_token_id
+
+
+def padding_values(tokenizer) -> dict[str, int]:
+    """{column that a classifier reads: the value that pads it}."""
+    values = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
+    return {name: value for name, value in values.items() if name in tokenizer.model_input_names}
+
+
+def producible_tokens(tokenizer) -> int:
+    """The number of embedding rows that the ids of ordinary text need.
+
+    transformers adds a mask token if a published vocabulary has none; no text contains it, and the model has no row
+    for it.
+    """
+    ids = set(tokenizer.get_vocab().values())
+    return max(ids - {tokenizer.mask_token_id} if tokenizer.mask_token_id == max(ids) else ids) + 1

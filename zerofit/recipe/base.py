@@ -1,0 +1,78 @@
+"""The base of all recipes: the value of each option, its source and its default."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+from zerofit.recipe.files import without_folders
+
+TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold text which a user wrote
+
+
+@dataclass
+class Recipe:
+    """Base of all recipes: the source of each value, and checks that concern several options."""
+
+    def remember_sources(self, sources: dict[str, str]) -> None:
+        self._sources = dict(sources)
+
+    def source(self, name: str) -> str | None:
+        """What set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
+        return self.__dict__.get("_sources", {}).get(name)
+
+    def is_changed(self, name: str) -> bool:
+        """Whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""
+        return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
+
+    def _default(self, name: str) -> Any:
+        field = next(field for field in dataclasses.fields(self) if field.name == name)
+        return field.default_factory() if field.default is dataclasses.MISSING else field.default
+
+    def adopt(self, name: str, value: Any, source: str) -> None:
+        """Set an option that the user has not set to a value from another source, such as a DeepSpeed JSON. Only while
+        the run's configuration is resolved; then the recipe is frozen."""
+        setattr(self, name, value)
+        self.__dict__.setdefault("_sources", {})[name] = source
+
+    def draft(self) -> Self:
+        """A copy that can change until it is frozen."""
+        copied = copy.copy(self)
+        copied.__dict__.pop("_frozen", None)
+        copied.remember_sources(self.__dict__.get("_sources", {}))
+        return copied
+
+    def freeze(self) -> None:
+        """Refuse any later change of an option."""
+        self.__dict__["_frozen"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_frozen"):
+            raise AttributeError(f"{name}: the recipe is resolved, and frozen")
+        super().__setattr__(name, value)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the launch trains. Without training it evaluates or predicts."""
+        return True
+
+    def reset_option(self, name: str) -> str | None:
+        """Reset an option to its default, if the task has it. Returns what had set it."""
+        if not hasattr(self, name):
+            return None
+        setattr(self, name, self._default(name))
+        return self.__dict__.get("_sources", {}).pop(name, None)
+
+    def settle(self) -> None:
+        """Change what follows from other options. Called once all options are read."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def to_publish(self) -> dict[str, Any]:
+        """The same for model cards and trackers, without the folders of this machine."""
+        return {name: value if name in TEXTS else without_folders(value) for name, value in self.to_dict().items()}
+
+    def problems(self) -> list[str]:
+        """What is wrong with this combination of options; empty if nothing is."""
+        return []

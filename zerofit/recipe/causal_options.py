@@ -1,0 +1,217 @@
+"""Options of causal language modelling: text, corpora, chats, and what the model writes."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.fields import option
+from zerofit.recipe.growth import growth_problems
+
+RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
+TEXT_OPTIONS = (  # options of text data, without effect on corpora
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "delimiter", "field",
+    "validation_split_percentage", "allow_data_loss",
+    "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
+    "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
+    "train_on_prompt", "cache_dir", "overwrite_cache",
+)  # fmt: skip
+
+
+@dataclass
+class TextOptions(Recipe):
+    """Samples of text"""
+
+    text_column: str | None = option(None, "Column of the text; by default `text`, or the only column of text.")
+    document_separator: str | None = option(
+        None,
+        "What separates documents in a text file: line, paragraph, file (no separator), or the separator itself. By "
+        "default <|endoftext|> if the file has it; else file, and with --packing none line.",
+    )
+    block_size: int | None = option(
+        None,
+        "Length of a sample in tokens; by default the model's maximum, at most 1024.",
+        minimum=2,
+        aliases=("seq_length",),
+        common=True,
+    )
+    block_size_warmup: str | None = option(
+        None,
+        "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
+        "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
+    )
+    packing: str = option(
+        "documents",
+        "documents: several documents per block, attention stays inside each document; concatenate: the same without "
+        "boundaries, as group_texts does; none: one document per row, truncated at block_size and padded. A "
+        "conversation is never split over two blocks.",
+        choices=("documents", "concatenate", "none"),
+    )
+    append_eos: bool | None = option(
+        None, "Append the end-of-text token to each document; by default yes, except with --packing concatenate."
+    )
+    make_vocab_size_divisible_by: int | None = option(
+        None,
+        "From scratch: pad the model's vocabulary to a multiple of this; model/ is exported without the padding.",
+        positive=True,
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.make_vocab_size_divisible_by and getattr(self, "model_name_or_path", None):
+            problems.append(
+                f"make_vocab_size_divisible_by = {self.make_vocab_size_divisible_by} has no effect with "
+                "model_name_or_path: pretrained weights keep their size. Remove it"
+            )
+        return problems + growth_problems(self, "block_size_warmup", "64@2000")
+
+
+@dataclass
+class CorpusOptions(Recipe):
+    """Corpora in Megatron's format"""
+
+    data_path: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Path of a corpus without .bin and .idx; or several corpora, each after its weight: 0.3 A 0.7 B.",
+        common=True,
+    )
+    split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
+    data_cache_path: str | None = option(
+        None, "Folder for the index of the samples; by default in the cache of prepared data."
+    )
+    reset_position_ids: bool = option(False, "Restart position ids after each end-of-document token.")
+    reset_attention_mask: bool = option(False, "Attend only within a document (after the last end-of-document token).")
+    eod_mask_loss: bool = option(False, "Do not train on the token that follows an end-of-document token.")
+
+    def __post_init__(self):
+        if self.data_path:  # A.bin means A, in the run's recipe.yaml as well
+            self.data_path = [word.removesuffix(".bin").removesuffix(".idx") for word in self.data_path]
+
+    @property
+    def blend(self) -> list[tuple[float | None, str]]:
+        """(weight, prefix) of each corpus; all weights are None where none was given."""
+        words = self.data_path or []
+        weights = [_number(word) for word in words]
+        if len(words) % 2 or any(weight is None for weight in weights[::2]):
+            return [(None, word) for word in words]
+        return list(zip(weights[::2], words[1::2]))
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.data_path:
+            names = ("split", "data_cache_path", *RESETS)
+            return problems + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
+        unused = [name for name in TEXT_OPTIONS if self.is_changed(name)]
+        problems += [
+            f"{name} ({self.source(name)}) has no effect with data_path: a corpus is already tokenized, and --split "
+            "divides it"
+            for name in unused
+        ]
+        if not self._split_is_sound():
+            problems.append(
+                f"split = {self.split!r}: expected proportions of training, evaluation and test, the first above 0, "
+                "such as 949,50,1"
+            )
+        return problems + self._problems_of_the_blend()
+
+    def _split_is_sound(self) -> bool:
+        if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
+            return False
+        proportions = [_number(text) for text in re.split("[,/]", self.split)]
+        training, evaluation = proportions[0], sum(proportions[1:2]) if None not in proportions else None
+        return None not in proportions and (training > 0 or (not self.trains and evaluation > 0))
+
+    def _problems_of_the_blend(self) -> list[str]:
+        shown = f"data_path = {' '.join(self.data_path)}"
+        blend = self.blend
+        misplaced = [prefix for weight, prefix in blend if weight is None and _number(prefix) is not None]
+        if misplaced:
+            return [
+                f"{shown}: {misplaced[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..., "
+                "with a weight before each, or only corpora"
+            ]
+        weights = [weight for weight, _ in blend if weight is not None]
+        if any(weight < 0 or not math.isfinite(weight) for weight in weights):
+            return [f"{shown}: a weight must be a number above 0"]
+        if weights and not sum(weights):
+            return [f"{shown}: the weights add up to 0. Give at least one corpus a weight above 0"]
+        if 0 in weights:
+            return [f"{shown}: a corpus of weight 0 would not be read. Remove it"]
+        return [] if all(prefix for _, prefix in blend) else [f"{shown}: a corpus has no name"]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+@dataclass
+class ChatOptions(Recipe):
+    """Instructions and chats"""
+
+    data_format: str = option(
+        "auto",
+        "What a record is. text: plain text; instruction: instruction (, input) and output; prompt: prompt and "
+        "completion; messages: turns with roles. auto: decided by the names of the columns.",
+        choices=("auto", "text", "instruction", "prompt", "messages"),
+    )
+    messages_column: str | None = option(None, "Column of the turns; by default `messages` or a similar name.")
+    chat_template: str | None = option(
+        None,
+        "Chat template: chatml, llama-2-chat, instruction, instruction-ja, none (the answer follows the prompt), or "
+        "a .jinja file; by default the tokenizer's own.",
+        common=True,
+    )
+    system_prompt: str | None = option(None, "System prompt for conversations without one.")
+    train_on_prompt: bool = option(False, "Train on the prompts too, not only on the answers.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        text_column, packing = getattr(self, "text_column", None), getattr(self, "packing", None)
+        columns = {"text_column": text_column, "messages_column": self.messages_column}
+        named = [f"{name} = {column!r}" for name, column in columns.items() if column]
+        if len(named) > 1:
+            problems.append(f"{' and '.join(named)}: keep one of the two")
+        elif self.data_format != "auto":
+            used = {"text": "text_column", "messages": "messages_column"}.get(self.data_format)
+            unused = [line for line in named if not (used and line.startswith(used))]
+            problems += [f"{line} has no effect with data_format = {self.data_format}" for line in unused]
+        if self.data_format not in ("auto", "text") and packing == "concatenate":
+            problems.append(
+                f"packing = concatenate and data_format = {self.data_format}: conversations are not "
+                "split, use --packing documents"
+            )
+        return problems
+
+
+@dataclass
+class SampleOptions(Recipe):
+    """A sample of the trained model"""
+
+    sample_tokens: int = option(0, "Generate this many tokens after training and print them. 0: none.", minimum=0)
+    sample_prompt: str | None = option(
+        None, "Prompt of that sample, which the model continues or, in a chat, answers."
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.sample_prompt is not None and not self.sample_tokens:
+            problems.append("sample_prompt has no effect without sample_tokens")
+        return problems
+
+
+@dataclass
+class WritingOptions(Recipe):
+    """Predictions"""
+
+    max_new_tokens: int = option(
+        128, "Maximum number of tokens to generate for a prompt of predict_file.", positive=True
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.is_changed("max_new_tokens") and not self.predict_file:
+            problems.append("max_new_tokens has no effect without predict_file (for a sample, set sample_tokens)")
+        return problems

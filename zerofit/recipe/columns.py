@@ -1,0 +1,95 @@
+"""The columns of a data file, from its beginning: quickly, and before anything heavy is imported."""
+
+import codecs
+import csv
+import gzip
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from zerofit.recipe.parsing import parse_json
+
+HEAD_BYTES = 1 << 20  # of a file, read to find its columns
+DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
+OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
+SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
+NO_HEADER = " (is the first line a record? A line of names must be before it)"
+WRITTEN = {"tab": "\t", r"\t": "\t"}  # as it is typed
+
+
+def head_of(path: Path, encodings: Iterable[str | None] = (None,)) -> str | None:
+    """The beginning of a file as text; None if it is in none of these encodings.
+
+    Args:
+        encodings: to try, in this order; None means UTF-8.
+    """
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    for encoding in encodings:
+        try:
+            decoder = codecs.getincrementaldecoder(encoding or "utf-8-sig")()
+            text = decoder.decode(head, final=len(head) < HEAD_BYTES)
+        except (UnicodeError, LookupError):  # there is no such encoding, which another check says
+            continue
+        if "\0" not in text:
+            return text.removeprefix("\ufeff")
+    return None
+
+
+def find_delimiter(head: str, ending: str) -> str:
+    """What separates the fields of a .csv or .tsv file: what its ending says; another one where that leaves a header
+    of one column, and the other as many columns in the header as in the first record."""
+    usual = DELIMITERS[ending]
+    if len(first_rows(head, usual, 1)[0]) > 1:
+        return usual
+    for other in OTHERS:
+        header, *record = first_rows(head, other, 2)
+        if len(header) > 1 and all(len(fields) == len(header) for fields in record):
+            return other
+    return usual
+
+
+def first_rows(head: str, delimiter: str, count: int) -> list[list[str]]:
+    """The first rows of a .csv file that are not empty; [[]] of an empty one."""
+    csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
+    rows = (row for row in csv.reader(head.splitlines(keepends=True), delimiter=delimiter) if row)
+    return [row for row, _ in zip(rows, range(count))] or [[]]
+
+
+def is_value(name: str) -> bool:
+    """Whether the name of a column is rather a value: a sentence or a number."""
+    text = name.strip()
+    is_sentence = (
+        len(text) > 60
+        or text.count(" ") > 4
+        or text.endswith((".", "!", "?"))
+        or any(mark in text for mark in SENTENCE_MARKS)
+    )
+    return is_sentence or text.replace(".", "", 1).isdigit()
+
+
+def ending_of(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def columns_of(path: Path, delimiter: str | None = None, encodings: Iterable[str | None] = (None,)) -> list[str]:
+    """The columns of a .csv, .tsv or .jsonl file, by its header or first records; empty if they are unknown.
+
+    Args:
+        delimiter: by default it is found.
+        encodings: the file may be in one of these.
+    """
+    ending = ending_of(path)
+    if ending not in (*DELIMITERS, ".jsonl") or (head := head_of(path, encodings)) is None:
+        return []
+    if ending in DELIMITERS:
+        return first_rows(head, delimiter or find_delimiter(head, ending), 1)[0]
+    lines, names = head.split("\n"), dict[str, None]()
+    try:
+        for line in filter(str.strip, lines[:-1] if len(head.encode()) >= HEAD_BYTES else lines):
+            record = parse_json(line)
+            held = record.get("translation")
+            names |= dict.fromkeys([*record, *(held if isinstance(held, dict) else ())])
+    except (ValueError, AttributeError):
+        return []
+    return list(names)

@@ -1,0 +1,132 @@
+"""Options of the data that several tasks have: the source of records, records to skip, padding."""
+
+import codecs
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.columns import WRITTEN
+from zerofit.recipe.fields import option
+
+
+def unknown_encoding(name: str | None) -> list[str]:
+    """One problem if there is no such text encoding, else none."""
+    try:
+        return [] if name is None or codecs.lookup(name)._is_text_encoding else [_NO_ENCODING.format(name)]
+    except LookupError:
+        return [_NO_ENCODING.format(name)]
+
+
+_NO_ENCODING = (
+    "encoding = {!r}: there is no such encoding. Known are cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ..."
+)
+
+
+@dataclass
+class SourceOptions(Recipe):
+    """Data sources"""
+
+    dataset_name: str | None = option(
+        None,
+        "A dataset on the hub, or a folder that the datasets library can load. Two are made from Python's standard "
+        "library, without the hub: stdlib-docstrings (text, label) and stdlib-functions (source, target).",
+        common=True,
+    )
+    dataset_config_name: str | None = option(None, "Configuration of dataset_name.")
+    # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
+    train_file: list[str] | None = option(  # noqa: RUF009
+        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, also .gz; .xlsx.", common=True
+    )
+    validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
+    encoding: str | None = option(
+        None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
+    )
+    delimiter: str | None = option(
+        None,
+        "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
+        "the semicolon, tab or | that the header has.",
+    )
+    field: str | None = option(
+        None,
+        'Key of the records in a .json file that holds one object: data for {"data": [...]}; a.b for a nested key.',
+    )
+    validation_split_percentage: float = option(
+        5.0, "Percentage of the training data to hold out if there is no validation data.", minimum=0
+    )
+    max_train_samples: int | None = option(
+        None, "Train on at most this many records (for conversations: pairs).", positive=True, aliases=("n_train",)
+    )
+    max_eval_samples: int | None = option(
+        None,
+        "Evaluate on at most this many held-out samples: records (of conversations: pairs); of text, blocks of "
+        "block_size.",
+        positive=True,
+        aliases=("n_val",),
+    )
+    allow_data_loss: bool = option(
+        False,
+        "Train even if more than half of the samples are skipped, or more than half of the answers are truncated.",
+    )
+    preprocessing_num_workers: int | None = option(
+        None, "Processes that tokenize; by default the tokenizer uses its own threads.", positive=True
+    )
+    cache_dir: str | None = option(None, "Folder for prepared data; by default the cache of the datasets library.")
+    overwrite_cache: bool = option(False, "Prepare the data again, whatever the cache has.")
+
+    @property
+    def separator(self) -> str | None:
+        """The delimiter as the character that it means."""
+        return WRITTEN.get(self.delimiter, self.delimiter)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        option = "train_file" if self.trains else "validation_file"
+        known = (
+            "dataset_name",
+            "train_file",
+            "data_path",
+            *(() if self.trains else ("validation_file", "predict_file")),
+        )
+        if not any(getattr(self, name, None) for name in known):
+            problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
+        if self.dataset_name and self.train_file:
+            problems.append(
+                f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
+            )
+        problems += unknown_encoding(self.encoding)
+        if self.delimiter and len(self.separator) != 1:
+            problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")
+        for name in ("validation_file", "validation_mismatched_file", "encoding", "delimiter", "field"):
+            if self.dataset_name and getattr(self, name, None):
+                problems.append(
+                    f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"
+                )
+        if self.validation_split_percentage >= 100:
+            problems.append(
+                f"validation_split_percentage = {self.validation_split_percentage:g}: "
+                "it leaves no sample to train on; choose a value below 100"
+            )
+        return problems
+
+
+@dataclass
+class RecordOptions(Recipe):
+    """Records that cannot be used"""
+
+    skip_bad_records: bool = option(
+        False, "Skip records that cannot be used (an empty text, no label, no answer), and count them."
+    )
+
+
+@dataclass
+class PaddingOptions(Recipe):
+    """Padding"""
+
+    pad_to_max_length: bool = option(
+        False, "Pad every row to the maximum length, not to the longest row of its batch."
+    )
+    length_grouping: str = option(
+        "window",
+        "Group rows by length. window: each update has rows of similar length; update: the rows of an update "
+        "are random, each micro-batch has rows of similar length; none: no grouping.",
+        choices=("window", "update", "none"),
+    )

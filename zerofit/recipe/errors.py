@@ -1,0 +1,184 @@
+"""Errors of the user: one message without a traceback, and exit code 2."""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from zerofit.recipe.last_message import print_last, repeat_last
+
+EXIT_USER_ERROR = 2
+EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
+EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
+EXIT_TERMINATED = 143  # the code of a shell for SIGTERM
+EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe
+# What a terminal obeys: control characters but tab and new line, and marks that turn the direction of what follows.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """A text for the terminal or a report: control characters are written as Python writes them."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class UserError(Exception):
+    """One or more problems that the user must fix. Each names the option, the value and the remedy."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def report(self, outcome: str = "nothing was trained") -> str:
+        """The message for the terminal: one line for each problem, or one numbered list headed by the outcome."""
+        if len(self.problems) == 1:
+            return printable(f"error: {self.problems[0]}")
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
+        return printable("\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines]))
+
+
+class Problems:
+    """The problems of several checks that do not need each other, to be reported in one go."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep the problems of a UserError that ends this block, and continue behind it."""
+        try:
+            yield
+        except UserError as error:
+            self.found += error.problems
+
+    def raise_found(self) -> None:
+        """Raises UserError if there is a problem."""
+        if self.found:
+            raise UserError(self.found)
+
+
+class NothingToDo(Exception):
+    """The result exists already, which the message says; the exit code is 0."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most similar to `name`; None if none is similar."""
+    import difflib
+
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message; its type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+_HOOKS: dict[str, Callable] = {
+    "explain": lambda error: None, "leave": lambda: None, "record": lambda code, reason: None,
+    "tell": lambda message, code: None,
+}  # fmt: skip
+
+
+def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
+    """Register an explanation of errors other than UserError: `explain` prints it and returns the exit code, or None
+    for an error that it does not know."""
+    _HOOKS["explain"] = explain
+
+
+def before_leaving(callback: Callable[[], None]) -> None:
+    """Register a function that `leave` calls before it ends the process."""
+    _HOOKS["leave"] = callback
+
+
+def record_codes_with(callback: Callable[[int, str | None], None]) -> None:
+    """Register a function that is given an exit code and its reason, before the process ends with them."""
+    _HOOKS["record"] = callback
+
+
+def record_code(code: int, reason: str | None = None) -> None:
+    """Put an exit code on record, where this process keeps one."""
+    _HOOKS["record"](code, reason)
+
+
+def tell_others_with(tell: Callable[[str, int], None]) -> None:
+    """Register a function that tells other machines of the message and the exit code with which this rank ends."""
+    _HOOKS["tell"] = tell
+
+
+def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Wrap an entry point: a `UserError` becomes one message on stderr and exit code 2.
+
+    Usually all ranks find the same error at about the same time, and the launcher stops all ranks when the first one
+    exits. So rank 0 prints the message and exits; the other ranks wait until then, and print it only if no launcher
+    stops them, because the error concerns their machine alone: its first rank comes first.
+    An error that is explained (see `explain_failures_with`) ends with the exit code of the explanation; any other is
+    raised.
+    """
+
+    @functools.wraps(main)
+    def wrapped(argv: list[str] | None = None, *others) -> int:
+        try:
+            return main(argv, *others)
+        except UserError as error:
+            rank, message = int(os.environ.get("RANK", "0")), error.report()
+            record_code(EXIT_USER_ERROR, message)
+            if rank:
+                _HOOKS["tell"](message, EXIT_USER_ERROR)
+                _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
+                message = f"[rank {rank}] {message}"
+            print_last(message)
+            _HOOKS["tell"](message, EXIT_USER_ERROR)
+            return EXIT_USER_ERROR
+        except NothingToDo as message:
+            record_code(0)
+            rank = int(os.environ.get("RANK", "0"))
+            if rank == 0:
+                print(printable(str(message)), flush=True)
+            _HOOKS["tell"](str(message), EXIT_USER_ERROR if rank else 0)
+            return 0
+        except BrokenPipeError:  # `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
+            return EXIT_BROKEN_PIPE
+        except Exception as error:
+            code = _HOOKS["explain"](error)
+            named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            record_code(EXIT_FAILED if code is None else code, named)
+            _HOOKS["tell"](named, EXIT_FAILED if code is None else code)
+            if code is None:
+                repeat_last(f"{named} (its traceback is above)")
+                raise
+            return code
+        except KeyboardInterrupt:
+            if int(os.environ.get("RANK", "0")) == 0:
+                message = "interrupted while the run was starting: its folder is unchanged"
+                print_last(message, after_signal=True)
+            record_code(EXIT_INTERRUPTED)
+            return EXIT_INTERRUPTED
+
+    return wrapped
+
+
+def _wait_for_the_launcher(seconds: float) -> None:
+    """Exit without a message on SIGTERM; return if none came, because then only this rank has the error."""
+    signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))
+    time.sleep(seconds)
+
+
+def leave(code: int) -> None:
+    """End the process at once with this exit code.
+
+    Without it, when the interpreter ends the native threads of torch and DeepSpeed, a finished run ended with
+    "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
+    """
+    _HOOKS["tell"](f"exit code {code}", code)
+    _HOOKS["leave"]()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

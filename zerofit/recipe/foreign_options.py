@@ -1,0 +1,127 @@
+"""Options of other programs that users type here: the Trainer and examples of transformers, LLaMA-Factory, axolotl.
+
+For each, a message names the option to type instead. Megatron's flags are in megatron_flags.py.
+"""
+
+from zerofit.recipe.megatron_flags import HINTS as MEGATRON_HINTS
+from zerofit.recipe.options import TrainingRecipe
+
+# {options of a recipe: names of them in other programs}; a message names the options that the task has.
+FOREIGN_NAMES = {
+    ("num_train_epochs",): "epochs num_epochs n_epochs train_epochs",
+    ("max_train_steps",): "max_steps num_train_steps total_steps",
+    ("per_device_train_batch_size",): "batch_size train_batch_size train_micro_batch_size_per_gpu "
+    "per_gpu_train_batch_size",
+    ("per_device_eval_batch_size",): "eval_batch_size per_gpu_eval_batch_size",
+    ("gradient_accumulation_steps",): "grad_accum accumulation_steps",
+    (
+        "block_size",
+        "max_length",
+        "max_source_length",
+        "max_target_length",
+    ): "cutoff_len sequence_len max_length max_seq_length max_seq_len model_max_length seq_len",
+    ("length_grouping", "packing"): "group_by_length",
+    ("packing",): "sample_packing",
+    ("pad_to_max_length", "packing"): "pad_to_sequence_len",
+    ("warmup_ratio", "num_warmup_steps"): "warmup_steps warmup",
+    ("lr_scheduler_type",): "lr_scheduler scheduler",
+    ("optim",): "optimizer optimizer_type",
+    ("max_grad_norm",): "gradient_clipping grad_clip",
+    ("precision",): "mixed_precision fp32 torch_dtype dtype half_precision_backend",
+    ("gradient_checkpointing",): "use_gradient_checkpointing activation_checkpointing",
+    ("activation_offload",): "activation_offloading enable_activation_offloading cpu_checkpointing",
+    ("attn_implementation",): "flash_attn flash_attention use_flash_attn sdp_attention xformers_attention",
+    ("torch_compile",): "compile",
+    ("loss",): "enable_liger_kernel use_liger_kernel liger_fused_linear_cross_entropy",
+    ("model_name_or_path",): "base_model model model_name model_id pretrained_model_name_or_path",
+    ("tokenizer_name",): "tokenizer tokenizer_name_or_path",
+    ("config_overrides",): "rope_scaling rope_theta",
+    ("train_file", "dataset_name"): "dataset datasets data_files dataset_dir train_data train_data_path",
+    ("validation_file",): "eval_dataset val_file eval_file test_datasets",
+    ("dataset_config_name",): "dataset_config",
+    ("validation_split_percentage",): "val_size val_set_size test_size",
+    ("max_train_samples",): "max_samples",
+    ("preprocessing_num_workers",): "dataset_processes dataset_num_proc num_proc",
+    ("cache_dir",): "dataset_prepared_path",
+    ("text_columns", "source_column", "text_column"): "text_column_name sentence1_key dataset_text_field field_text",
+    ("source_column",): "source_lang",
+    ("target_column",): "target_lang",
+    ("label_column",): "label_column_name label_key",
+    ("chat_template",): "template conversation_template",
+    ("train_on_prompt",): "train_on_inputs train_on_input",
+    ("system_prompt",): "default_system",
+    ("lora",): "use_peft use_lora adapter peft finetuning_type",
+    ("lora_r",): "lora_rank r",
+    ("lora_bias",): "bias",
+    ("lora_target_modules",): "lora_target lora_target_linear target_modules",
+    ("lora_modules_to_save",): "additional_target modules_to_save",
+    ("load_in_4bit", "load_in_8bit"): "quantization_bit",
+    ("evaluate_only",): "do_eval eval_only",
+    ("predict_file",): "do_predict",
+    ("eval_steps",): "evaluation_strategy eval_strategy evals_per_epoch",
+    ("eval_on_start",): "eval_delay",
+    ("logging_steps",): "log_steps logging_strategy logging_first_step",
+    ("report_name",): "wandb_project project_name",
+    ("run_name",): "wandb_name wandb_run_id experiment_name",
+    ("with_tracking", "report_to"): "use_wandb logging_dir tensorboard_dir",
+    ("val_max_target_length",): "generation_max_length max_new_tokens",
+    ("num_beams",): "generation_num_beams",
+    ("output_dir",): "out_dir",
+    ("seed",): "random_seed data_seed",
+}
+LAUNCHER = "it belongs to accelerate launch, before the script's name"
+STRATEGY = (
+    "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml, which names the "
+    "DeepSpeed JSON; under torchrun say --strategy NAME, or --deepspeed_config FILE"
+)
+PROCESSES = (
+    "`accelerate launch --num_processes N` starts processes, and `zerofit plan --num_gpus N --gpus_per_node M` says "
+    "beforehand what fits on them"
+)
+# {hint: names in other programs}, where naming one option is not enough.
+HINTS = {
+    LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
+    PROCESSES: "world_size local_world_size data_parallel_size",
+    "`zerofit plan --max_global_batch_size N` finds the fastest one": "max_global_batch_size",
+    STRATEGY: "deepspeed zero_stage fsdp fsdp_config ddp_find_unused_parameters sharded_ddp",
+    "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
+    "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
+    "say --precision fp16": "fp16",
+    "the program is the task (clm.py, cls.py, seq2seq.py); remove it": "task_type",
+    "training is what this program does; remove it": "do_train",
+    "what is trained follows from the data: text, instructions or chats (--data_format); remove it": "stage",
+    "`zerofit compare` finds the largest batch": "auto_find_batch_size",
+    "loss.png is always drawn": "plot_loss",
+    "`zerofit merge` folds an adapter into its base; train the result with --model_name_or_path":
+    "adapter_name_or_path lora_model_dir export_dir",
+    "samples come from the disk, and are never all in memory": "streaming",
+    "NaN and infinity are never hidden; --on_anomaly decides what follows": "logging_nan_inf_filter",
+    "resuming costs nothing: no batch is read again": "ignore_data_skip",
+    "weights are always written as safetensors": "save_safetensors",
+    "weights are always loaded that way": "low_cpu_mem_usage",
+    "padding is never trained on": "ignore_pad_token_for_loss",
+    "a figure of --metric_for_best_model is known to be better when it is higher or lower": "greater_is_better",
+    "transformers 5 chooses the tokenizer itself": "use_slow_tokenizer use_fast_tokenizer use_fast",
+    "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
+    "log in once with `hf auth login`": "token hub_token use_auth_token",
+    "upload the run's model/ folder with `hf upload` after the run": "push_to_hub hub_model_id",
+}  # fmt: skip
+
+
+def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
+    """{name of an option in another program: what to type instead}.
+
+    Args:
+        names: the options of the recipe.
+        tool: the recipe is a tool's, which accelerate launch does not start.
+    """
+    if not issubclass(cls, TrainingRecipe):
+        return {}
+    hints = {}
+    for options, foreign_names in FOREIGN_NAMES.items():
+        if options := [f"--{option}" for option in options if option in names]:
+            hints |= {name: f"say {' or '.join(options)}" for name in foreign_names.split()}
+    for hint, foreign_names in HINTS.items():
+        if not (tool and hint in (LAUNCHER, STRATEGY, PROCESSES)):
+            hints |= dict.fromkeys(foreign_names.split(), hint)
+    return {**({} if tool else MEGATRON_HINTS), **hints}

@@ -1,0 +1,129 @@
+"""What --help and --help_all print: options in groups, the common options of a group first.
+
+A group is the dataclass that declares its options, and its heading is the docstring of that class. An option is in
+--help if it is declared with `option(..., common=True)`; a command without common options shows all of them.
+"""
+
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+
+from zerofit.recipe.fields import FlagOrValue, Kind
+from zerofit.recipe.options import TrainingRecipe
+
+SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
+INDENT, COLUMN, MAX_WIDTH = 2, 36, 100  # columns: where an option begins, where its text begins, where the text ends
+# The order of the groups in the help of a task, each by one of its options. The task's own groups come in between, and
+# groups that are not named here at the end.
+BEFORE_THE_TASK = ("model_name_or_path", "train_file")
+AFTER_THE_TASK = ("num_train_epochs", "learning_rate", "eval_steps", "save_steps", "output_dir")
+AT_THE_END = ("evaluate_only",)
+METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
+
+
+def wants_help(argv: list[str]) -> bool:
+    return bool((SHORT | LONG) & set(argv))
+
+
+def help_text(cls: type, kinds: dict[str, Kind], argv: list[str], prog: str, tool: bool) -> str:
+    """The common options of a recipe, or all of them if `argv` has --help_all."""
+    groups = option_groups(cls, tool)
+    count = sum(map(len, groups.values()))
+    short = not (LONG & set(argv)) and any(map(_has_common, groups.values()))
+    width = min(MAX_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    what = "common options" if short else "options"
+    if tool:
+        usage = f"usage: {prog} [--config RECIPE] [--option value]"
+    else:
+        usage = (
+            "usage: accelerate launch [--config_file accelerate_configs/NAME.yaml] \\\n"
+            f"         {prog} [--config RECIPE] [--option value]"
+        )
+    intro = f"A recipe (YAML) and flags set the same options; flags win. The {what}, with [defaults]:"
+    lines = [usage, "", *textwrap.wrap(intro, width)]
+    for group, fields in groups.items():
+        shown = [field for field in fields if field.metadata["common"] or not short]
+        if shown:
+            lines += ["", *textwrap.wrap(heading(group), width)]
+        for field in sorted(shown, key=lambda field: not field.metadata["common"]):
+            lines += _describe(field, kinds[field.name], short, width)
+    if short:
+        lines += ["", f"--help_all shows all {count} options."]
+    return "\n".join(lines)
+
+
+def heading(group: type) -> str:
+    return (group.__doc__ or group.__name__).strip().splitlines()[0]
+
+
+def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field]]:
+    """The options of a recipe by the class that declares them, without hidden ones. Order: the tool's own options,
+    the model, the data, the task's own options (groups with common options first), and the rest of all tasks."""
+    groups = {}
+    classes = [group for group in reversed(cls.__mro__) if dataclasses.is_dataclass(group)]
+    declared_in = {name: group for group in classes for name in inspect.get_annotations(group)}  # the last one counts
+    for group in classes:
+        if group in declared_in.values():
+            fields = [field for field in dataclasses.fields(group) if declared_in[field.name] is group]
+            groups[group] = [field for field in fields if not field.metadata["hidden"]]
+    if not issubclass(cls, TrainingRecipe):
+        return groups
+    of_option = {field.name: group for group, fields in groups.items() for field in fields}
+    before, after, end = (
+        [of_option[name] for name in names if name in of_option]
+        for names in (BEFORE_THE_TASK, AFTER_THE_TASK, AT_THE_END)
+    )
+    of_all = [group for group in groups if issubclass(TrainingRecipe, group)]
+    of_tool = [group for group in groups if tool and issubclass(cls.__bases__[0], group)]
+    of_task = [group for group in groups if group not in [*of_all, *of_tool, *end]]
+    of_task.sort(key=lambda group: not _has_common(groups[group]))
+    rest = [group for group in of_all if group not in [*before, *after]]
+    return {group: groups[group] for group in [*of_tool, *before, *of_task, *after, *rest, *end]}
+
+
+def _has_common(fields: list[dataclasses.Field]) -> bool:
+    return any(field.metadata["common"] for field in fields)
+
+
+def default_text(field: dataclasses.Field) -> str:
+    """The default of an option as a user would type it; empty if it has none."""
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    if default in (None, "", []):
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return " ".join(map(str, default)) if isinstance(default, list) else str(default)
+
+
+def value_text(field: dataclasses.Field, kind: Kind) -> str:
+    """What an option takes: its choices, or a word such as FILE, N (an integer) or X (a number). Empty: a flag."""
+    if field.metadata["choices"]:
+        words = "|".join(map(str, field.metadata["choices"]))
+    elif kind.base is str:
+        words = next((word for ending, word in METAVARS.items() if field.name.endswith(ending)), "TEXT")
+    elif kind.base is bool:
+        words = "" if field.default is False else "true|false"
+    elif issubclass(kind.base, FlagOrValue):
+        words = kind.base.SHORT
+    else:
+        words = {int: "N", float: "X"}[kind.base]
+    return f"{words} ..." if kind.many else words
+
+
+def _describe(field: dataclasses.Field, kind: Kind, short: bool, width: int) -> list[str]:
+    """The lines of an option. The short help has the first sentence of its text."""
+    text = field.metadata["help"]
+    if short:
+        text = re.split(r"(?<!e\.g)\. ", text)[0].removesuffix(".") + "."
+    else:
+        text += "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
+    default = default_text(field)
+    if default and not (short and field.default is False):
+        text += f" [{default}]"
+    lines = textwrap.wrap(text, width - COLUMN, break_long_words=False, break_on_hyphens=False)
+    head = " " * INDENT + f"--{field.name} {value_text(field, kind)}".rstrip()
+    if len(head) + 2 > COLUMN:
+        return [head, *(" " * COLUMN + line for line in lines)]
+    return [head.ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]

@@ -1,0 +1,79 @@
+"""Options of a launch without training: it evaluates a model, or predicts for the records of a file."""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.fields import option
+
+# Options of training. A launch without training resets them, so that a run's recipe or command can be used unchanged.
+TRAINING_OPTIONS = (
+    "gradient_checkpointing", "activation_offload", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by",
+    "config_name", "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules",
+    "lora_modules_to_save", "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "num_train_epochs",
+    "max_train_steps", "dataloader_num_workers", "optim", "learning_rate", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "num_warmup_steps", "warmup_ratio",
+    "min_lr_ratio", "lr_decay_steps", "wsd_decay_ratio", "logging_steps", "eval_steps", "eval_on_start",
+    "metric_for_best_model", "save_best", "early_stopping_patience", "early_stopping_threshold",
+    "load_best_model_at_end", "save_strategy", "save_steps", "save_total_limit", "save_keep_every", "save_minutes",
+    "save_only_model", "save_async", "on_save_failure", "resume", "max_hours", "on_anomaly", "spike_threshold",
+    "record_samples", "with_tracking", "report_to", "report_name", "run_name", "sample_tokens", "sample_prompt",
+    "length_grouping", "global_batch_warmup", "block_size_warmup", "difficulty_warmup", "peak_tflops",
+    "profile", "profile_ranks", "profile_memory",
+)  # fmt: skip
+DATA_OPTIONS = (  # of the data that predict_file replaces
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",
+    "validation_split_percentage", "max_eval_samples", "data_path", "split", "data_cache_path",
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate",
+)  # fmt: skip
+MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
+
+
+@dataclass
+class InferenceOptions(Recipe):
+    """Evaluation and predictions, without training"""
+
+    evaluate_only: bool = option(False, "Do not train: evaluate model_name_or_path on the held-out data.", common=True)
+    predict_file: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Do not train: predict with model_name_or_path for each record of this file, which needs no labels.",
+        aliases=("test_file",),
+        common=True,
+    )
+
+    @property
+    def trains(self) -> bool:
+        return not (self.evaluate_only or self.predict_file)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The flags that have no effect on a launch without training."""
+        return self.__dict__.get("_without_effect", [])
+
+    def settle(self) -> None:
+        """Reset the options of training in a launch without training."""
+        super().settle()
+        if self.trains or not self.model_name_or_path:
+            return
+        reset = [*TRAINING_OPTIONS]
+        if self.config_name or self.model_type:
+            reset.append("config_overrides")  # they made the architecture, which the weights' folder has
+        if self.predict_file:
+            reset += DATA_OPTIONS
+        elif self.validation_file:
+            reset += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
+        sources = [self.reset_option(name) for name in reset]
+        self._without_effect = [source for source in sources if source and source.startswith("--")]
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        chosen = [f"--{name}" for name in ("evaluate_only", "predict_file") if getattr(self, name)]
+        if len(chosen) > 1:
+            problems.append(f"{' and '.join(chosen)}: these are two launches, keep one of them")
+        if chosen and not self.model_name_or_path:
+            problems.append(f"{chosen[0]}: {MODEL}. Name it")
+        if self.evaluate_only and self.train_file and not self.validation_split_percentage:
+            problems.append(
+                "evaluate_only: nothing is held out (validation_split_percentage = 0). Name a validation_file"
+            )
+        return problems

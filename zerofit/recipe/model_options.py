@@ -1,0 +1,158 @@
+"""Options of the model, its tokenizer and LoRA, for every task."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.fields import Compilation, Recomputation, option
+from zerofit.recipe.paths import is_run
+
+
+@dataclass
+class ModelOptions(Recipe):
+    """Model and tokenizer"""
+
+    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.", common=True)
+    config_name: str | None = option(
+        None,
+        "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name.",
+        common=True,
+    )
+    model_type: str | None = option(
+        None, "Architecture family to train from scratch with its default sizes: gpt2, ..."
+    )
+    config_overrides: str | None = option(None, "Changes to the model's configuration, such as n_layer=4,n_embd=256.")
+    tokenizer_name: str | None = option(
+        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True
+    )
+    vocab_file: str | None = option(
+        None,
+        "Vocabulary of a byte-level BPE, such as GPT-2's vocab.json. Needs merge_file; replaces tokenizer_name.",
+    )
+    merge_file: str | None = option(
+        None, "Merges of that tokenizer, such as GPT-2's merges.txt.", aliases=("merges_file",)
+    )
+    train_tokenizer_vocab_size: int | None = option(
+        None, "Train a byte-level BPE tokenizer of this size on the training text (cached).", minimum=258
+    )
+    trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
+    attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
+    gradient_checkpointing: Recomputation = option(  # noqa: RUF009
+        False,
+        "Recompute activations: less memory, slower. full, or the flag alone: of each layer in its backward pass. "
+        "selective: all but linear layers' products and fused attention. N: of every N-th layer.",
+        common=True,
+    )
+    activation_offload: bool = option(
+        False, "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect."
+    )
+    torch_compile: Compilation = option(  # noqa: RUF009
+        False,
+        "Compile the model with torch.compile. blocks, or the flag alone: each layer by itself; all of them run one "
+        "graph. model: all of the model.",
+    )
+
+    def settle(self) -> None:
+        """Of a run's folder, its model/ is meant."""
+        super().settle()
+        if self.model_name_or_path and is_run(Path(self.model_name_or_path).expanduser()):
+            self.model_name_or_path = str(Path(self.model_name_or_path) / "model")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        starts = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
+        if not starts:
+            problems.append(
+                "no model: set model_name_or_path (pretrained weights) or config_name (from scratch), "
+                "e.g. --config_name gpt2"
+            )
+        if "model_name_or_path" in starts and len(starts) > 1:
+            problems.append(
+                f"model_name_or_path = {self.model_name_or_path!r} and {starts[1]} = {getattr(self, starts[1])!r}: "
+                "the first loads weights, the second starts from scratch; keep one"
+            )
+        if self.activation_offload and not self.gradient_checkpointing:
+            problems.append(
+                "activation_offload: it moves the inputs of layers that are recomputed, and none is. Add "
+                "--gradient_checkpointing"
+            )
+        if self.activation_offload and self.torch_compile:
+            problems.append("activation_offload and torch_compile do not go together. Remove one of them")
+        files = [name for name in ("vocab_file", "merge_file") if getattr(self, name)]
+        named = [name for name in ("tokenizer_name", "train_tokenizer_vocab_size") if getattr(self, name)]
+        if not (self.model_name_or_path or named or files):
+            problems.append(
+                "no tokenizer: a model from scratch needs tokenizer_name, or train_tokenizer_vocab_size to train one"
+            )
+        if len(named) > 1:
+            problems.append(
+                "tokenizer_name and train_tokenizer_vocab_size are both set: name a tokenizer or train one"
+            )
+        problems += wrong_vocabulary_files(self, named)
+        problems.extend(_bad_overrides(self.config_overrides))
+        return problems
+
+
+def wrong_vocabulary_files(recipe: Recipe, others: list[str]) -> list[str]:
+    """What is wrong with vocab_file and merge_file.
+
+    Args:
+        others: other options that are set and name a tokenizer.
+    """
+    files = [name for name in ("vocab_file", "merge_file") if getattr(recipe, name)]
+    if len(files) == 1:
+        return [f"{files[0]} = {getattr(recipe, files[0])!r}: vocab_file and merge_file go together"]
+    return [f"{' and '.join(files)}, and {' and '.join(others)}: name one tokenizer"] if files and others else []
+
+
+def _bad_overrides(overrides: str | None) -> list[str]:
+    parts = [part for part in (overrides or "").split(",") if part]
+    return [
+        f"config_overrides: {part!r} is not of the form name=value, e.g. n_layer=4,n_embd=256"
+        for part in parts
+        if part.count("=") != 1
+    ]
+
+
+@dataclass
+class LoraOptions(Recipe):
+    """LoRA: train an adapter instead of the model"""
+
+    lora: bool = option(False, "Train a LoRA adapter instead of the model's weights.", common=True)
+    lora_r: int = option(8, "Rank of the adapter.", positive=True)
+    lora_alpha: int = option(
+        16, "Scale of the adapter: its output is multiplied by lora_alpha / lora_r.", positive=True
+    )
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0)
+    lora_bias: str = option("none", "Which biases to train as well.", choices=("none", "all", "lora_only"))
+    lora_target_modules: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Modules that get an adapter, by the end of their names, or all-linear; by default those of the model family.",
+    )
+    lora_modules_to_save: list[str] | None = option(  # noqa: RUF009
+        None, "Modules to train in full and to save with the adapter."
+    )
+    use_dora: bool = option(False, "DoRA: also train the norm of each row of a weight.")
+    use_rslora: bool = option(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r).")
+    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).")
+    load_in_8bit: bool = option(False, "Hold the frozen weights in 8 bits (LLM.int8, through bitsandbytes).")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.lora_dropout >= 1:
+            problems.append(f"lora_dropout = {self.lora_dropout:g}: it must be below 1")
+        if self.load_in_4bit and self.load_in_8bit:
+            problems.append("load_in_4bit and load_in_8bit are both set: keep one of the two")
+        names = [field.name for field in dataclasses.fields(LoraOptions) if field.name != "lora"]
+        if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
+            useless = [name for name in names if self.source(name)]
+            if useless:
+                problems.append(f"{', '.join(useless)} ({self.source(useless[0])}): no effect without --lora")
+        return problems
+
+    @property
+    def quantised(self) -> str | None:
+        """The option that quantises the frozen weights, if one does."""
+        chosen = [name for name in ("load_in_4bit", "load_in_8bit") if self.lora and getattr(self, name)]
+        return chosen[0] if chosen else None

@@ -1,0 +1,328 @@
+"""The options that every task has: batches, optimizer, strategy, run folder, evaluation, checkpoints, trackers.
+
+Those of the model and of the data are in model_options.py and data_options.py.
+"""
+
+import re
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.data_options import SourceOptions
+from zerofit.recipe.fields import option
+from zerofit.recipe.growth import difficulty_problems, growth_problems
+from zerofit.recipe.model_options import LoraOptions, ModelOptions
+
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
+WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
+TRACKERS = ("all", "wandb", "tensorboard", "none")
+
+
+@dataclass
+class BatchOptions(Recipe):
+    """Batches and length of the run"""
+
+    per_device_train_batch_size: int = option(
+        8,
+        "Micro-batch size: samples on one device in one pass.",
+        positive=True,
+        aliases=("micro_batch_size",),
+        common=True,
+    )
+    per_device_eval_batch_size: int = option(8, "Micro-batch size in evaluation.", positive=True)
+    gradient_accumulation_steps: int | None = option(None, "Micro-batches per update (default 1).", positive=True)
+    global_batch_size: int | None = option(
+        None,
+        "Samples per update on all devices; sets gradient_accumulation_steps.",
+        positive=True,
+        common=True,
+    )
+    global_batch_warmup: str | None = option(
+        None,
+        "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
+        "global batch, which those after UPDATES have.",
+    )
+    difficulty_warmup: str | None = option(
+        None,
+        "FIELD@UPDATES, as length@2000: in the first epoch the easiest samples come first, and after UPDATES all are "
+        "mixed. FIELD is a column of numbers in the records, or length.",
+    )
+    num_train_epochs: float = option(
+        3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
+    )
+    max_train_steps: int | None = option(
+        None, "Number of updates; overrides num_train_epochs.", positive=True, aliases=("train_iters",), common=True,
+        zero=WITHOUT_TRAINING,
+    )  # fmt: skip
+    seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0)
+    dataloader_num_workers: int | None = option(
+        None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
+    )
+
+    def problems(self) -> list[str]:
+        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)
+
+
+@dataclass
+class OptimizerOptions(Recipe):
+    """Optimizer, schedule and precision"""
+
+    optim: str = option(
+        "adamw",
+        "Optimizer. With less state, of one process and under ddp: adamw_8bit (moments in 8 bits, by bitsandbytes), "
+        "adafactor (no first moment, and of the second one means of rows and columns).",
+        choices=OPTIMIZERS,
+    )
+    learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0, aliases=("lr",), common=True)
+    weight_decay: float = option(
+        0.0, "Weight decay (decoupled), for matrices only (not for biases and norms).", minimum=0
+    )
+    adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
+    adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",))
+    max_grad_norm: float = option(
+        1.0, "Maximum norm of the gradient, which is clipped to it. 0: no clipping.", minimum=0, aliases=("clip_grad",)
+    )
+    lr_scheduler_type: str = option(
+        "linear", "Shape of the learning-rate schedule.", choices=SCHEDULES, aliases=("lr_decay_style",), common=True
+    )
+    num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
+    warmup_ratio: float | None = option(
+        None,
+        "Warm-up as a fraction of the updates of the schedule (lr_decay_steps, else all updates).",
+        minimum=0,
+        aliases=("lr_warmup_fraction",),
+        common=True,
+    )
+    min_lr_ratio: float = option(
+        0.0, "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).", minimum=0
+    )
+    lr_decay_steps: int | None = option(
+        None, "Update at which the learning rate reaches its minimum, and stays there; by default the last one.",
+        positive=True, aliases=("lr_decay_iters",),
+    )  # fmt: skip
+    wsd_decay_ratio: float = option(
+        0.2, "Fraction of these updates, the last ones, in which the wsd schedule decays.", positive=True
+    )
+    precision: str | None = option(
+        None,
+        "Precision of computation; by default that of the accelerate YAML or the DeepSpeed JSON, else fp32.",
+        choices=("fp32", "bf16", "fp16"),
+        common=True,
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.warmup_ratio is not None and self.num_warmup_steps:
+            problems.append(
+                f"num_warmup_steps = {self.num_warmup_steps} and warmup_ratio = {self.warmup_ratio:g}: "
+                "keep one of the two"
+            )
+        for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
+            value = getattr(self, name)
+            if (value is not None and value > 1) or (value == 1 and name.startswith("adam")):
+                problems.append(
+                    f"{name} = {value:g}: it must be {'below' if name.startswith('adam') else 'at most'} 1"
+                )
+        return problems
+
+
+@dataclass
+class StrategyOptions(Recipe):
+    """Strategy, under torchrun (with accelerate launch: its --config_file)"""
+
+    strategy: str | None = option(None, "A name in accelerate_configs/, or a .yaml file. Only as a flag.", common=True)
+    deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML. Only as a flag.")
+
+
+@dataclass
+class RunOptions(Recipe):
+    """Run folder and logs"""
+
+    output_dir: str | None = option(
+        None, "The run folder; by default outputs/ and the name of the recipe.", common=True
+    )
+    overwrite_output_dir: bool = option(
+        False,
+        "Replace another run in output_dir; files that no run has written stay. A run with the same recipe resumes "
+        "all the same.",
+    )
+    logging_steps: int = option(
+        10,
+        "Updates between two lines of the log, if the output is no terminal.",
+        positive=True,
+        aliases=("log_interval",),
+    )
+    peak_tflops: float | None = option(
+        None,
+        "Peak of one device's matrix products, TFLOP/s (dense, in bf16 or fp16): what MFU and zerofit plan refer to. "
+        "By default that of the table of GPUs.",
+        positive=True,
+    )
+    record_samples: bool = option(False, "Write samples.jsonl: the indices of the training samples of each update.")
+    profile: str | None = option(
+        None, "N:M: write a trace of the updates N to M (torch's profiler), and show the costliest operators."
+    )
+    profile_ranks: list[int] = option([0], "The ranks of which there is a trace.", minimum=0)  # noqa: RUF009
+    profile_memory: bool = option(
+        False, "Profile memory, too: what each operator allocates, and on CUDA a snapshot of all allocations."
+    )
+
+    @property
+    def profiled_updates(self) -> range:
+        """Those of `profile`; empty without it, and where it is not of the form N:M."""
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile or "")
+        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.profile and not self.profiled_updates:
+            problems.append(
+                f"profile = {self.profile!r}: expected N:M, the first and the last update, such as 10:12 (in a YAML "
+                'file "10:12", in quotes)'
+            )
+        return problems
+
+
+@dataclass
+class EvaluationOptions(Recipe):
+    """Evaluation and the best model"""
+
+    eval_steps: int | None = option(
+        None,
+        "Updates between two evaluations; by default at the end of each epoch.",
+        positive=True,
+        aliases=("eval_interval",),
+        common=True,
+    )
+    eval_on_start: bool = option(True, "Evaluate before the first update.")
+    metric_for_best_model: str | None = option(
+        None, "Evaluation metric that decides which evaluation is the best; the default depends on the task."
+    )
+    save_best: bool | None = option(
+        None,
+        "Keep the weights of the best evaluation in checkpoints/; by default if the task has metrics beside the loss.",
+    )
+    early_stopping_patience: int | None = option(
+        None, "Stop after this many evaluations in a row without an improvement.", positive=True
+    )
+    early_stopping_threshold: float = option(0.0, "Smallest change that counts as an improvement.", minimum=0)
+    load_best_model_at_end: bool | None = option(
+        None,
+        "Export the best weights to model/ instead of the last; by default on with early stopping.",
+        aliases=("load_best_model",),
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.load_best_model_at_end and self.save_best is False:
+            problems.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
+        if self.early_stopping_threshold and not self.early_stopping_patience:
+            problems.append("early_stopping_threshold has no effect without early_stopping_patience")
+        return problems
+
+
+@dataclass
+class CheckpointOptions(Recipe):
+    """Checkpoints and resuming"""
+
+    save_strategy: str | None = option(
+        None,
+        "When to save a checkpoint: no, epoch (at the end of each epoch), or steps (every save_steps updates).",
+        choices=("no", "epoch", "steps"),
+        common=True,
+    )
+    save_steps: int | None = option(
+        None, "Updates between two checkpoints.", positive=True, aliases=("save_interval",)
+    )
+    save_total_limit: int | None = option(
+        None, "Keep this many of the newest checkpoints, and the best; by default all.", positive=True
+    )
+    save_keep_every: int | None = option(
+        None, "Also keep each checkpoint whose update is a multiple of this.", positive=True
+    )
+    save_minutes: float = option(
+        30.0,
+        "Minutes between two additional checkpoints for resuming; the last two are kept. 0: none.",
+        minimum=0,
+    )
+    save_only_model: bool = option(
+        False, "Checkpoints hold only the model: they are smaller, and no run can resume from them."
+    )
+    save_async: bool | None = option(
+        None, "Write checkpoints while training continues; by default if memory has room for a copy of the state."
+    )
+    on_save_failure: str = option(
+        "continue", "What to do if a checkpoint cannot be written: continue, or stop.", choices=("continue", "stop")
+    )
+    resume: str = option(
+        "auto",
+        "auto: resume from the newest complete checkpoint in output_dir, if there is one; never: start again; or the "
+        "folder of a checkpoint.",
+        aliases=("resume_from_checkpoint",),
+    )
+    max_hours: float | None = option(
+        None, "Stop after this many hours, counted from the start of the program: save, then exit with code 85.",
+        positive=True,
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.save_strategy == "steps" and not self.save_steps:
+            problems.append("save_strategy = steps: set the number of updates with save_steps")
+        if self.save_steps and self.save_strategy in ("no", "epoch"):
+            problems.append(
+                f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them"
+            )
+        if self.save_total_limit and self.save_strategy in (None, "no") and not self.save_steps:
+            problems.append("save_total_limit has no effect without save_strategy")
+        if self.save_only_model and self.save_strategy in (None, "no") and not self.save_steps:
+            problems.append("save_only_model has no effect without save_strategy")
+        return problems
+
+
+@dataclass
+class AnomalyOptions(Recipe):
+    """Anomalies and hangs"""
+
+    on_anomaly: str = option(
+        "stop",
+        "If the loss or gradient norm is NaN, infinite or a spike: stop before the weights change, skip the update, "
+        "or rewind to the last checkpoint and continue without the samples of that update.",
+        choices=("stop", "skip", "rewind"),
+    )
+    spike_threshold: float = option(
+        10.0,
+        "Robust z-score from which a loss (or a gradient norm without clipping) is a spike. 0: never.",
+        minimum=0,
+    )
+    watchdog_minutes: float = option(
+        30.0, "End the run when a process has made no progress for this long. 0: never.", minimum=0
+    )
+    rendezvous_minutes: float = option(
+        10.0, "Before training, machines wait this long for one that gives no sign of life.", positive=True
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if getattr(self, "save_only_model", False) and self.on_anomaly == "rewind":
+            problems.append("save_only_model = true and on_anomaly = rewind: there would be nothing to go back to")
+        return problems
+
+
+@dataclass
+class TrackingOptions(Recipe):
+    """Trackers"""
+
+    with_tracking: bool = option(False, "Send the metrics to a tracker (report_to).", common=True)
+    report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
+    report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the name of the task.")
+    run_name: str | None = option(None, "Name of the run at the tracker; by default that of the output folder.")
+
+
+@dataclass
+class TrainingRecipe(
+    TrackingOptions, AnomalyOptions, CheckpointOptions, EvaluationOptions, RunOptions, StrategyOptions,
+    OptimizerOptions, BatchOptions, SourceOptions, LoraOptions, ModelOptions,
+):  # fmt: skip
+    """The options that every task has."""

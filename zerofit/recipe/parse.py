@@ -1,0 +1,259 @@
+"""From a YAML file and flags to one checked recipe; flags win. All problems are reported together."""
+
+import dataclasses
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.fields import FlagOrValue, broken_rule, checked, from_text, kind_of
+from zerofit.recipe.foreign_options import foreign_option_hints
+from zerofit.recipe.help import help_text, wants_help
+from zerofit.recipe.parsing import BoundedLoader
+
+R = TypeVar("R", bound=Recipe)
+
+
+def parse_recipe(
+    cls: type[R],
+    argv: list[str] | None = None,
+    prog: str | None = None,
+    tool: bool = False,
+    hints: dict[str, str] | None = None,
+) -> R:
+    """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
+
+    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None.
+
+    Args:
+        prog: the program's name in its help.
+        tool: the program is a tool, which accelerate launch does not start.
+        hints: {option of another program: what to type}; by default those for training (foreign_options.py).
+
+    Raises:
+        UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
+        SystemExit: code 0 after `--help` and `--help_all`.
+    """
+    recipe, problems = read_recipe(cls, argv, prog, tool, hints)
+    if problems:
+        raise UserError(problems)
+    return recipe
+
+
+def read_recipe(
+    cls: type[R],
+    argv: list[str] | None = None,
+    prog: str | None = None,
+    tool: bool = False,
+    hints: dict[str, str] | None = None,
+) -> tuple[R, list[str]]:
+    """The same with the problems: (the recipe, in which an option that is wrong has its default; the problems).
+
+    Raises:
+        UserError: the recipe's file cannot be read.
+        SystemExit: code 0 after `--help` and `--help_all`.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
+    aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
+    if wants_help(argv):
+        print(help_text(cls, kinds, argv, prog or Path(sys.argv[0]).name, tool))
+        raise SystemExit(0)
+
+    problems: list[str] = []
+    if hints is None:
+        hints = foreign_option_hints(cls, kinds, tool)
+    flags = _read_flags(argv, kinds, aliases, hints, problems)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    config = flags.pop("config", None)
+    if config is not None:
+        for name, (value, line) in _read_yaml(config, aliases, problems).items():
+            source = f"{config}, line {line}"
+            if name not in kinds:
+                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
+            else:
+                _take(name, value, source, kinds, values, problems)
+                sources[name] = source
+    for name, texts in flags.items():
+        _take_flag(name, texts, kinds, values, problems)
+        sources[name] = f"--{name}"
+
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    broken = []
+    for name, value in values.items():
+        rule = broken_rule(value, fields[name].metadata)
+        if rule:
+            problems.append(f"{name} = {_show(value)} ({sources[name]}): {rule}")
+            broken.append(name)
+    values = {name: value for name, value in values.items() if name not in broken}
+    recipe = cls(**values)
+    recipe.remember_sources({name: sources[name] for name in values} | ({"config": config} if config else {}))
+    if tool and getattr(recipe, "trust_remote_code", False) and not sources["trust_remote_code"].startswith("--"):
+        problems.append(
+            f"trust_remote_code = true ({sources['trust_remote_code']}) would run Python code of others here. Read "
+            "it, and add --trust_remote_code to the command line"
+        )
+    if not problems:
+        recipe.settle()
+        problems.extend(recipe.problems())
+    return recipe, problems
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+def _read_flags(argv: list[str], kinds: dict, aliases: dict, hints: dict, problems: list[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
+    flags: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        if not word.startswith("--"):
+            is_recipe = word.endswith((".yaml", ".yml"))
+            remedy = f"Name a recipe with --config {word}" if is_recipe else "Options have the form --name value"
+            problems.append(f"{word!r} is not an option. {remedy}")
+            continue
+        name, equals, text = word[2:].partition("=")
+        written = name.replace("-", "_")
+        name = aliases.get(written, written)
+        if spelled.setdefault(name, written) != written:
+            problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
+        texts = [text] if equals else []
+        while not equals and position < len(argv) and not is_flag(argv[position]):
+            texts.append(argv[position])
+            position += 1
+        if name == "config" and len(texts) == 1:
+            flags["config"] = texts[0]
+        elif name == "config":
+            problems.append(f"--config takes one recipe file, and was given {' '.join(texts) or 'nothing'}")
+        elif name in kinds:
+            flags[name] = texts
+        else:
+            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], hints))
+    return flags
+
+
+def is_flag(word: str) -> bool:
+    return word.startswith("--") and not re.fullmatch(r"-+[\d.]+(e[+-]?\d+)?", word)
+
+
+def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems: list[str]) -> None:
+    kind = kinds[name]
+    if not texts and issubclass(kind.base, (bool, FlagOrValue)):
+        texts = ["true"]
+    if not texts or (len(texts) > 1 and not kind.many):
+        given = " ".join(texts) or "nothing"
+        problems.append(f"--{name} takes {kind.words}, and was given {given}")
+        return
+    if kind.optional and texts == ["null"]:
+        values[name] = None
+        return
+    try:
+        parsed = [from_text(text, kind.base) for text in texts]
+    except ValueError:
+        problems.append(f"--{name} {' '.join(texts)}: expected {kind.words}")
+        return
+    values[name] = parsed if kind.many else parsed[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- YAML
+
+
+class _Loader(BoundedLoader):
+    """YAML 1.2 numbers: PyYAML's own rule reads 5e-4, which has no dot, as a string."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+# An integer matches the float rule too; the rule added last is asked last, so integers stay integers.
+
+
+def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple[Any, int]]:
+    """The file's top-level mapping as {name: (value, line number)}."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/"
+        ) from None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise UserError(f"--config {path}: the file is empty. A recipe holds `option: value` lines")
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file holds something else")
+        entries: dict[str, tuple[Any, int]] = {}
+        for key, value in node.value:
+            written, line = str(key.value), key.start_mark.line + 1
+            name = aliases.get(written, written)
+            if name in entries:
+                problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
+            entries[name] = (loader.construct_object(value, deep=True), line)
+        return entries
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
+
+
+def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problems: list[str]) -> None:
+    kind = kinds[name]
+    if value is None and kind.optional:
+        values[name] = None
+        return
+    items = value if isinstance(value, list) and kind.many else [value]
+    try:
+        parsed = [checked(item, kind.base) for item in items]
+    except ValueError:
+        problems.append(
+            f"{source}: {name} is {_show(value)}, {_type_name(value)}; "
+            f"expected {kind.words}{_unquote_hint(value, kind)}"
+        )
+        return
+    values[name] = parsed if kind.many else parsed[0]
+
+
+def _unquote_hint(value: Any, kind) -> str:
+    if not isinstance(value, str):
+        return ""
+    try:
+        from_text(value, kind.base)
+    except ValueError:
+        return ""
+    return ". Write it without the quotes"
+
+
+def _type_name(value: Any) -> str:
+    names = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a map"}
+    return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
+
+
+def _unknown(where: str, name: str, known: list[str], hints: dict) -> str:
+    if name in hints:
+        return f"{where} is not an option: {hints[name]}"
+    close = nearest(name, known)
+    remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
+    return f"{where} is not an option. {remedy}"
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,52 @@
+"""YAML and JSON of others: what is nested too deeply, or grows as it is read, is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerofit.recipe.errors import UserError
+
+TOO_DEEP = "nested too deeply"
+DEEPEST = 50  # lists and maps in each other
+LONGEST_ALIAS = 1000  # characters of a value that is repeated
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """PyYAML's, which would follow aliases of aliases, and nesting until Python's stack is full."""
+
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        repeated = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
+        if isinstance(event, yaml.AliasEvent) and not _is_short(repeated):
+            raise yaml.composer.ComposerError(None, None, f"*{event.anchor} repeats more than a short value: write it "
+                                              "out", event.start_mark)  # fmt: skip
+        if self.depth == DEEPEST:
+            raise yaml.composer.ComposerError(None, None, TOO_DEEP, event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _is_short(node: yaml.Node | None) -> bool:
+    return isinstance(node, yaml.ScalarNode) and len(node.value) <= LONGEST_ALIAS
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds; None of an empty one. Raises UserError if it cannot be read."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), BoundedLoader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:400]}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As json.loads. Raises json.JSONDecodeError also where Python's stack is too small for the nesting."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError(TOO_DEEP, "", 0) from None

@@ -1,0 +1,187 @@
+"""Check the files, folders and columns that a recipe names, quickly and before anything heavy is imported."""
+
+import glob
+import os
+import stat
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from zerofit.recipe.columns import NO_HEADER, columns_of, is_value
+from zerofit.recipe.errors import UserError
+
+FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
+FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
+ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
+COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
+                  "text_columns", "label_column", "choice_columns")  # fmt: skip
+ADMINISTRATOR = 0  # the user whose folders all trust
+SPACE_BYTES = 1 << 16  # what the record of a run takes at least
+
+
+def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
+    """Check that all files and folders of the recipe exist and that the run folder can be written. Each rank checks:
+    machines may differ.
+
+    Raises:
+        UserError: with all problems.
+    """
+    problems = []
+    for option in FILE_OPTIONS:
+        try:
+            find_files(option, getattr(recipe, option, None) or [])
+        except UserError as error:
+            problems += error.problems
+    problems += [] if problems else missing_columns(recipe)
+    for option in FOLDER_OPTIONS:
+        name = getattr(recipe, option, None)
+        if name and is_missing_folder(name):
+            problems.append(f"{option} = {name!r}: there is no such folder")
+        elif name and (folder := metas_folder(name)):
+            problems.append(
+                f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
+                f"--input {folder} --output {folder.name}-hf"
+            )
+    for option in ONE_FILE_OPTIONS:
+        name = getattr(recipe, option, None)
+        if name and not Path(name).expanduser().is_file():
+            problems.append(f"{option} = {name!r}: there is no such file")
+    for _, prefix in getattr(recipe, "blend", []):
+        missing = missing_corpus(str(Path(prefix).expanduser()))
+        problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
+    checkpoints = output / "checkpoints"  # may be a mount, or belong to somebody else
+    why = None
+    for option, folder in ((output_option, output), (output_option, checkpoints), ("cache_dir", recipe.cache_dir)):
+        if folder == checkpoints and (why or not checkpoints.exists()):
+            continue
+        why = cannot_be_written(Path(folder).expanduser()) if folder else None
+        problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
+    if problems:
+        raise UserError(problems)
+
+
+def missing_columns(recipe) -> list[str]:
+    """Problems with columns that options name and the first file lacks. Only the file's beginning is read here."""
+    part = next((option for option in FILE_OPTIONS if getattr(recipe, option, None)), None)
+    if part is None or any(getattr(recipe, option, None) for option in ("field", "task_name")):
+        return []
+    encodings = list(dict.fromkeys([recipe.encoding, None]))
+    if part == "predict_file":  # `encoding` may be that of the training data only
+        encodings.reverse()
+    present = columns_of(find_files(part, getattr(recipe, part))[0], recipe.separator, encodings)
+    known = {name.strip().lower() for name in present}
+    shown = f"{', '.join(present)}{NO_HEADER if any(map(is_value, present)) else ''}"
+    problems = []
+    for option in COLUMN_OPTIONS:
+        value = getattr(recipe, option, None) or []
+        for name in [value] if isinstance(value, str) else value:
+            if (
+                known
+                and name.strip().lower() not in known
+                and not (option == "label_column" and part == "predict_file")
+            ):
+                problems.append(f"{option} = {name!r}: there is no such column; the columns are {shown}")
+    return problems
+
+
+def find_files(option: str, patterns: list[str]) -> list[Path]:
+    """The files that paths and globs name, in a fixed order. `{stdlib}` is the folder of Python's standard library.
+
+    Raises:
+        UserError: something is missing, a folder, or empty.
+    """
+    problems, files_with_content = [], []
+    for pattern in patterns:
+        pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
+        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+        files = [Path(match) for match in matches if not os.path.isdir(match) or not glob.has_magic(pattern)]
+        if not files:
+            problems.append(f"{option} = {pattern!r}: no file matches")
+        for path in files:
+            if not path.exists():
+                problems.append(f"{option} = {str(path)!r}: there is no such file")
+            elif path.is_dir():
+                problems.append(f"{option} = {str(path)!r} is a folder; name its files, e.g. {path}/*.txt")
+            elif path.stat().st_size == 0 and not glob.has_magic(pattern):
+                problems.append(f"{option} = {str(path)!r}: the file is empty")
+        files_with_content += [path for path in files if path.is_file() and path.stat().st_size > 0]
+    if patterns and not problems and not files_with_content:
+        problems.append(f"{option} = {patterns}: all files that match are empty")
+    if problems:
+        raise UserError(problems)
+    return sorted(dict.fromkeys(path.resolve() for path in files_with_content))
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether a name can only be a folder, and the folder does not exist."""
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return looks_like_a_path and not Path(name).expanduser().exists()
+
+
+def metas_folder(name: str) -> Path | None:
+    """The folder of Meta's consolidated.*.pth that a name means; None if it has transformers' files too."""
+    path = Path(name).expanduser()
+    folder = path.parent if path.suffix == ".pth" else path
+    if (folder / "config.json").is_file() or not any(folder.glob("consolidated.*.pth")):
+        return None
+    return folder
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, with its model or adapter in model/."""
+    files = ("config.json", "adapter_config.json")
+    return any((folder / "model" / name).is_file() for name in files) and not (folder / "config.json").exists()
+
+
+def missing_corpus(prefix: str) -> str | None:
+    """The problem if a file of a corpus in Megatron's format is missing; None if both exist."""
+    missing = [f"{prefix}{ending}" for ending in (".idx", ".bin") if not Path(f"{prefix}{ending}").is_file()]
+    if not missing:
+        return None
+    folder, name = os.path.split(prefix)
+    near = sorted(Path(folder or ".").glob(f"{glob.escape(name)}_*_document.idx"))
+    close = f"Did you mean {' or '.join(str(path)[:-4] for path in near[:3])}?" if near else ""
+    return f"there is no {' and no '.join(missing)}. {close or 'Name what stands before .bin and .idx'}"
+
+
+def cannot_be_written(folder: Path) -> str | None:
+    """Why a folder cannot be created or written, as part of a sentence; None if it can. Creates nothing."""
+    folder = folder.absolute()
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    if not place.is_dir():
+        return "is a file" if place == folder else f"cannot be made: {place} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(SPACE_BYTES))  # a full disk still makes empty files
+            file.flush()
+            os.fsync(file.fileno())
+            return None
+    except OSError as error:
+        return f"cannot be written: {error.strerror} ({place})"
+
+
+def not_ones_own(folder: Path) -> str | None:
+    """Why others decide what is in an existing folder, as part of a sentence; None if they do not, or it is absent."""
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    if about.st_uid not in (os.getuid(), ADMINISTRATOR):
+        return "belongs to somebody else"
+    writers = stat.S_IWOTH | (stat.S_IWGRP if about.st_gid != os.getgid() else 0)
+    return f"can be written by others (mode {stat.S_IMODE(about.st_mode):o})" if about.st_mode & writers else None
+
+
+def output_folder(task: str, recipe) -> Path:
+    """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
+    source = recipe.source("config")
+    return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+
+
+def answers_folder(task: str, recipe) -> str:
+    """The folder of a launch without training: named after the model, the recipe's file or the task, and after what is
+    done."""
+    source, asked = recipe.source("config"), Path(recipe.model_name_or_path or "")
+    of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
+    name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
+    return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

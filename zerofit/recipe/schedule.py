@@ -1,0 +1,87 @@
+"""The learning rate as a pure function of the update: it has no state that could be stepped too often.
+
+The shapes and their first value are those of `transformers.get_scheduler`, with a smallest rate added.
+"""
+
+import math
+from dataclasses import dataclass
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import OptimizerOptions
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Peak rate, shape and lengths in updates. `schedule(k)` is the rate of update k, counted from 0.
+
+    The curve reaches its minimum at update `decay_end`, and stays there (Megatron's --lr-decay-iters).
+    """
+
+    shape: str
+    peak: float
+    num_updates: int
+    num_warmup: int
+    min_ratio: float = 0.0
+    num_decay: int = 0  # wsd only
+    num_until_minimum: int | None = None  # None: the whole run
+
+    @property
+    def decay_end(self) -> int:
+        return self.num_until_minimum or self.num_updates
+
+    def __call__(self, update: int) -> float:
+        return self.peak * self.factor(update)
+
+    def factor(self, update: int) -> float:
+        if self.shape == "constant":
+            return 1.0
+        if update < self.num_warmup:
+            return update / self.num_warmup
+        if self.shape == "constant_with_warmup":
+            return 1.0
+        if self.shape == "wsd":
+            left = (self.decay_end - update) / max(1, self.num_decay)
+            return self.min_ratio + (1 - self.min_ratio) * min(1.0, max(0.0, left))
+        done = min(1.0, (update - self.num_warmup) / max(1, self.decay_end - self.num_warmup))
+        height = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_ratio + (1 - self.min_ratio) * max(0.0, height)
+
+
+def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule, list[str]]:
+    """(the recipe's schedule for a run of `num_updates`, warnings about settings without effect).
+
+    Raises:
+        UserError: the warm-up is not over when the decay has ended.
+    """
+    warmup, decay_steps = warmup_updates(recipe, num_updates), recipe.lr_decay_steps
+    warnings = []
+    if decay_steps and recipe.lr_scheduler_type in ("constant", "constant_with_warmup"):
+        warnings.append(f"lr_decay_steps = {decay_steps} has no effect with lr_scheduler_type = "
+                        f"{recipe.lr_scheduler_type}")  # fmt: skip
+    elif decay_steps and warmup >= decay_steps:
+        raise UserError(
+            f"lr_decay_steps = {decay_steps} and a warm-up of {warmup} updates: the decay would end before it "
+            "begins. Make lr_decay_steps larger, or the warm-up shorter"
+        )
+    if recipe.lr_scheduler_type == "constant" and warmup:
+        warnings.append(
+            f"num_warmup_steps = {warmup} has no effect with lr_scheduler_type = constant "
+            "(constant_with_warmup has one)"
+        )
+    elif warmup >= num_updates:
+        warnings.append(
+            f"num_warmup_steps = {warmup} and the run has {num_updates} updates: "
+            f"the learning rate never reaches its peak of {recipe.learning_rate:g}"
+        )
+    decay = round(recipe.wsd_decay_ratio * (decay_steps or num_updates))
+    schedule = Schedule(
+        recipe.lr_scheduler_type, recipe.learning_rate, num_updates, warmup, recipe.min_lr_ratio, decay, decay_steps
+    )
+    return schedule, warnings
+
+
+def warmup_updates(recipe: OptimizerOptions, num_updates: int) -> int:
+    """Updates of warm-up; a ratio is of the updates until the rate is at its minimum, as in Megatron."""
+    if recipe.warmup_ratio is not None:
+        return math.ceil(recipe.warmup_ratio * (recipe.lr_decay_steps or num_updates))
+    return recipe.num_warmup_steps

@@ -1,0 +1,153 @@
+"""The recipe of each task, a flat dataclass that joins groups of options; and the options of single tasks."""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.causal_options import ChatOptions, CorpusOptions, SampleOptions, TextOptions, WritingOptions
+from zerofit.recipe.data_options import PaddingOptions, RecordOptions
+from zerofit.recipe.fields import option
+from zerofit.recipe.inference_options import InferenceOptions
+from zerofit.recipe.options import TrainingRecipe
+
+GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
+GLUE_ON_THE_HUB = "nyu-mll/glue"
+
+
+@dataclass
+class TaskRecipe(InferenceOptions, TrainingRecipe):
+    """The options that every task has, with those of a launch without training."""
+
+
+@dataclass
+class LossOptions(Recipe):
+    """The loss over the vocabulary"""
+
+    loss: str = option(
+        "auto",
+        "How the loss is computed. auto: with less memory if possible; full: with all logits in memory.",
+        choices=("auto", "full", "chunked", "liger"),
+    )
+
+
+@dataclass
+class LabelOptions(Recipe):
+    """Texts and labels"""
+
+    task_name: str | None = option(
+        None, "GLUE task, which sets the columns, labels and metric.", choices=GLUE_TASKS, common=True
+    )
+    text_columns: list[str] | None = option(  # noqa: RUF009
+        None, "Column of the text, or two columns of a pair of texts.", common=True
+    )
+    label_column: str | None = option(None, "Column of the label; by default `label` or a similar name.", common=True)
+    choice_columns: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Multiple choice: columns of the choices, or one column of lists; by default choice0, choice1, ...",
+    )
+    regression: bool | None = option(
+        None, "Predict a number; by default if the labels are numbers with a fractional part."
+    )
+    validation_mismatched_file: list[str] | None = option(  # noqa: RUF009
+        None, "Second held-out set of MNLI (mismatched)."
+    )
+    max_length: int = option(
+        128,
+        "Maximum length of a row in tokens; longer rows are truncated.",
+        minimum=4,
+        aliases=("max_seq_length",),
+        common=True,
+    )
+    ignore_mismatched_sizes: bool = option(
+        False, "Replace a pretrained head with another number of labels by a new, random one."
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.text_columns and len(self.text_columns) > 2:
+            problems.append(f"text_columns = {' '.join(self.text_columns)}: name one column, or the two of a pair")
+        if self.choice_columns and (self.task_name or self.regression):
+            other = f"task_name = {self.task_name}" if self.task_name else "regression = true"
+            problems.append(f"choice_columns = {' '.join(self.choice_columns)} and {other}: keep one of the two")
+        if self.validation_mismatched_file and self.task_name != "mnli":
+            problems.append("validation_mismatched_file belongs to --task_name mnli")
+        if self.task_name and self.regression is not None and self.regression != (self.task_name == "stsb"):
+            problems.append(f"regression = {self.regression} and task_name = {self.task_name}: remove regression")
+        return problems
+
+
+@dataclass
+class PairOptions(Recipe):
+    """Sources and targets"""
+
+    dialogue_column: str | None = option(
+        None, "Column of the conversation, a list of turns; by default `dialogue` or a similar name."
+    )
+    source_column: str | None = option(
+        None, "Column of the source text, if the records are no conversations.", aliases=("text_column",), common=True
+    )
+    target_column: str | None = option(
+        None,
+        "Column of the target text (or of the reply to a conversation).",
+        aliases=("summary_column", "response_column"),
+        common=True,
+    )
+    turn_separator: str | None = option(None, "Text between two turns; by default that of the model.")
+    source_prefix: str = option("", "Text before each source, e.g. 'summarize: ' for T5.")
+    max_source_length: int = option(128, "Longest source in tokens; of a conversation the latest turns are kept.",
+                                    minimum=4, common=True)  # fmt: skip
+    max_target_length: int = option(
+        128, "Longest target in tokens; longer ones are truncated.", minimum=2, common=True
+    )
+
+
+@dataclass
+class GenerationOptions(Recipe):
+    """Evaluation by generation"""
+
+    predict_with_generate: bool = option(True, "Generate for the held-out sources and compute BLEU and ROUGE.")
+    num_beams: int | None = option(None, "Number of beams; by default that of the model, else 1.",
+                                   positive=True, common=True)  # fmt: skip
+    val_max_target_length: int | None = option(
+        None, "Maximum length of a generated text in tokens; by default max_target_length.", positive=True
+    )
+    val_min_target_length: int | None = option(
+        None, "Minimum length of a generated text in tokens; by default that of the model.", minimum=0
+    )
+    n_val_batch_generations: int = option(
+        3,
+        "From how many held-out batches to print a text (predictions.jsonl has all).",
+        minimum=0,
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        longest = self.val_max_target_length or getattr(self, "max_target_length", None)
+        if self.val_min_target_length and longest and self.val_min_target_length > longest:
+            problems.append(
+                f"val_min_target_length = {self.val_min_target_length} is more than the longest generated text, "
+                f"{longest} (val_max_target_length, by default max_target_length)"
+            )
+        return problems
+
+
+@dataclass
+class ClmRecipe(
+    SampleOptions, WritingOptions, TaskRecipe, ChatOptions, RecordOptions, CorpusOptions,
+    TextOptions, LossOptions,
+):  # fmt: skip
+    """Causal language modelling, from scratch or continued."""
+
+
+@dataclass
+class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LabelOptions):
+    """Classification and regression of sentences and pairs."""
+
+    def __post_init__(self):
+        others = () if self.trains else (self.validation_file, self.predict_file)
+        if self.task_name and not any((self.dataset_name, self.train_file, *others)):
+            self.dataset_name, self.dataset_config_name = GLUE_ON_THE_HUB, self.task_name
+
+
+@dataclass
+class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
+    """Encoder-decoder training: dialogue, or any source and target."""

@@ -1,0 +1,87 @@
+"""What a run runs on: versions, commit, hardware, command and variables, for environment.json."""
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "peft",
+    "megatron-core",
+    "evaluate",
+    "scikit-learn",
+    "sacrebleu",
+    "numpy",
+    "liger-kernel",
+)
+# Environment variables, or beginnings of their names, by which network, memory and threads are set.
+SETTINGS = (
+    "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_",
+    "FI_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_",
+    "MKL_NUM_THREADS", "KMP_", "MALLOC_", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+
+
+def describe_environment(command: list[str], device) -> dict[str, Any]:
+    """Versions, commit, hardware and command of this run."""
+    import psutil
+    import torch
+
+    from zerofit.strategy.devices import device_names
+
+    root = Path(__file__).resolve().parents[2]
+    hardware: dict[str, Any] = {
+        "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }  # fmt: skip
+    if device.type != "cpu":
+        versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
+        hardware["gpus"] = device_names(device)
+        hardware |= {name: version for name, version in versions.items() if version}
+    return {
+        "command": command or sys.argv,
+        "arguments": sys.argv,
+        "zerofit_commit": _git(root, "rev-parse", "HEAD"),
+        "zerofit_changed": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": installed_packages(),
+        "hardware": hardware,
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS)},
+    }
+
+
+def installed_packages() -> dict[str, str]:
+    """{package: its version}, of those that decide what a run computes."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_model() -> str:
+    """The processor of this machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

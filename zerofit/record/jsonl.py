@@ -1,0 +1,106 @@
+"""A file of one JSON object per line, which a kill cannot break and which a resumed run continues."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.files import atomic_file, open_without_links
+
+
+class JsonlFile:
+    """A .jsonl file; each line is of one update, and is handed to the system before the next is written.
+
+    Lines that the disk has no room for wait in memory, and are written as soon as there is some.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._file, self._waiting = path, None, b""
+
+    def start(self, updates: int = 0) -> str | None:
+        """Start the file again, with the lines up to this update. Returns what is wrong with these, for the log."""
+        kept, broken = self._read()
+        kept = [line for line in kept if line["update"] <= updates] if updates else []
+        self.close()
+        self._waiting = b""
+        with atomic_file(self.path) as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+        missing = sorted(set(range(1, updates + 1)) - {line["update"] for line in kept})
+        if not missing:
+            return None
+        why = f" (its line {broken[0]} is not JSON)" if broken else ""
+        return (
+            f"{self.path} has no line for update {ranges(missing)} of {updates:,}{why}; the run itself lacks nothing"
+        )
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line. NaN and infinity are written as such: they are never hidden."""
+        if self._file is None:
+            self._file = self._open()
+        self._waiting += (json.dumps(line, ensure_ascii=False) + "\n").encode()
+        try:
+            self._write()
+        except OSError:  # a full disk is no reason to end a run, nor to lose the line
+            return
+
+    def _open(self):
+        """Open the file to append, without a last line that a kill has left half."""
+        file = os.fdopen(open_without_links(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+        content = self.path.read_bytes()
+        file.truncate(content.rfind(b"\n") + 1)
+        return file
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def sync(self) -> None:
+        """Flush the lines so far to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines so far, without any that is not whole."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """(the lines, the numbers of lines that are none). What follows the last line break is left by a kill."""
+        lines, broken = [], []
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        for number, text in enumerate(content.split(b"\n")[:-1], 1):
+            line = _parsed(text)
+            if line is not None:
+                lines.append(line)
+            elif text.strip():
+                broken.append(number)
+        return lines, broken
+
+    def close(self) -> None:
+        """No line comes any more. Raises OSError where some could not be written."""
+        if self._file is not None:
+            try:
+                self._write()
+            finally:
+                self._file.close()
+                self._file = None
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it is none, or not of an update."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("update"), int) else None
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers as 1-3, 5, 7-9."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    shown = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in parts[:5])
+    return shown + (", ..." if len(parts) > 5 else "")

@@ -1,0 +1,104 @@
+"""What the machine does: tokens and floating-point operations a second, and memory. Measured, never assumed."""
+
+import contextlib
+import resource
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zerofit.record.metrics import EvaluationTime
+from zerofit.strategy.devices import device_name
+from zerofit.strategy.gpu_table import NO_PEAK, TERA, peak_of
+
+
+def peak_flops(device: torch.device, precision: str, peak_tflops: float | None = None) -> float | None:
+    """The device's peak FLOP/s at this precision: what the user states, else what the table of GPUs has.
+
+    None where it is not known (any CPU, fp32, a device not listed).
+    """
+    if peak_tflops:
+        return peak_tflops * TERA
+    name = device_name(device)
+    if not name or precision == "fp32":
+        return None
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return peak_of(name, getattr(ask(device), "multi_processor_count", None) if ask else None)
+
+
+def without_mfu(device: torch.device, precision: str, peak_tflops: float | None) -> str | None:
+    """Why no MFU is reported of this device, and what to do about it; None where it is, or would mean nothing."""
+    name = device_name(device)
+    if not name or precision == "fp32" or peak_flops(device, precision, peak_tflops):
+        return None
+    return f"MFU is not reported, since {NO_PEAK.format(name)}: --peak_tflops"
+
+
+class MemoryMeter:
+    """Peak memory of this process since the last reset: the device's allocator, or resident memory on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def reset(self) -> None:
+        if self.device.type == "cpu":
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # Linux: lowers the high-water mark to what is resident
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        if self.device.type != "cpu":
+            return torch.accelerator.max_memory_allocated()
+        try:
+            status = Path("/proc/self/status").read_text()
+            return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        except (OSError, IndexError):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+
+
+def make_meter(engine, flops_per_token: float, peak_tflops: float | None) -> "ThroughputMeter":
+    """The meter of a run: its peak is that of all devices together."""
+    peak = peak_flops(engine.device, engine.strategy.precision, peak_tflops)
+    return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)
+
+
+class Rates(NamedTuple):
+    """What one update reached, all ranks together."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None
+
+
+@dataclass
+class ThroughputMeter:
+    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is no throughput.
+
+    Args:
+        flops_per_token: of the model at this run's sequence length.
+        peak: FLOP/s that all devices together could reach, None if not known.
+        evaluations: in order.
+    """
+
+    flops_per_token: float
+    peak: float | None
+    rates: list[float] = field(default_factory=list)
+    evaluations: list[EvaluationTime] = field(default_factory=list)
+
+    def of_update(self, tokens: int, samples: int, seconds: float) -> Rates:
+        """The rates of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
+        rate = tokens / seconds
+        self.rates.append(rate)
+        flops_per_s = rate * self.flops_per_token
+        return Rates(samples / seconds, rate, flops_per_s, flops_per_s / self.peak if self.peak else None)
+
+    def typical(self) -> float:
+        """Median tokens/s, without the first updates (caches, compilation) where there are enough others."""
+        steady = self.rates[3:] if len(self.rates) >= 10 else self.rates
+        return statistics.median(steady) if steady else 0.0

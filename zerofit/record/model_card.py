@@ -1,0 +1,73 @@
+"""README.md of a model that a run leaves: what it is, how it is loaded, how it was trained, what was measured."""
+
+import json
+import re
+from typing import Any
+
+from zerofit.recipe.errors import printable
+from zerofit.recipe.files import without_folders
+from zerofit.recipe.options import TrainingRecipe
+
+HEADS = {"clm": "CausalLM", "cls": "SequenceClassification", "seq2seq": "Seq2SeqLM"}
+
+
+def model_card(
+    task: str,
+    recipe: TrainingRecipe,
+    held_out: dict[str, float],
+    environment: dict[str, Any],
+    is_adapter: bool,
+    model_class: str = "",
+) -> str:
+    """The text, which names no folder of this machine.
+
+    Args:
+        held_out: the figures that are shown.
+        model_class: the name of the model's class.
+    """
+    public = recipe.to_publish()
+    base, library = public["model_name_or_path"], "peft" if is_adapter else "transformers"
+    quoted = _quoted(base)
+    front = ["---", f"library_name: {library}", *([f"base_model: {quoted}"] if base else []), "tags: [zerofit]", "---"]
+    corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
+    data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
+    figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in held_out.items()]
+    measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
+    packages = environment["packages"]
+    shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
+    versions = ", ".join(f"{name} {packages[name]}" for name in shown)
+    options = {name: value for name, value in public.items() if recipe.source(name)}
+    head = "MultipleChoice" if "MultipleChoice" in model_class else HEADS[task]
+    return "\n".join([
+        *front, "", f"# {_line(recipe.run_name or 'A model trained with zerofit')}", "",
+        _line(f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}."), *measured,
+        *_loading(f"AutoModelFor{head}", base, is_adapter), "",
+        f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
+        "", "```json", json.dumps(options, indent=2), "```", "",
+    ])  # fmt: skip
+
+
+def _quoted(text: str | None) -> str:
+    """A string of YAML, which is one of Python as well."""
+    return printable(json.dumps(text, ensure_ascii=False))
+
+
+def _line(text: str) -> str:
+    """A text as one line of markdown, in which names are no markup."""
+    return re.sub(r"([\\`*<>\[\]#|])", r"\\\1", printable(" ".join(text.splitlines())))
+
+
+def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:
+    """How Python loads it; of an adapter whose frozen weights nobody has, nothing."""
+    if is_adapter and not base:
+        return []
+    from_transformers = f"from transformers import {'AutoConfig, ' * is_adapter}{auto_class}, AutoTokenizer"
+    model = [f"model = {auto_class}.from_pretrained(path)"]
+    if is_adapter:
+        model = [f'base = {auto_class}.from_pretrained({_quoted(base)}, config=AutoConfig.from_pretrained(path))',
+                 "model = PeftModel.from_pretrained(base, path)"]  # fmt: skip
+    return [
+        "", "```python", *(["from peft import PeftModel"] if is_adapter else []), from_transformers, "",
+        'path = "."  # this folder, or the name under which it was published',
+        "tokenizer = AutoTokenizer.from_pretrained(path)", *model, "```",
+    ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""What a run writes down and shows while it trains: metrics.jsonl, samples.jsonl, the trackers and the terminal."""
+
+from collections.abc import Callable
+from typing import Any
+
+from zerofit.record.metrics import UpdateMetrics
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import Bar, rounded
+from zerofit.record.timeline import Timeline
+
+
+class RunRecorder:
+    """The record of one run. All ranks call its methods together; only the main process writes.
+
+    Args:
+        environment: of environment.json.
+        bar: of the terminal.
+        preview_sample: sample index -> how the sample begins, for anomalies.jsonl.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        engine,
+        environment: dict[str, Any],
+        timeline: Timeline,
+        bar: Bar,
+        preview_sample: Callable[[int], str],
+    ):
+        self.folder, self.environment = folder, environment
+        self._engine, self._timeline, self._bar, self._preview_sample = engine, timeline, bar, preview_sample
+        self._is_first = True
+
+    def begin(self, updates: int) -> None:
+        """Show what comes after so many updates: at the start of a launch, and after a rewind."""
+        self._bar.begin(updates)
+
+    def write(self, metrics: UpdateMetrics) -> None:
+        """A line of metrics.jsonl and of the trackers."""
+        accelerator, line = self._engine.accelerator, metrics.to_line()
+        if accelerator.trackers:
+            accelerator.log({k: v for k, v in line.items() if k != "update"}, step=line["update"])
+        if self._engine.is_main:
+            self.folder.metrics.add(line)
+
+    def write_samples(self, update: int, samples: list[int]) -> None:
+        """A line of samples.jsonl: the samples of this update. Ranks of one replica have the same ones."""
+        ranks = self._engine.gather_objects(samples)
+        if ranks is not None:
+            replicas = [ranks[rank] for rank in self._engine.layout.loss_ranks]
+            self.folder.samples.add({"update": update, "samples": sorted(index for own in replicas for index in own)})
+
+    def write_anomaly(self, anomaly, action: str) -> None:
+        """A line of anomalies.jsonl: an update that was refused, and what is done about it."""
+        line = anomaly.report(self._engine, action, self._preview_sample)
+        if line is not None:
+            self.folder.anomalies.add(line)
+
+    def show(self, metrics: UpdateMetrics) -> None:
+        """One update more at the terminal; after the first one also how long the start took, in environment.json."""
+        self._bar.update(metrics)
+        if self._is_first:
+            self._is_first = False
+            self._timeline.mark("first update")
+            if self._engine.is_main:
+                self.environment["seconds_to_first_update"] = self._timeline.seconds
+                self.environment["bytes_held_by_rank_0"] = self._engine.held_bytes()
+                self.folder.write_environment(self.environment)
+
+    def show_held_out(self, update: int, figures: dict[str, float]) -> None:
+        named = (f"{name.removeprefix('eval_')} {rounded(value, 4)}" for name, value in figures.items())
+        self.note(f"update {update}: held-out " + ", ".join(named))
+
+    def note(self, *texts: str) -> None:
+        """Lines of their own at the terminal."""
+        for text in texts:
+            self._bar.note(text)
+
+    def close(self) -> None:
+        self._bar.close()

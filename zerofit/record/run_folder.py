@@ -1,0 +1,308 @@
+"""The run's folder: what a run was, and what came of it. Only the main process writes."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+from safetensors import SafetensorError
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
+from zerofit.recipe.parsing import BoundedLoader
+from zerofit.record.jsonl import JsonlFile
+from zerofit.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
+
+SHOWN = 3  # names in a message
+# Options that do not change what is computed: a run that differs only in these is the same run.
+# Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
+GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
+NOT_THE_RUN = {
+    "strategy", "deepspeed_config", "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking",
+    "report_to", "report_name", "run_name", "preprocessing_num_workers", "dataloader_num_workers", "cache_dir",
+    "data_cache_path", "overwrite_cache", "sample_tokens", "sample_prompt", "per_device_train_batch_size",
+    "per_device_eval_batch_size", "gradient_accumulation_steps", "global_batch_size", "gradient_checkpointing",
+    "activation_offload", "torch_compile", "loss", "metric_for_best_model", "save_best", "load_best_model_at_end",
+    "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",
+    "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async", "on_save_failure",
+    "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes", "peak_tflops",
+    "profile", "profile_ranks", "profile_memory",
+}  # fmt: skip
+
+
+class RunFolder:
+    """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
+    model/; samples.jsonl where it was asked for, anomalies.jsonl where there was one."""
+
+    def __init__(self, path: str | Path, option: str = "output_dir"):
+        self.path, self.option = Path(path), option  # what messages call it
+        self.metrics = JsonlFile(self.path / "metrics.jsonl")
+        self.samples = JsonlFile(self.path / "samples.jsonl")
+        self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
+        self.written = WrittenFiles(self.path)
+        self._lock = None
+
+    @property
+    def model(self) -> Path:
+        return self.path / MODEL
+
+    def recorded(self) -> dict[str, Any] | None:
+        """The options of the run that is in the folder, and of its strategy the numbers of processes; None where it
+        made no update of its own, or recipe.yaml cannot be read."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
+        options = read_yaml(self.path / "recipe.yaml")
+        if not options or not self.has_updates():
+            return None
+        laid_out = read_yaml(self.path / "strategy.yaml")
+        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
+
+    def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
+        """See that nothing in the folder is in the way of a run, and, where no run has been there yet, that nothing is
+        in it at all.
+
+        Args:
+            in_checkpoints: the names in checkpoints/ that no run has written.
+            overwrite: start beside files that are not in the way.
+
+        Raises:
+            UserError: it names the first files.
+        """
+        foreign, stays = chain(self.written.foreign(), in_checkpoints), overwrite or bool(self.written.names)
+        names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
+        if names:
+            more = " and more" if len(names) > SHOWN else ""
+            beside = "" if any(map(_is_in_the_way, names)) else ", or keep them with --overwrite_output_dir"
+            raise UserError(
+                f"{self.option} = {str(self.path)!r} holds what no run has written: {', '.join(names[:SHOWN])}{more}. "
+                f"Choose another --{self.option}, or move these away{beside}"
+            )
+
+    def refuse_a_different_run(self, differing: list[str]) -> None:
+        """Raises UserError: the folder holds another run than this one."""
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise UserError(
+            f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(differing[:5])}{more}. "
+            "Choose another --output_dir, or replace that run with --overwrite_output_dir"
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run that is in the folder has come to its end."""
+        return self.model.is_dir() and self.environment().get("finished") is True
+
+    def environment(self) -> dict[str, Any]:
+        """environment.json; empty where there is none."""
+        try:
+            found = json.loads((self.path / "environment.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def lock(self) -> None:
+        """Keep other launches out of the folder, as long as this process lives.
+
+        Raises:
+            UserError: one is at work there, or the folder cannot be written.
+        """
+        if self._lock is not None or not self.path.is_dir():
+            return
+        try:
+            file = os.fdopen(open_without_links(self.path / LOCK, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {error.strerror}") from None
+        with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                who = file.read().decode(errors="replace").strip()
+                raise UserError(
+                    f"{self.option} = {str(self.path)!r}: another run is at work there ({who}). Wait for its end, or "
+                    "end it"
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {platform.node()}\n".encode())
+        self._lock = file
+
+    def has_updates(self) -> bool:
+        """Whether the run in the folder has made an update, and not only copied those of a run that it resumed."""
+        begun_at = self.written.begun_at
+        return any(line["update"] > begun_at for line in self.metrics.read())
+
+    def start(
+        self,
+        recipe: Recipe,
+        global_batch: int,
+        strategy: dict[str, Any],
+        environment: dict[str, Any],
+        updates: int = 0,
+        resumed_from: Path | None = None,
+    ) -> list[str]:
+        """Write what the run is, and start its record, or continue it after `updates` updates.
+
+        Args:
+            resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
+
+        Returns: notes for the log.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        with self.writing():
+            self._clear(updates, resumed_from)
+            self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
+            hole = self.metrics.start(updates)
+            if recipe.record_samples:
+                self.samples.start(updates)
+        return [hole] if hole else []
+
+    def start_answers(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Start the record of a launch that trains nothing; what an earlier one has left is replaced.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        with self.writing():
+            self._clear(0, None)
+            self._describe(options, strategy, environment)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Make and lock the folder. Raises UserError where the disk fails while the block writes."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            yield
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {why}") from None
+
+    def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
+        self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+        self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
+        earlier = self.environment()  # another rank may have failed meanwhile (zerofit/record/exit_code.py)
+        failure = {name: earlier[name] for name in ("exit_code", "exit_reason") if name in earlier}
+        self.write_environment({**environment, **failure})
+
+    def _clear(self, updates: int, resumed_from: Path | None) -> None:
+        """Remove what the run that was here has written, but for checkpoints and what this run resumes from."""
+        written = self.written.names
+        for lines in (self.metrics, self.samples, self.anomalies):
+            lines.close()
+        if resumed_from is not None and resumed_from.resolve() == self.path.resolve():
+            self.written.remove(name for name in written if name.startswith(f"{MODEL}/") or name.endswith(".png"))
+            self.written.add(NAMES)
+            return
+        self.written.remove(written)
+        self.written.add(NAMES, begun_at=updates)
+        for lines in (self.metrics, self.samples) if resumed_from is not None else ():
+            if (resumed_from / lines.path.name).is_file():
+                with atomic_file(lines.path, "wb") as file:
+                    file.write((resumed_from / lines.path.name).read_bytes())
+
+    def write_environment(self, environment: dict[str, Any]) -> None:
+        """Replace environment.json. On a full disk it is removed first: how a run ends must find room, and an old exit
+        code may not stay."""
+        text = json.dumps(environment, indent=2) + "\n"
+        try:
+            self._write("environment.json", text)
+        except OSError:
+            (self.path / "environment.json").unlink()
+            self._write("environment.json", text)
+
+    def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
+        """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""
+        with self.new_file(f"predictions{suffix}.jsonl") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def predictions(self, suffix: str = "") -> list[dict[str, Any]]:
+        """What write_predictions wrote last."""
+        with (self.path / f"predictions{suffix}.jsonl").open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+    def claim(self, name: str) -> None:
+        """Note that a file of this name is the run's. Raises UserError: there is one which no run has written."""
+        if not self.written.is_ours(name):
+            raise UserError(f"{self.path / name} was written by no run, and is not replaced. Move it away")
+        self.written.add([name])
+
+    @contextlib.contextmanager
+    def new_file(self, name: str, mode: str = "w") -> Iterator[IO]:
+        """A file of the run, which replaces an earlier one at the end of the block.
+
+        Raises:
+            UserError: there is a file of that name which no run has written.
+        """
+        self.claim(name)
+        with atomic_file(self.path / name, mode) as file:
+            yield file
+
+    @contextlib.contextmanager
+    def new_model(self) -> Iterator[Path]:
+        """The folder to write model/ in, which gets its name at the end of the block: complete, or not there."""
+        partial = temporary_path(self.model)
+        partial.mkdir()
+        try:
+            yield partial
+            for below in (path for path in partial.rglob("*") if path.is_file()):
+                sync(below)
+            self.written.add(f"{MODEL}/{name}" for name in files_below(partial, partial))
+            partial.rename(self.model)
+        except BaseException:
+            remove(partial)
+            raise
+        sync(self.path)
+
+    def _write(self, name: str, text: str) -> None:
+        with atomic_file(self.path / name) as file:
+            file.write(text)
+
+
+def _is_in_the_way(name: str) -> bool:
+    """Whether a run would have to replace this file, or write behind this link."""
+    is_checkpoint = re.match(rf"{CHECKPOINTS}/(update_\d{{8}}|(best|latest)$)", name)
+    return name in {*NAMES, LOCK, CHECKPOINTS} or name.partition("/")[0] == MODEL or bool(is_checkpoint)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A file of the record; empty if it is missing or damaged."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), BoundedLoader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def check_folder_of(output: Path, file: str, what: str) -> None:
+    """Raises UserError if a tool's folder holds anything but an earlier `what`, which is told by its `file`."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / file).is_file():
+        raise UserError(f"output = {str(output)!r} holds something else than an earlier {what}. Name another folder")
+
+
+def differences(recipe: Recipe, global_batch: int | None, recorded: dict[str, Any]) -> list[str]:
+    """The options in which this run differs from a recorded one, each with both values."""
+    return differing_options(identity(recipe, global_batch), recorded)
+
+
+def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+    """The same of the options that make a run (`identity`)."""
+    names = [name for name in now if name in recorded and recorded[name] != now[name]]
+    return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
+
+
+def identity(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
+    """The options that make a run the run that it is."""
+    options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
+    return {**options, "global_batch_size": global_batch}

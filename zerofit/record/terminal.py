@@ -1,0 +1,214 @@
+"""How far a run has come, and what a person sees of it: a bar at a terminal, else a line now and then."""
+
+import errno
+import io
+import os
+import sys
+import time
+import unicodedata
+from typing import Any, TextIO
+
+from zerofit.recipe.errors import printable
+from zerofit.record.metrics import UpdateMetrics
+
+AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
+READABLE = 28  # characters of a path that tell which one it is
+
+
+class _Lasting(io.FileIO):
+    """A descriptor to write to, which leads nowhere when nobody reads it any more (`| head`, a closed terminal)."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_the_terminal() -> None:
+    """Let this process go on when what it prints is no longer read."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        lasting = _Lasting(stream.fileno(), "w", closefd=False)
+        if not stream.write_through:  # PYTHONUNBUFFERED: the interpreter leaves out this buffer as well
+            lasting = io.BufferedWriter(lasting)
+        setattr(sys, name, io.TextIOWrapper(
+            lasting, stream.encoding, stream.errors, line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        ))  # fmt: skip
+
+
+def say(*lines: str, main: bool = True) -> None:
+    """Print to stdout at once, on the main process; nothing where there are no lines."""
+    if main and lines:
+        print(*map(printable, lines), sep="\n", flush=True)
+
+
+def screen_width(stream: TextIO | None = None) -> int | None:
+    """The columns of the terminal that a stream (by default stdout) writes to; None: it is no terminal, and lines may
+    be of any length."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return None
+    told = os.environ.get("COLUMNS", "")
+    try:
+        return int(told) if told.isdigit() and int(told) else os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def fitted(pieces: list[str], width: int | None) -> str:
+    """As many of the pieces, the worthiest first, as a line of this width holds; the first one is always there."""
+    while width is not None and len(pieces) > 1 and len("  ".join(pieces)) > width:
+        pieces = pieces[:-1]
+    return "  ".join(pieces)
+
+
+def shortened(text: str, width: int) -> str:
+    """A text (a path, say) without its middle, where it is longer than `width`: most of its end stays."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 3
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def columns_of(text: str) -> int:
+    """The columns that a text takes on a screen: two for each wide character (kanji, kana, ...)."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
+    """Rows as aligned columns: the first to the left, the others to the right.
+
+    Args:
+        width: of the screen. A table that is wider gets a narrower first column; where that would be too narrow to
+            read, it continues below itself.
+    """
+    rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
+    first, *others = [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
+    if width is not None:
+        left = width - 2 - sum(others) - 2 * len(others)
+        first = min(first, left if left >= READABLE else max(READABLE, width // 2))
+    blocks, room = [[]], 0
+    for column, wide in enumerate(others, 1):
+        room += 2 + wide
+        if width is not None and blocks[-1] and 2 + first + room > width:
+            blocks.append([])
+            room = 2 + wide
+        blocks[-1].append(column)
+    names = [name + " " * (first - columns_of(name)) for name in (shortened(row[0], first) for row in rows)]
+    shown = ("\n".join(
+        "  " + "  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)]).rstrip()
+        for name, row in zip(names, rows)) for block in blocks)  # fmt: skip
+    return "\n\n".join(shown)
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """1234.5 -> 1,234 and 0.012345 -> 0.0123: so many digits, and never an exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
+def duration(seconds: float) -> str:
+    """3725.0 -> 1:02:05."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def size(count: float) -> str:
+    """Bytes in GiB, of less than one in MiB, and of less than one of those in KiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:,.1f} KiB"
+
+
+class StatusLine:
+    """How far something is, on stderr: one line that is rewritten at a terminal, else a line now and then."""
+
+    def __init__(self):
+        self.renewed, self.shown, self.width = sys.stderr.isatty(), time.perf_counter(), 0
+
+    def is_due(self) -> bool:
+        """Whether the last one is old enough."""
+        return time.perf_counter() - self.shown >= (AT_A_TERMINAL_S if self.renewed else ELSEWHERE_S)
+
+    def show(self, pieces: list[str]) -> None:
+        """Print as many of the pieces, the worthiest first, as fit."""
+        self.shown, width = time.perf_counter(), screen_width(sys.stderr)
+        line = printable(fitted(pieces, width and width - 1))
+        if not self.renewed:
+            print(line, file=sys.stderr, flush=True)
+            return
+        print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
+        self.width = len(line)
+
+    def close(self) -> None:
+        """What is printed next begins a line."""
+        if self.renewed and self.width:
+            print(file=sys.stderr, flush=True)
+
+
+class Bar:
+    """The bar, or the lines. By their worth: update, loss, time left, tokens/s, learning rate; a narrow terminal shows
+    the first of them, and the bar itself where there is room."""
+
+    def __init__(self, total: int, every: int, main: bool):
+        self.total, self.every, self.main, self.bar = total, every, main, None
+        self.figures: list[str] = []
+
+    def begin(self, done: int) -> None:
+        """Begin, or go back, to where so many updates are done."""
+        self.done, self.started = done, time.perf_counter()
+        if self.bar is not None:
+            self.bar.n = done
+        elif self.main and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=self.total, initial=done, **self._look(done))
+
+    def update(self, metrics: UpdateMetrics) -> None:
+        """One update more; its figures are shown, unless it was not applied."""
+        if not self.main:
+            return
+        number, shown = metrics.update, not (metrics.anomaly or metrics.skipped)
+        if shown:
+            left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
+            self.figures = [
+                f"loss {metrics.loss:.4f}",
+                f"{duration(left)} left",
+                f"{metrics.tokens_per_s:,.0f} tokens/s",
+                f"lr {metrics.learning_rate:.2e}",
+            ]
+        if self.bar is not None:
+            vars(self.bar).update(self._look(number))
+            self.bar.update()
+        elif shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
+            say(fitted([self._count(number), *self.figures], screen_width()))
+
+    def _count(self, number: int) -> str:
+        return f"update {number:>{len(str(self.total))}}/{self.total}"
+
+    def _look(self, number: int) -> dict[str, Any]:
+        """How tqdm is to write the bar: in the last column of some terminals a line would end."""
+        width = (screen_width(sys.stderr) or 80) - 1
+        text = fitted([self._count(number), *self.figures], width)
+        room = min(width - len(text) - 2, 30)
+        bar = f"  {{bar:{room}}}" if room >= 5 else ""
+        count = len(self._count(number))
+        return {"ncols": width, "bar_format": text[:count] + bar + text[count:]}
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        if self.bar is not None:
+            self.bar.write(printable(text))
+        else:
+            say(text, main=self.main)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,33 @@
+"""Where the seconds before the first update go, from the launcher's start on."""
+
+import time
+
+from zerofit.strategy.launch import launcher_process
+
+
+class Timeline:
+    """Named phases that follow each other; each ends where the next begins."""
+
+    def __init__(self):
+        import psutil
+
+        self.started = psutil.Process().create_time()
+        self.seconds: dict[str, float] = {}
+        launcher = launcher_process()
+        if launcher is not None:
+            self.seconds["launcher"] = round(self.started - launcher.create_time(), 2)
+        self._last = self.started
+
+    def mark(self, phase: str) -> None:
+        """The phase that ends now."""
+        now = time.time()
+        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 2)
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return round(sum(self.seconds.values()), 2)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
+        return f"{self.total:.1f} s to the first update: {parts}"

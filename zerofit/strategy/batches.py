@@ -1,0 +1,126 @@
+"""Micro-batch, accumulation and global batch: any two and the number of processes give the third."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.growth import Growth, read_growth
+from zerofit.recipe.options import BatchOptions
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sizes in samples. global_batch = micro_batch * accumulation * replicas.
+
+    Args:
+        replicas: data-parallel.
+        growth: of the samples of an update, to the global batch; the same in every layout. None: all take it.
+    """
+
+    micro_batch: int
+    accumulation: int
+    replicas: int
+    growth: Growth | None = None
+
+    @property
+    def global_batch(self) -> int:
+        return self.one_pass * self.accumulation
+
+    @property
+    def one_pass(self) -> int:
+        return self.micro_batch * self.replicas
+
+    def of_update(self, update: int) -> int:
+        """Samples of an update, counted from 1."""
+        return self.growth(update) if self.growth else self.global_batch
+
+    @property
+    def growing(self) -> int:
+        """The updates before those that take the global batch."""
+        return self.growth.updates if self.growth else 0
+
+    def accumulation_of(self, update: int) -> int:
+        """Micro-batches of an update, counted from 1."""
+        return self.of_update(update) // self.one_pass
+
+    def consumed(self, updates: int) -> int:
+        """Samples of so many updates, the first ones, together."""
+        grown = min(updates, self.growing)
+        return int(self._while_growing[grown]) + (updates - grown) * self.global_batch
+
+    def num_updates(self, samples: int) -> int:
+        """The updates in which so many samples are consumed; the last may have fewer than its size."""
+        if samples <= self._while_growing[-1]:
+            return int(np.searchsorted(self._while_growing, samples))
+        return self.growing - int(self._while_growing[-1] - samples) // self.global_batch
+
+    @cached_property
+    def _while_growing(self) -> np.ndarray:
+        """Samples consumed by 0, 1, ... `growing` updates."""
+        return np.cumsum([0, *(self.of_update(update) for update in range(1, self.growing + 1))])
+
+
+def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) -> BatchSizes:
+    """The sizes that the recipe states, checked against each other.
+
+    Args:
+        replica_size: processes of each replica.
+
+    Raises:
+        UserError: global_batch_size is no multiple of what one pass over all processes takes, or contradicts the
+            accumulation; the message says which values would work.
+    """
+    micro, accumulation, total = (
+        recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
+    )  # fmt: skip
+    one_pass, what = micro * replicas, "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
+    if total is None:
+        return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas), what)
+    if total % one_pass:
+        sizes = [size for size in range(1, total + 1) if total % (size * replicas) == 0]
+        counts = [count for count in range(1, total + 1) if total % (micro * count) == 0]
+        remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
+        processes = [count * replica_size for count in counts]
+        remedies += [f"the number of processes could be {_listed(processes)}"] if counts else []
+        remedies = remedies or [f"make it a multiple of {one_pass}"]
+        raise UserError(
+            f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
+            f"per_device_train_batch_size * {what} = {micro} * {replicas} = {one_pass}: "
+            f"{', or '.join(remedies)}"
+        )
+    if accumulation not in (None, total // one_pass):
+        raise UserError(
+            f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
+            f"global_batch_size = {total} ({recipe.source('global_batch_size')}) disagree: with "
+            f"per_device_train_batch_size = {micro} and {replicas} {what} the accumulation is "
+            f"{total // one_pass}. Set one of the two"
+        )
+    return _growing(recipe, BatchSizes(micro, total // one_pass, replicas), what)
+
+
+def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
+    """With the growth that the recipe states.
+
+    Raises:
+        UserError: the first size is no multiple of one pass, or the global batch none of it.
+    """
+    if recipe.global_batch_warmup is None:
+        return sizes
+    first, updates = read_growth(recipe.global_batch_warmup)
+    stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
+    possible = [
+        size for size in range(sizes.one_pass, sizes.global_batch, sizes.one_pass) if sizes.global_batch % size == 0
+    ]
+    if first not in possible:
+        remedy = f"Begin with {_listed(possible)}" if possible else "Leave it out: an update takes one pass"
+        raise UserError(
+            f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to "
+            f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = {sizes.one_pass}. {remedy}"
+        )
+    return replace(sizes, growth=Growth(first, sizes.global_batch, updates))
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

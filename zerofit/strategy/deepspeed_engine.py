@@ -1,0 +1,192 @@
+"""ZeRO of any stage, through DeepSpeed's engine."""
+
+import contextlib
+import math
+from pathlib import Path
+
+from zerofit.model.parameters import decay_groups
+from zerofit.model.tensor_parallel.cut import join_shares
+from zerofit.strategy.buckets import fill_bucket_size
+from zerofit.strategy.disk import keeps_optimizer_on_disk, own_folder, remove
+from zerofit.strategy.disk_state import DiskState
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.grid import initializing_deepspeed
+from zerofit.strategy.optimizers import adamw
+from zerofit.strategy.state import FlatState, ShardedState
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO of any stage, with or without offload."""
+
+    _folder: Path | None = None  # of this process, for an optimizer on a disk
+
+    def _prepare(self, model, recipe):
+        from accelerate.utils import DummyOptim, DummyScheduler
+
+        config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
+        zero = plugin["zero_optimization"]
+        fill_bucket_size(zero, model)
+        if keeps_optimizer_on_disk(zero):
+            self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
+            zero["offload_optimizer"]["nvme_path"] = str(self._folder)
+        if "optimizer" in config:  # DeepSpeed builds it from the JSON
+            groups = decay_groups(model.parameters(), recipe.weight_decay)
+            optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+        else:
+            optimizer = adamw(model, recipe, self.device)
+        self.has_scheduler = "scheduler" in config
+        prepared = [model, optimizer]
+        if self.has_scheduler:
+            plugin["scheduler"] = config["scheduler"]  # resolved by now
+            prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
+        with initializing_deepspeed(self.layout):
+            self.engine = self.accelerator.prepare(*prepared)[0]
+        self._decide_before_step(self.engine.optimizer)
+        return self.engine
+
+    def _decide_before_step(self, optimizer) -> None:
+        """DeepSpeed takes the norm, and decides whether to step, within its optimizer's `step`. Let that use the norm
+        that `gradient_norm` has taken before, and end, where `discard` says so, as it ends after an overflow: every
+        ZeRO optimizer decides in `_update_scale`, and drops the gradients; only the loss scale stays here."""
+        if not hasattr(optimizer, "_update_scale"):
+            self._decide_before_bf16_step(optimizer)
+            return
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        name = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
+        take_norm, update_scale = getattr(optimizer, name), optimizer._update_scale
+
+        def norm_before_step() -> float:
+            if hasattr(optimizer, "_wait_for_offload_copies"):  # ZeRO-1 and ZeRO-2; `step` begins with it
+                optimizer._wait_for_offload_copies()
+            self._norm = take_norm()
+            norms = self._norm if isinstance(self._norm, list) else [self._norm]
+            return float(combine_grad_norm_groups(norms)) / optimizer.loss_scale
+
+        def update_scale_unless_discarded(has_overflow=False) -> None:
+            if self._discards:
+                optimizer.overflow = True
+            else:
+                update_scale(has_overflow)
+
+        self._take_norm = norm_before_step
+        setattr(optimizer, name, lambda *args, **kwargs: self._norm)
+        optimizer._update_scale = update_scale_unless_discarded
+
+    def _decide_before_bf16_step(self, optimizer) -> None:
+        """The same of the BF16_Optimizer, which adds gradients up in fp32 (under ZeRO-1 and bf16, where the JSON's
+        data_types.grad_accum_dtype says so). It steps unless the norm is no number, of which DeepSpeed makes -1
+        (runtime/utils.py, get_global_norm_of_tensors)."""
+        from deepspeed.runtime import bf16_optimizer
+
+        take_norm = bf16_optimizer.get_global_norm_of_tensors
+
+        def norm_before_step() -> float:
+            tensors, _ = optimizer.get_grads_for_norm()
+            self._norm = take_norm(input_tensors=tensors, mpu=optimizer.mpu, norm_type=optimizer.norm_type)
+            return float(self._norm) if self._norm >= 0 else math.nan
+
+        self._take_norm = norm_before_step
+        bf16_optimizer.get_global_norm_of_tensors = lambda **_: self._norm
+        bf16_optimizer.is_invalid_grad_norm = lambda _: self._discards
+
+    def accumulate(self, last):
+        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.strategy.shards_parameters and self.layout.sequence > 1:
+            # ZeRO-1 and ZeRO-2 average gradients over replicas, ZeRO-3 over all ranks (coalesced_collectives.py).
+            loss = loss * self.layout.sequence
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def set_learning_rate(self, index):
+        rate = self.schedule(index)
+        if self.has_scheduler:
+            self.engine.lr_scheduler.step(index)  # its own start lags one update behind, and it misses dropped steps
+        else:
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = rate
+        self._rate = self.engine.optimizer.param_groups[0]["lr"]
+        if abs(self._rate - rate) > 1e-6 * self.schedule.peak:
+            raise RuntimeError(
+                f"update {index + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
+            )
+
+    def gradient_norm(self):
+        return self._take_norm()
+
+    def apply(self):
+        self._discards = False
+        self._take_step()
+
+    def discard(self):
+        self._discards = True
+        self._take_step()
+
+    def _take_step(self) -> None:
+        self.engine.step()
+
+    @property
+    def learning_rate(self):
+        return self._rate
+
+    @property
+    def torch_optimizer(self):
+        return self.engine.optimizer.optimizer
+
+    def _state(self):
+        if self._folder is not None:
+            return DiskState(self, self._folder)
+        return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)
+
+    def close(self):
+        super().close()
+        if self._folder is not None:
+            remove(self._folder)
+
+    def loss_scale(self):
+        if self.strategy.precision != "fp16":
+            return {}
+        scaler = vars(self.engine.optimizer.loss_scaler)
+        return {name: value for name, value in scaler.items() if isinstance(value, (int, float))}
+
+    def continue_from(self, loss_scale):
+        if loss_scale and self.strategy.precision == "fp16":
+            vars(self.engine.optimizer.loss_scaler).update(loss_scale)
+
+    def _before_gathering(self):
+        # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
+        # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
+        if self.strategy.shards_parameters:
+            self.engine.empty_partition_cache()
+
+    def state_dict(self):
+        if self.layout.model_size > 1:
+            return dict(self.weights()) or None
+        if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
+            return super().state_dict()
+        self._before_gathering()
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
+
+    def weights(self):
+        if self.layout.model_size == 1:
+            return super().weights()
+        return self._joined_weights()
+
+    def _joined_weights(self):
+        """One parameter after another is joined, on every rank for a moment."""
+        self._before_gathering()
+        for name, parameter in self.module.named_parameters():
+            with self.strategy.gathered(parameter, written=False):
+                whole = self._joined(parameter)
+                if self.is_main:
+                    yield name, whole.to("cpu", copy=True)
+        if self.is_main:
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
+
+    def _joined(self, parameter):
+        """The full parameter, on all ranks that share its layer."""
+        share, cut = parameter.detach(), getattr(parameter, "cut", None)
+        return share if cut is None else join_shares(share, cut, self.strategy.tensor_group())

@@ -1,0 +1,188 @@
+"""The DeepSpeed side of a pair: read strictly, its "auto" filled in from the recipe, contradictions refused.
+
+The recipe owns batch sizes, clipping, precision, the optimizer's settings and the schedule. A JSON that states one of
+them must agree with it; where the recipe leaves the option unset, the JSON's value becomes the recipe's.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import Problems, UserError, nearest
+from zerofit.recipe.parsing import parse_json
+from zerofit.strategy.disk import look_at_disk
+from zerofit.strategy.json_mistakes import what_to_mend
+from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
+from zerofit.strategy.monitors import look_at_monitors
+from zerofit.strategy.quoted import read_quoted, still_quoted
+
+# Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
+KNOWN_KEYS = {
+    "activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_types", "disable_allgather", "dump_state",
+    "flops_profiler", "fp16", "fp32_allreduce", "gradient_accumulation_steps", "gradient_clipping",
+    "gradient_predivide_factor", "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
+    "steps_per_print", "tensorboard", "timers", "torch_autocast", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "wandb", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization", "zenflow", "load_universal_checkpoint", "comet",
+    "weight_quantization", "vocabulary_size", "load_from_fp32_weights", "sequence_parallel_size",
+    "seq_parallel_communication_data_type", "tensor_parallel", "pipeline",
+}  # fmt: skip
+_ONE_DIMENSION = "every process is a data-parallel one here, and would count samples that others count too"
+_DATA = "it belongs to DeepSpeed's own data loader, and the order of samples is this program's"
+REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot be used
+    "expert_parallel": _ONE_DIMENSION,
+    "use_data_before_expert_parallelism": _ONE_DIMENSION, "data_efficiency": _DATA, "curriculum_learning": _DATA,
+    **dict.fromkeys(("amp", "compression_training", "eigenvalue", "elasticity", "nebula", "progressive_layer_drop",
+                     "sparse_attention", "sparse_gradients"), "DeepSpeed 0.19 has removed it"),
+}  # fmt: skip
+EXAMPLES = {
+    "data_types": '{"grad_accum_dtype": "fp32"}',
+    "bf16": '{"enabled": "auto"}',
+    "fp16": '{"enabled": "auto"}',
+    "zero_optimization": '{"stage": 2}',
+    "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
+    "tensor_parallel": '{"autotp_size": 2}',
+    "pipeline": '{"stages": 2}',
+    "scheduler": '{"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}',
+}
+
+
+def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
+    """(configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
+
+    Args:
+        collected: takes the problems of a configuration that can be used but for them; by default they are raised.
+
+    Raises:
+        UserError: no such file, not JSON, numbers or truth values written as strings (where DeepSpeed does not read
+            them as such), unknown keys.
+    """
+    if launch.json_path is None:
+        config = _from_yaml_alone()
+        if problems := look_at_disk(config["zero_optimization"]):
+            raise UserError(f"{launch.source}: {problem}" for problem in problems)
+        return config, launch.source, []
+    path = Path(launch.json_path)
+    if not path.is_file() and launch.config_file:  # launched from another folder: the pair lies side by side
+        path = Path(launch.config_file).resolve().parents[1] / path
+    if not path.is_file():
+        raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = parse_json(text)
+    except json.JSONDecodeError as error:
+        line, wrong = what_to_mend(text, error)
+        raise UserError(f"{path}, line {line}: not valid JSON {wrong}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: expected an object with DeepSpeed's settings")
+    quoted = read_quoted(config)
+    beside, idle = look_at_monitors(config)
+    notes = [f"{path}: {note}" for note in [*quoted, *idle]]
+    problems = [f"{path}: {problem}" for problem in [*still_quoted(config), *_unknown_keys(config), *beside]]
+    for name in EXAMPLES:
+        if not isinstance(config.get(name, {}), dict):
+            shown = json.dumps(config[name])
+            problems.append(f"{path}: {name} = {shown}: expected an object, e.g. {EXAMPLES[name]}")
+    problems += [f"{path}: {problem}" for problem in _zero_problems(config.get("zero_optimization"))]
+    if "bfloat16" in config:  # DeepSpeed's older name
+        config["bf16"] = config.pop("bfloat16")
+    if "zero_optimization" not in config:
+        problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
+    has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
+    if problems and (collected is None or not has_sections or "zero_optimization" not in config):
+        raise UserError(problems)
+    if collected is not None:
+        collected.found += problems
+    return config, str(path), notes
+
+
+def _from_yaml_alone() -> dict[str, Any]:
+    """What accelerate's own environment variables state, in the words of a DeepSpeed JSON."""
+
+    def variable(name: str, default: str) -> str:
+        return os.environ.get(f"ACCELERATE_{name}", default)
+
+    def number(text: str, kind: type) -> Any:
+        return "auto" if text in ("auto", "none") else kind(text)
+
+    zero: dict[str, Any] = {"stage": int(variable("DEEPSPEED_ZERO_STAGE", "2"))}
+    for part in ("optimizer", "param"):
+        device = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE", "none")
+        if device != "none":
+            zero[f"offload_{part}"] = {"device": device}
+            path = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_NVME_PATH", "none")
+            if path != "none":
+                zero[f"offload_{part}"]["nvme_path"] = path
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": number(variable("GRADIENT_ACCUMULATION_STEPS", "auto"), int),
+        "gradient_clipping": number(variable("GRADIENT_CLIPPING", "auto"), float),
+        "zero_optimization": zero,
+    }
+
+
+def _zero_problems(section: Any) -> list[str]:
+    """What DeepSpeed's own parser holds against zero_optimization, keys that it does not know above all."""
+    if not isinstance(section, dict):
+        return []
+    tell_deepspeed_of_a_cpu()
+    from deepspeed.runtime.zero import config as deepspeed
+    from pydantic import ValidationError
+
+    if section.get("compute_grad_norm") is False:
+        return [
+            "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be refused before "
+            "the weights move. Remove it"
+        ]
+    if on_disk := look_at_disk(section):
+        return on_disk
+    stated = {key: value for key, value in section.items() if value != "auto"}
+    try:
+        deepspeed.DeepSpeedZeroConfig(**stated)
+    except ValidationError as error:
+        models = {
+            "offload_param": deepspeed.DeepSpeedZeroOffloadParamConfig,
+            "offload_optimizer": deepspeed.DeepSpeedZeroOffloadOptimizerConfig,
+        }
+        return [_zero_problem(detail, models, deepspeed.DeepSpeedZeroConfig) for detail in error.errors()]
+    return []
+
+
+def _zero_problem(detail: dict, parts: dict[str, type], whole: type) -> str:
+    """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
+    path = [str(step) for step in detail["loc"]]
+    where = ".".join(("zero_optimization", *path))
+    if detail["type"] != "extra_forbidden":
+        return f"{where} = {json.dumps(detail['input'], default=str)}: {detail['msg'].lower()}"
+    known = parts.get(path[0], whole) if len(path) > 1 else whole
+    fields = {*known.model_fields, *(field.alias for field in known.model_fields.values() if field.alias)}
+    close = nearest(path[-1], fields)
+    return f"DeepSpeed knows no {where}. " + (f"Did you mean {close}?" if close else "Remove it")
+
+
+def _unknown_keys(config: dict) -> list[str]:
+    problems = []
+    problems += [f"{key} is not supported: {REFUSED_KEYS[key]}. Remove it" for key in config.keys() & REFUSED_KEYS]
+    for key in config.keys() - KNOWN_KEYS - REFUSED_KEYS.keys():
+        close = nearest(key, KNOWN_KEYS)
+        remedy = f"Did you mean {close}?" if close else "Remove it"
+        problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
+    return sorted(problems)
+
+
+def stated_precision(config: dict, source: str) -> str | None:
+    """The precision that a DeepSpeed configuration states; None if it leaves it open.
+
+    Raises:
+        UserError: bf16 and fp16 are both on.
+    """
+    on = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
+    off = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is False]
+    if len(on) == 2:
+        raise UserError(f'{source}: bf16 and fp16 are both enabled. Keep one, or write "auto" in both')
+    return on[0] if on else ("fp32" if len(off) == 2 else None)

@@ -1,0 +1,94 @@
+"""Expert parallelism: each rank has some experts of each layer in full, and tokens travel to those that they chose.
+
+The exchange is that of transformers (`AllToAllEP`, transformers/distributed/expert_parallel.py): its plan for a model
+says which modules are experts. Ranks have different samples, as in data parallelism, and no expert is gathered.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from zerofit.recipe.errors import UserError
+
+DISPATCHED = "ep_dispatch_experts"  # the plan's word for modules whose tokens come from other ranks
+
+
+def check_experts(config, ranks: int, source: str) -> None:
+    """Check that the experts of a model can be divided among so many ranks.
+
+    Raises:
+        UserError: it has none that transformers has a plan for; the ranks cannot have as many each.
+    """
+    stated = f"{source}: expert parallelism on {ranks} processes"
+    experts = getattr(config, "num_experts", None)
+    if not experts or not _patterns(config):
+        raise UserError(f"{stated}, and a {config.model_type} is not a mixture of experts. Use fsdp2.yaml")
+    if experts % ranks:
+        possible = [size for size in range(2, experts + 1) if experts % size == 0]
+        raise UserError(
+            f"{stated}, and the model has {experts} experts: each needs as many. Use --num_processes "
+            f"{', '.join(map(str, possible))}, or fsdp2.yaml"
+        )
+
+
+def _patterns(config) -> list[str]:
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    return [name for name, style in plan.items() if style == DISPATCHED]
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules with the experts of a layer each; their parameters are (experts, ...)."""
+    endings = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in _patterns(model.config)]
+    matching = re.compile(rf"(.*\.)?({'|'.join(endings)})")
+    return [module for name, module in model.named_modules() if matching.fullmatch(name)]
+
+
+def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """This rank alone. Each call makes a process group for every rank."""
+    return init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
+
+
+def dispatch(experts: torch.nn.Module, mesh, alone, half: torch.dtype | None) -> None:
+    """Let a module's tokens travel: its parameters are, or will be, DTensors with this rank's experts.
+
+    Args:
+        mesh: all ranks, in one dimension.
+        alone: this rank.
+        half: the precision of the products, None: that of the weights.
+    """
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    experts.num_experts //= mesh.size()  # each rank sees its own
+    exchange = AllToAllEP(experts, mesh, alone)
+
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        with _local_parameters(experts, half):
+            return exchange(hidden, chosen, weights).to(hidden.dtype)
+
+    experts.forward = forward
+
+
+@contextmanager
+def _local_parameters(module: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """This rank's experts in the place of the DTensors, in the precision of the products."""
+    sharded = dict(module._parameters)
+    for name, parameter in sharded.items():
+        local = own_experts(parameter)
+        module.__dict__[name] = local if dtype is None else local.to(dtype)
+        del module._parameters[name]
+    try:
+        yield
+    finally:
+        for name, parameter in sharded.items():
+            del module.__dict__[name]
+            module._parameters[name] = parameter
+
+
+def own_experts(parameter: DTensor) -> torch.Tensor:
+    """This rank's experts."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()

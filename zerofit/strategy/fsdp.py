@@ -1,0 +1,84 @@
+"""FSDP2's settings in an accelerate YAML, or among the flags of its launcher: those that a run honours.
+
+accelerate hands each key of `fsdp_config` down as an environment variable of that name (utils/launch.py, 1.15).
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zerofit.recipe.errors import UserError
+
+RESHARDS = "fsdp_reshard_after_forward"
+IGNORED = "fsdp_ignored_modules"
+EXPERTS = "experts"
+VERSION = "fsdp_version"
+EITHER = ("true", "false")
+ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
+# {key: (values that are honoured, the remedy for others)}
+HONOURED = {
+    VERSION: (("2",), f"Write {VERSION}: 2"),
+    RESHARDS: (EITHER, "Write true, or false to keep weights from the forward pass to the backward pass"),
+    IGNORED: ((EXPERTS,), f"Write {EXPERTS}, which divides the experts of a mixture among the ranks, or remove it"),
+    "fsdp_auto_wrap_policy": (("transformer_based_wrap",), "Each block of the model is sharded. Remove it"),
+    "fsdp_state_dict_type": (("sharded_state_dict",), "Each rank writes its part of a checkpoint. Remove it"),
+    "fsdp_cpu_ram_efficient_loading": (EITHER, "Remove it"),
+    "fsdp_offload_params": (("false",), "Offload is DeepSpeed's here: remove it, or use zero3_offload.yaml"),
+    "fsdp_activation_checkpointing": (("false",), "Remove it, and use --gradient_checkpointing"),
+    "fsdp_activation_checkpointing_offload": (("false",), "Remove it"),
+}
+
+
+def read_fsdp(environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP."""
+    if environment.get("ACCELERATE_USE_FSDP", "false") != "true":
+        return None
+    settings = {key: environment[key.upper()].lower() for key in HONOURED if key.upper() in environment}
+    return {VERSION: "1", **settings}  # 1 is accelerate's default
+
+
+def variables_of(section: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that accelerate launch makes of `fsdp_config`."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        **{key.upper(): str(value) for key, value in {VERSION: 1, **section}.items() if key in HONOURED},
+    }
+
+
+def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:
+    """What of the settings a run would not honour.
+
+    Args:
+        settings: of read_fsdp.
+        content: of the accelerate YAML.
+    """
+    problems = [
+        f"{source}: {key} = {value} is not supported. {HONOURED[key][1]}"
+        for key, value in settings.items() if value not in HONOURED[key][0]
+    ]  # fmt: skip
+    problems += [
+        f"{source}: {key} = {value!r} is of FSDP1, or not supported. Remove it"
+        for key, value in (content.get("fsdp_config") or {}).items() if key not in HONOURED
+    ]  # fmt: skip
+    if content.get("deepspeed_config"):
+        problems.append(f"{source}: deepspeed_config stands beside distributed_type: FSDP. Keep one of the two")
+    return problems
+
+
+def check_fsdp(source: str, recipe, precision: str | None) -> None:
+    """Check that nothing is asked for that does not go together with FSDP2.
+
+    Raises:
+        UserError: all that does not.
+    """
+    beside, problems = f"{source}: FSDP does not go together with", []
+    if precision == "fp16":
+        problems.append(f"{beside} precision = fp16. Use --precision bf16, or a ZeRO pair such as zero3")
+    if getattr(recipe, "torch_compile", False) == "model":
+        problems.append(
+            f"{beside} torch_compile = model ({recipe.source('torch_compile')}). Use --torch_compile blocks"
+        )
+    if getattr(recipe, "quantised", None):
+        problems.append(f"{beside} {recipe.quantised} ({recipe.source(recipe.quantised)}). Use zero2.yaml or ddp.yaml")
+    if problems:
+        raise UserError(problems)

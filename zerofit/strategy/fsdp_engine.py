@@ -1,0 +1,193 @@
+"""FSDP2: torch's fully_shard shards weights, gradients and optimizer state, block by block.
+
+accelerate's own FSDP does not engage on a host without a GPU (1.15: DistributedType is NO there, and each rank is
+alone, or MULTI_CPU), and it loads the full model before it shards it. So the engine calls torch itself.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from zerofit.model.compilation import blocks_of
+from zerofit.model.parameters import true_shape
+from zerofit.model.rows import rows_of
+from zerofit.model.stages import without_weights
+from zerofit.strategy.engine import Engine, checksums, storages
+from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
+from zerofit.strategy.optimizers import adamw
+from zerofit.strategy.state import RowState
+from zerofit.strategy.torch_engine import gradient_norm
+
+
+class FullyShardedEngine(Engine):
+    """FSDP2.
+
+    Attributes:
+        sharded: {name: parameter} of the module, each a DTensor; the module itself may have one in full for a while.
+        experts: those of the parameters that are never gathered, as tokens travel to them.
+    """
+
+    def _prepare(self, model, recipe):
+        self.whole = without_weights(model)
+        if not recipe.trains:
+            model.requires_grad_(False)
+        modules = experts_of(model) if self.strategy.divides_experts else []
+        self._shard(model, modules)
+        self.sharded = dict(model.named_parameters())
+        self.experts = [parameter for module in modules for parameter in module.parameters()]
+        self.parameters = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
+        self.optimizer = adamw(model, recipe, self.device) if recipe.trains else None
+        return model
+
+    def _shard(self, model, experts: list[torch.nn.Module]) -> None:
+        """Shard each block, and what is in none of them; divide the experts. The rows that this rank has are put in
+        their place, so that no weight has to be there in full."""
+        half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
+        policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+        mesh = init_device_mesh(self.device.type, (self.layout.world_size,))
+        rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
+        replace_parameters(model, {
+            name: torch.nn.Parameter(torch.empty(true_shape(each), dtype=each.dtype, device="meta"),
+                                     each.requires_grad)
+            for name, each in model.named_parameters()
+        })  # fmt: skip
+        blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
+        self.blocks = len(blocks)
+        common = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
+        fully_shard(model, **common)
+        alone = mesh_of_one(mesh) if experts else None
+        for module in experts:
+            dispatch(module, mesh, alone, half)
+        replace_parameters(model, {
+            name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
+            for name, each in model.named_parameters()
+        })  # fmt: skip
+        # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
+        fully_shard.state(model)._lazy_init()
+
+    def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a parameter, in memory of their own."""
+        if hasattr(parameter, "cut"):
+            return parameter.detach()
+        start, stop = rows_of(len(parameter), self.layout.rank, self.layout.world_size)
+        return parameter.detach()[start:stop].clone()
+
+    def _as_shard(self, rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(
+            rows.to(self.device), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def accumulate(self, last):
+        return contextlib.nullcontext()  # each micro-batch is reduced, so that a rank never holds full gradients
+
+    def backward(self, loss):
+        loss.backward()
+
+    def gradient_norm(self):
+        for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
+            if parameter.grad is not None:
+                parameter.grad.to_local().div_(self.layout.world_size)
+        self._norm = self._norm_of_all(self.gradients())
+        return float(self._norm)
+
+    def apply(self):
+        if self.max_grad_norm > 0:
+            torch._foreach_mul_(self.gradients(), (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0))
+        self.optimizer.step()
+        self.discard()
+
+    def discard(self):
+        self.optimizer.zero_grad()
+
+    def gradients(self):
+        return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
+
+    @staticmethod
+    def _norm_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of all ranks' gradients together, a scalar."""
+        square = gradient_norm(gradients) ** 2
+        torch.distributed.all_reduce(square)
+        return square.sqrt()
+
+    @property
+    def learning_rate(self):
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def torch_optimizer(self):
+        return self.optimizer
+
+    def _state(self):
+        return RowState(self) if self.optimizer is not None else None
+
+    def forget_gathered(self) -> None:
+        """Free the weights that are in full here: after a forward pass without a backward one there are some."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def weights(self):
+        yield from self._gathered_weights(self.sharded)
+        if self.is_main:
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
+
+    def live_tensors(self):
+        return [*self._shards().values(), *self.module.buffers()]
+
+    def state_dict(self):
+        return dict(self.weights()) or None
+
+    def trained_state(self):
+        trained = {name: each for name, each in self.sharded.items() if each.requires_grad}
+        return dict(self._gathered_weights(trained)) or None
+
+    @torch.no_grad()
+    def _gathered_weights(self, sharded: dict[str, DTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """One after another is gathered, on every rank for a moment."""
+        for name, parameter in sharded.items():
+            full = parameter.full_tensor()
+            if self.is_main:
+                yield name, full.to("cpu", copy=True)
+
+    def generate(self, input_ids, attention_mask=None, **kwargs):
+        self.module.unshard()  # what is in no block: generate calls an encoder past the model's own forward
+        try:
+            return super().generate(input_ids, attention_mask, **kwargs)
+        finally:
+            self.forget_gathered()
+
+    def held_bytes(self):
+        state = self.optimizer.state.values() if self.optimizer is not None else ()
+        moments = [each for entry in state for each in entry.values() if torch.is_tensor(each)]
+        moments = [each.to_local() if isinstance(each, DTensor) else each for each in moments]
+        weights = self._shards().values()
+        return {"parameters": sum(storages(weights).values()), "optimizer": sum(storages(moments).values())}
+
+    def frozen_checksum(self):
+        shards = self._shards()
+        return checksums(shards[name] for name, each in self.sharded.items() if not each.requires_grad)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of each parameter."""
+        return {name: parameter.detach().to_local() for name, parameter in self.sharded.items()}
+
+    def effective_strategy(self):
+        fsdp = {"version": 2, "reshard_after_forward": self.strategy.reshards, "blocks": self.blocks,
+                "gathered_in": self.strategy.precision, "reduced_in": "fp32",
+                "divides_experts": self.strategy.divides_experts}  # fmt: skip
+        return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
+
+
+def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Parameter]) -> None:
+    """Put others in the place of parameters, by name; tied ones stay tied."""
+    by_id = {id(parameter): made[name] for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = by_id[id(parameter)]

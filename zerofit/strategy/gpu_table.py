@@ -1,0 +1,153 @@
+"""Known GPUs: what each calls itself, its memory, and what its maker says of its speed."""
+
+import re
+from dataclasses import dataclass
+
+from zerofit.recipe.errors import UserError, nearest
+
+TERA, GIGA = 1e12, 1e9
+PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
+# A laptop's or export card, a slower or faster one with the same number, a vGPU (A40-12Q), a name that two GPUs have.
+OTHERS = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
+SLICE = " MIG "
+NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix products in bf16 or fp16)"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device. Bandwidths are in bytes/s, those of links in one direction; None: no source was found.
+
+    Attributes:
+        name: of `--gpu`.
+        usable_bytes: what torch reports as the device's memory (ECC and the driver's own share are taken off).
+        model: what a device's name contains; GPUs that differ only in memory share it. Empty: no figures are known.
+        half: FLOP/s of dense matrix products in fp16, with sums in fp32, and in bf16 where `has_bf16`.
+        single: FLOP/s of fp32 without tensor cores, as torch multiplies fp32 matrices by default.
+        memory: bandwidth of its memory.
+        link: to the other GPUs of a machine.
+        pcie: to the host.
+        network: to other machines, of one GPU, in the machine that its maker builds around it.
+        sms: its streaming multiprocessors: a MIG slice of it has some of them.
+    """
+
+    name: str
+    usable_bytes: int
+    model: str = ""
+    half: float | None = None
+    single: float | None = None
+    memory: float | None = None
+    link: float | None = None
+    pcie: float | None = None
+    network: float | None = None
+    sms: int | None = None
+    has_bf16: bool = True
+
+
+def _gpu(
+    name: str, gib: float, model="", half=None, single=None, memory=None, link=None, pcie=None, network=None, **others
+):
+    return Gpu(
+        name, int(gib * 2**30), model, half and half * TERA, single and single * TERA, memory and memory * GIGA,
+        (link and link * GIGA) or PCIE.get(pcie), PCIE.get(pcie), network and network * GIGA, **others,
+    )  # fmt: skip
+
+
+# Name, memory (GiB), model, then half and single (TFLOP/s), memory, NVLink or Infinity Fabric (GB/s), generation of
+# PCIe, network (GB/s). Without a link of its own a GPU has PCIe.
+# Memory is about what torch.cuda.get_device_properties reports for such a device. Written down from memory, not
+# measured here; --gpu_memory overrides it.
+# Figures are the makers', each with its document; where that prints sparse products, half of them, and of a whole
+# machine, one GPU's part. Most were read as listed by stas00/ml-engineering (744d01e, compute/accelerator and
+# network), Lightning (fabric/utilities/throughput.py) and G. Lockwood (glennklockwood.com). The network is that of a
+# DGX (calculon-ai/calculon, systems/: 25 GB/s beside an A100, 50 beside an H100).
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA V100 data sheet (1165301-r5)
+        _gpu("v100-16gb", 15.77, "V100-SXM2", 125, 15.7, 897, 150, 3, has_bf16=False),
+        _gpu("v100-32gb", 31.74, "V100-SXM2", 125, 15.7, 897, 150, 3, has_bf16=False),
+        _gpu("v100-pcie-16gb", 15.77, "V100-PCIE", 112, 14, 897, None, 3, has_bf16=False),
+        _gpu("v100-pcie-32gb", 31.74, "V100-PCIE", 112, 14, 897, None, 3, has_bf16=False),
+        _gpu("v100s-32gb", 31.74, "V100S-PCIE", 130, 16.4, None, None, 3, has_bf16=False),
+        _gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, has_bf16=False),  # T4 data sheet (951643)
+        # Ampere GA102 white paper, v2; A40 and A10 data sheets. An A10G is no A10
+        _gpu("rtx3090-24gb", 23.69, "RTX 3090", 71, 35.6, 936, None, 4),
+        _gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4),
+        _gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4),
+        _gpu("a10-24gb", 22.06, "A10", 125, 31.2, 600, None, 4),
+        # Ada white paper, appendix A; L4, L40 and L40S data sheets; RTX 6000 Ada data sheet: 1,457 in sparse FP8
+        _gpu("rtx4090-24gb", 23.65, "RTX 4090", 165.2, 82.6, 1008, None, 4),
+        _gpu("rtx6000ada-48gb", 47.38, "RTX 6000 Ada", 364.2, 91.1, 960, None, 4),
+        _gpu("l4-24gb", 22.17, "L4", 121, 30.3, 300, None, 4),
+        _gpu("l40-48gb", 44.43, "L40", 181, 90.5, 864, None, 4),
+        _gpu("l40s-48gb", 44.52, "L40S", 362, 91.6, 864, None, 4),
+        # RTX Blackwell white paper; RTX PRO 6000 data sheet: 4,000 in sparse FP4, an eighth of that
+        _gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5),
+        _gpu("rtxpro6000-96gb", 94.97, "RTX PRO 6000 Blackwell Workstation", 500, 125, 1792, None, 5, sms=188),
+        # A100 data sheet (1758950-r4)
+        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108),
+        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108),
+        _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108),  # an A100 with slower NVLink
+        # H100 data sheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL), all sparse; H200 data sheet: 1,979 and 1,671
+        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132),
+        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114),
+        _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132),
+        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132),
+        _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132),
+        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132),  # an H100 with slower NVLink
+        _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132),
+        _gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
+        # Blackwell technical brief, table 3; HGX B300: 36 PFLOPS in sparse FP16 of 8; GB200 and GB300 NVL72: 360 of 72
+        _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5),
+        _gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900),
+        _gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900),
+        _gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900),
+        # AMD Instinct data sheets. An MI250X is one of its two dies; what links them to others was not found
+        _gpu("mi210-64gb", 63.98),
+        _gpu("mi250x-64gb", 63.98, "MI250X", 191.5, 23.9, 1640),
+        _gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5),
+        _gpu("mi325x-256gb", 255.98, "MI325X", 1307.4, 163.4, 6000, 448, 5),
+    )
+}
+CPU = "cpu"
+
+
+def gpu_of(device_name: str) -> Gpu | None:
+    """The GPU of a device that calls itself so, or of which it is a MIG slice; None if it is not in the table."""
+    whole = device_name.partition(SLICE)[0]
+    if OTHERS.search(whole):
+        return None
+    named = (
+        gpu for gpu in GPUS.values()
+        if gpu.model and re.search(rf"(?<![A-Za-z0-9]){gpu.model}(?![A-Za-z0-9])", whole)
+    )  # fmt: skip
+    return max(named, key=lambda gpu: len(gpu.model), default=None)
+
+
+def peak_of(device_name: str, num_sms: int | None = None) -> float | None:
+    """FLOP/s in half precision of a device that calls itself so; None where that is not known.
+
+    Args:
+        num_sms: of the device; a MIG slice reaches as much of the whole as it has of its multiprocessors.
+    """
+    gpu = gpu_of(device_name)
+    if gpu is None or SLICE not in device_name:
+        return gpu and gpu.half
+    return gpu.half * num_sms / gpu.sms if num_sms and gpu.sms else None
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name, upper or lower case.
+
+    Raises:
+        UserError: it is not in the table.
+    """
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        close = nearest(name.lower(), GPUS)
+        suggestion = f"Did you mean {close}? " if close else ""
+        raise UserError(
+            f"gpu = {name!r} is not in the table of known GPUs. {suggestion}Known are {', '.join(GPUS)} and {CPU}. "
+            "For another one leave --gpu out and set --gpu_memory, e.g. --gpu_memory 24GiB"
+        )
+    return gpu

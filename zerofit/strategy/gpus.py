@@ -1,0 +1,133 @@
+"""What a run trains on. A GPU that is there and that torch does not see is told of, not passed over.
+
+A CPU build of torch (chosen on a login node, say) or a driver that is too old leaves torch without the machine's GPU,
+and all else works: slowly, and without a word.
+
+scripts/setup.sh runs this file before anything is installed: the top of it imports Python's own library only.
+"""
+
+import os
+from pathlib import Path
+
+ROOT = Path("/")  # tests have their own
+VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES"}
+ALSO_VISIBLE = {"NVIDIA": ("NVIDIA_VISIBLE_DEVICES",), "AMD": ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
+OTHER_BUILD = "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started"
+NO_DEVICE = ("", "-1", "none", "void", "NoDevFiles")  # what users, containers and SLURM write where none may be seen
+SMALLEST_AMD_BYTES = 6 * 2**30  # less has a processor's own graphics, which ROCm does not serve
+
+
+def gpus_of_the_machine() -> dict[str, int]:
+    """How many GPUs of which maker the operating system has, whether or not a library for them is installed.
+
+    NVIDIA's driver lists its own under /dev and /proc (in WSL: /dev/dxg, with NVIDIA's library beside it). AMD's are
+    the nodes of the kernel's kfd topology that have compute units and memory of their own.
+    """
+    nvidia = max(
+        sum(file.name.removeprefix("nvidia").isdigit() for file in ROOT.glob("dev/nvidia*")),
+        len(list(ROOT.glob("proc/driver/nvidia/gpus/*"))),
+        int((ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists()),
+    )
+    amd = sum(map(_is_a_gpu, ROOT.glob("sys/class/kfd/kfd/topology/nodes/*"))) if (ROOT / "dev/kfd").exists() else 0
+    return {maker: count for maker, count in (("NVIDIA", nvidia), ("AMD", amd)) if count}
+
+
+def _is_a_gpu(node: Path) -> bool:
+    """Source: amdkfd/kfd_topology.c of Linux. simd_count is 0 for a CPU; heap_type 0 is the memory of the host."""
+    banks = [_properties(file) for file in node.glob("mem_banks/*/properties")]
+    own = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type", 0) > 0)
+    return _properties(node / "properties").get("simd_count", 0) > 0 and own >= SMALLEST_AMD_BYTES
+
+
+def _properties(file: Path) -> dict[str, int]:
+    try:
+        words = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}  # given to another container
+    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
+
+
+def check_devices() -> None:
+    """See that torch finds a GPU where the machine has one.
+
+    The CPU is asked for with `--cpu` or `use_cpu: true` of accelerate, or with an empty CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        UserError: it finds none, and nobody has asked for the CPU.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+        return
+    for maker, count in gpus_of_the_machine().items():
+        hidden = any(os.environ.get(name) in NO_DEVICE for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]))
+        if hidden or _torch_sees_one():
+            continue
+        from zerofit.recipe.errors import UserError
+
+        raise UserError(
+            f"this machine has {count} {maker} GPU{'s' if count > 1 else ''}, and torch sees none: {_why(maker)}. To "
+            f"train on the CPU all the same, set {VISIBLE[maker]} to nothing: {VISIBLE[maker]}= accelerate launch ..."
+        )
+
+
+def num_devices() -> int:
+    """How many accelerators this process sees; 0 without one."""
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def idle_devices() -> str | None:
+    """A note where processes of this machine use fewer accelerators than they see; None where there is none idle.
+
+    Those that CUDA_VISIBLE_DEVICES hides are nobody's loss.
+    """
+    there, used = num_devices(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if used >= there:
+        return None
+    machines = max(1, int(os.environ.get("WORLD_SIZE", "1")) // used)
+    limit = next((name for name in sum(ALSO_VISIBLE.values(), tuple(VISIBLE.values())) if os.environ.get(name)), None)
+    has = f"{limit} leaves {there} GPUs" if limit else f"this machine has {there} GPUs"
+    return f"{has}, the run uses {used}: --num_processes {there * machines}"
+
+
+def _torch_sees_one() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _why(maker: str) -> str:
+    """Why torch sees no GPU of this maker, and what to do about it."""
+    import torch
+
+    toolkit, version = ("CUDA", torch.version.cuda) if maker == "NVIDIA" else ("ROCm", torch.version.hip)
+    if version is None:
+        remedy = "TORCH=cuda make setup" if maker == "NVIDIA" else OTHER_BUILD
+        return f"torch {torch.__version__} is built without {toolkit}. Install a build with it: {remedy}"
+    return (
+        f"torch {torch.__version__} is built for {toolkit} {version}. Either the driver is too old for that (update "
+        f"it, or install a build for the {toolkit} that it serves: {OTHER_BUILD}), or this user or container may not "
+        "use the GPU"
+    )
+
+
+def describe_device(device) -> str:
+    """For the log: what the processes of this machine train on.
+
+    Args:
+        device: the torch.device of this process.
+    """
+    import torch
+
+    from zerofit.strategy.devices import device_name
+
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''} per process"
+    there = torch.accelerator.device_count()
+    used = min(there, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return f"{used} x {device_name(device)}" + (f" of the {there} that this machine has" if used < there else "")
+
+
+if __name__ == "__main__":
+    print(*gpus_of_the_machine())

@@ -1,0 +1,76 @@
+"""The memory and the cores of the host, or of the container that a process is in. Only the standard library is
+imported here, and psutil in one function: the watchdog (zerofit/health/watchdog_process.py) is to stay small."""
+
+import os
+
+GIB = 2**30
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read(path: str) -> str:
+    """A file's text; empty where there is none."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def field(text: str, name: str, unit: int = 1) -> int | None:
+    """The number that follows `name` at the start of a line, times the unit."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == name and words[1].isdigit():
+            return int(words[1]) * unit
+    return None
+
+
+def number(text: str) -> int | None:
+    return int(text) if text.strip().isdigit() else None
+
+
+def cgroups(of_process: str, root: str = "/sys/fs/cgroup") -> list[str]:
+    """The memory cgroup of a process and those around it, from /proc/PID/cgroup: versions 1 and 2.
+
+    In a container the path may be the host's, and name nothing here; then the root is the container's own group.
+    """
+    path = None
+    for line in of_process.splitlines():
+        _, controllers, name = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, path = os.path.join(root, "memory"), name
+            break
+        if not controllers:
+            path = name
+    folders = []
+    while path is not None:
+        folder = os.path.normpath(root + "/" + path)
+        if os.path.isdir(folder):
+            folders.append(folder)
+        path = os.path.dirname(path) if path.strip("/") else None
+    return folders
+
+
+def headroom(folder: str) -> tuple[int, int] | None:
+    """(limit, bytes left) of a cgroup; page cache that can be dropped counts as left. None where it has no limit."""
+    two = os.path.exists(folder + "/memory.max")
+    limit = number(read(folder + ("/memory.max" if two else "/memory.limit_in_bytes")))
+    used = number(read(folder + ("/memory.current" if two else "/memory.usage_in_bytes")))
+    if limit is None or used is None or limit >= 2**60:
+        return None
+    idle = field(read(folder + "/memory.stat"), "inactive_file" if two else "total_inactive_file") or 0
+    return limit, limit - used + min(idle, used)
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, total) bytes of the host, or of the container that this process is in."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limits = [pair for pair in map(headroom, cgroups(read("/proc/self/cgroup"))) if pair and pair[0] < memory.total]
+    limit, left = min(limits, key=lambda pair: pair[1], default=(memory.total, memory.available))
+    return min(left, memory.available), limit

@@ -1,0 +1,29 @@
+"""The prepared model where nothing is trained: no optimizer, no gradients, nothing to shard but weights."""
+
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.grid import initializing_deepspeed
+
+
+class InferenceEngine(Engine):
+    """Evaluates and generates under every strategy.
+
+    ZeRO-1 and ZeRO-2 shard what training holds beside the weights, and DeepSpeed has no such stage without an
+    optimizer: each rank has the full model, as in training. ZeRO-3 shards the weights here as well.
+    """
+
+    def _prepare(self, model, recipe):
+        model.requires_grad_(False)
+        if self.strategy.shards_parameters:
+            with initializing_deepspeed(self.layout):
+                self.engine = self.accelerator.prepare(model)
+            return self.engine
+        if self.strategy.deepspeed is not None:  # in its dtype already, and no autocast
+            return model if getattr(model, "hf_quantizer", None) is not None else model.to(self.device)
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _state(self):
+        return None
+
+    @property
+    def torch_optimizer(self):
+        return None

@@ -1,0 +1,181 @@
+"""What the launcher says: how many processes there are, which strategy, and which files it read."""
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.last_message import is_accelerate_launch
+from zerofit.recipe.parsing import read_yaml
+from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
+from zerofit.strategy.named import Named, hand_down
+from zerofit.strategy.pairs import CONFIGS
+
+# Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
+DEEPSPEED_YAML_KEYS = {
+    "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names", "gradient_accumulation_steps",
+    "gradient_clipping", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
+    "offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "zero_stage",
+}  # fmt: skip
+SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
+PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+
+@dataclass
+class Launch:
+    """The launcher's side of a run, read from the environment before anything heavy is imported."""
+
+    world_size: int
+    rank: int
+    deepspeed: bool
+    precision: str | None  # None where the launcher says nothing
+    json_path: str | None  # DeepSpeed JSON
+    config_file: str | None  # accelerate YAML, where it can be found out
+    yaml: dict[str, Any] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    fsdp: dict[str, str] | None = None  # FSDP's settings; None: it is not used
+    threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
+
+    @property
+    def pair(self) -> str | None:
+        """The name of the pair; None where the YAML is not one of accelerate_configs/, and where there is none."""
+        path = Path(self.config_file or "")
+        return path.stem if path.resolve().parent.name == CONFIGS.name else None
+
+    @property
+    def source(self) -> str:
+        """How messages name the accelerate configuration."""
+        return self.config_file or "accelerate launch"
+
+    @property
+    def states_precision_by_flag(self) -> bool:
+        """Whether `precision` is not the YAML's: a flag goes before the file."""
+        return not self.config_file or bool(_option(self.command, "--mixed_precision"))
+
+
+def find_launch(named: Named | None = None, config_file: str | None = None) -> Launch:
+    """Read the environment that `accelerate launch` made, and the YAML file behind it; check_launch checks them.
+
+    Args:
+        named: what the program's own command line names: the environment is made of it here.
+        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
+
+    Raises:
+        UserError: the launcher and the program name different strategies.
+    """
+    environment = os.environ
+    # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
+    # run ten times slower as soon as another process wants the same cores.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    command, config_file, threads_are_the_users = ([], config_file, False) if config_file else _launcher()
+    if named is not None:
+        hand_down(named, config_file)
+        config_file = named.config_file or config_file
+    content = read_yaml(Path(config_file)) if config_file else {}
+    return Launch(
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        rank=int(environment.get("RANK", "0")),
+        deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "true",
+        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no")),
+        json_path=environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+        config_file=config_file,
+        yaml=content,
+        command=command,
+        fsdp=read_fsdp(environment),
+        threads_are_the_users=threads_are_the_users,
+    )
+
+
+def check_launch(launch: Launch) -> None:
+    """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
+    supported."""
+    problems = _yaml_problems(launch)
+    if launch.fsdp is not None:
+        problems += fsdp_problems(launch.fsdp, launch.yaml, launch.source)
+        if launch.deepspeed:
+            problems.append(f"{launch.source}: FSDP and DeepSpeed are both asked for. unset ACCELERATE_USE_FSDP")
+    if launch.precision == "fp8":
+        problems.append(f"{launch.source}: mixed_precision = fp8 is not supported. Use bf16, fp16 or no")
+    if problems:
+        raise UserError(problems)
+
+
+def tell_deepspeed_of_a_cpu() -> None:
+    """Before DeepSpeed is imported: where there is no GPU it finds that out for itself, and warns on every rank."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _launcher() -> tuple[list[str], str | None, bool]:
+    """(command line, --config_file, whether OMP_NUM_THREADS was given) of the `accelerate launch` above this process.
+
+    accelerate hands its settings down as environment variables, but not the name of the file that they came from.
+    """
+    import psutil
+
+    launcher = launcher_process()
+    if launcher is None:
+        threads = "OMP_NUM_THREADS" in os.environ
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which sets it to 1 where nobody has
+            with contextlib.suppress(psutil.Error):
+                threads = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
+        return [], None, threads
+    words = launcher.cmdline()
+    named = _option(words, "--config_file") or default_config()
+    threads = bool(_option(words, "--num_cpu_threads_per_process"))
+    with contextlib.suppress(psutil.Error):
+        threads = threads or "OMP_NUM_THREADS" in launcher.environ()
+    return words, named if named and Path(named).is_file() else None, threads
+
+
+def launcher_process():
+    """The `accelerate launch` above this process as a psutil.Process; None if there is none, or it cannot be seen."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            if is_accelerate_launch(words):
+                return parent
+    return None
+
+
+def default_config() -> str | None:
+    """The file that accelerate reads where no --config_file is given, if there is one."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    files = (home / "accelerate" / f"default_config.{ending}" for ending in ("json", "yaml"))
+    return next((str(file) for file in files if file.is_file()), None)
+
+
+def _option(words: list[str], name: str) -> str | None:
+    for word, following in zip(words, [*words[1:], ""]):
+        if word == name:
+            return following
+        if word.startswith(name + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _yaml_problems(launch: Launch) -> list[str]:
+    section = launch.yaml.get("deepspeed_config") or {}
+    problems = []
+    for key in section:
+        if key not in DEEPSPEED_YAML_KEYS:
+            close = nearest(key, DEEPSPEED_YAML_KEYS)
+            remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted(DEEPSPEED_YAML_KEYS))}"
+            problems.append(f"{launch.config_file}: deepspeed_config has the unknown key {key}. {remedy}")
+    if "deepspeed_config_file" in section:
+        only_without = {"gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model",
+                        "offload_optimizer_device", "offload_param_device"} & section.keys()  # fmt: skip
+        for key in sorted(only_without):
+            problems.append(
+                f"{launch.config_file}: {key} = {section[key]!r} stands beside deepspeed_config_file = "
+                f"{section['deepspeed_config_file']!r}, which has its own. Keep it in the JSON only"
+            )
+    return problems

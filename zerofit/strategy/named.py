@@ -1,0 +1,140 @@
+"""A strategy that the program's own command line names: `--strategy zero1`, or `--deepspeed_config FILE.json`.
+
+torchrun reads no YAML. `accelerate launch` makes environment variables of one, which the Accelerator reads; under
+torchrun they are made here (accelerate/utils/launch.py, 1.15).
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import read_yaml
+from zerofit.strategy.fsdp import variables_of
+from zerofit.strategy.pairs import find_strategies
+
+OPTIONS = ("strategy", "deepspeed_config")
+# {key of deepspeed_config: what accelerate launch calls it in the environment}
+VARIABLES = {
+    "zero_stage": "DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "GRADIENT_CLIPPING",
+    "offload_optimizer_device": "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "zero3_init_flag": "DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED", "FSDP")
+NOT_SUPPORTED = ("dynamo_config", "fp8_config", "parallelism_config", "megatron_lm_config")
+RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the command line names.
+
+    Attributes:
+        words: as the user has typed it.
+        config_file: the pair's accelerate YAML; None of a JSON alone.
+        json_path: the DeepSpeed JSON; None of a pair, whose YAML names it.
+    """
+
+    words: str
+    config_file: str | None = None
+    json_path: str | None = None
+
+
+def take_named(recipe) -> Named | None:
+    """What the recipe's flags name, and no more in the recipe from here on: it says what is trained, and not how.
+
+    Raises:
+        UserError: both are given, a recipe's file has one, or there is no such file.
+    """
+    given = {name: (getattr(recipe, name), recipe.source(name)) for name in OPTIONS if getattr(recipe, name, None)}
+    if not given:
+        return None
+    problems = [
+        f"{source}: {name} = {value!r}: a recipe says what is trained, and not how. Use the flag --{name} {value}"
+        for name, (value, source) in given.items() if not (source or "").startswith("--")
+    ]  # fmt: skip
+    if len(given) > 1:
+        problems.append("--strategy and --deepspeed_config: a pair has its own JSON. Keep one of the two")
+    if problems:
+        raise UserError(problems)
+    ((name, (value, _)),) = given.items()
+    recipe.reset_option(name)
+    if name == "strategy":
+        return Named(f"--strategy {value}", config_file=str(find_strategies([value])[value]))
+    if not Path(value).is_file():
+        raise UserError(
+            f"--deepspeed_config {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/"
+        )
+    return Named(f"--deepspeed_config {value}", json_path=value)
+
+
+def hand_down(named: Named, config_file: str | None) -> None:
+    """Put it into this process' environment, as accelerate launch would have.
+
+    Args:
+        config_file: the YAML that an accelerate launch above this process has read.
+
+    Raises:
+        UserError: the launcher has a strategy of its own, and it is another.
+    """
+    environment, told = os.environ, config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    ours = named.config_file or named.json_path
+    if told and Path(told).is_file() and Path(told).samefile(ours):
+        return
+    if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
+        kept = f"accelerate launch --config_file {ours}" if named.config_file else "leave --config_file out"
+        raise UserError(
+            f"{named.words}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one of them. "
+            f"To have the first: {kept}"
+        )
+    if named.config_file:
+        made = environment_of(read_yaml(Path(named.config_file)) or {}, named.config_file)
+    else:
+        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named.json_path}
+    if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        made.pop("ACCELERATE_MIXED_PRECISION", None)  # a flag of the launcher goes before the file
+    environment.update(made)
+    if "ACCELERATE_USE_DEEPSPEED" in made and "RANK" not in environment:  # a single process, without any launcher
+        with socket.socket() as free:
+            free.bind((RENDEZVOUS["MASTER_ADDR"], 0))
+            environment.update(RENDEZVOUS, MASTER_PORT=str(free.getsockname()[1]))
+
+
+def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
+    """The variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
+
+    Raises:
+        UserError: it asks for what only accelerate launch can do.
+    """
+    kind, world = str(content.get("distributed_type", "NO")), int(os.environ.get("WORLD_SIZE", "1"))
+    problems = [
+        f"{source}: {key} is not supported without accelerate launch" for key in NOT_SUPPORTED if content.get(key)
+    ]
+    if kind not in SUPPORTED:
+        problems.append(f"{source}: distributed_type = {kind} is not supported. Use one of accelerate_configs/")
+    if kind == "NO" and world > 1:
+        problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
+    if problems:
+        raise UserError(problems)
+    precision = content.get("mixed_precision") or "no"  # an unquoted no is YAML's false
+    made = {"ACCELERATE_MIXED_PRECISION": str(precision).lower()}
+    if content.get("use_cpu"):
+        made["ACCELERATE_USE_CPU"] = "true"
+    if kind == "DEEPSPEED":
+        made["ACCELERATE_USE_DEEPSPEED"] = "true"
+        for key, value in (content.get("deepspeed_config") or {}).items():
+            if key in VARIABLES and value is not None:
+                is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
+                made[f"ACCELERATE_{VARIABLES[key]}"] = str(value) if is_name else str(value).lower()
+    if kind == "FSDP":
+        made |= variables_of(content.get("fsdp_config") or {})
+    return made

@@ -1,0 +1,90 @@
+"""The recipe's optimizer: AdamW, or one that keeps less of each parameter.
+
+Adafactor is that of transformers: its learning rate is absolute, as AdamW's is and the schedule says. In torch's it is
+relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 elements, each with a scale).
+"""
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from zerofit.model.parameters import decay_groups
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import OptimizerOptions
+from zerofit.strategy.devices import has_fused_adamw
+
+# {optim: what it keeps of a parameter, beside the count of its steps}. AdamW's moments have the parameter's own shape.
+KEPT = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adamw_8bit": ("state1", "state2", "absmax1", "absmax2"),
+    "adafactor": ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
+}
+BLOCK, SMALLEST_IN_8_BITS = 256, 4096  # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
+OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.Optimizer:
+    """The one that `optim` names, of one process or of DDP."""
+    if recipe.optim == "adamw":
+        return adamw(model, recipe, device)
+    groups, rate = decay_groups(model.parameters(), recipe.weight_decay), recipe.learning_rate
+    if recipe.optim == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=rate, betas=(recipe.adam_beta1, recipe.adam_beta2), eps=recipe.adam_epsilon)
+    from transformers.optimization import Adafactor
+
+    return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+
+
+def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.AdamW:
+    """The recipe's AdamW, fused where torch has it for this device."""
+    return torch.optim.AdamW(
+        decay_groups(model.parameters(), recipe.weight_decay),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        fused=has_fused_adamw(device) or None,
+    )
+
+
+def state_bytes(optim: str, shape: Sequence[int]) -> int:
+    """What is kept of a parameter of this shape, whose gradient is fp32; without constants, and counts of steps."""
+    size = math.prod(shape)
+    if optim == "adafactor":
+        return 4 * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
+    if optim == "adamw_8bit" and size >= SMALLEST_IN_8_BITS:
+        return 2 * (size + 4 * math.ceil(size / BLOCK))
+    return 8 * size
+
+
+def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> None:
+    """Raises UserError where a strategy's shards are not what an optimizer would have of the whole parameter."""
+    if recipe.optim == "adamw" or not shards:
+        return
+    why = {
+        "adafactor": "keeps means over the rows and columns of each matrix, which no process has in full there",
+        "adamw_8bit": "rounds blocks of 256 elements, which would be other ones there: a run would not agree with one "
+        "process",
+    }  # fmt: skip
+    raise UserError(
+        f"optim = {recipe.optim}: it {why[recipe.optim]} ({strategy}). Use --strategy ddp, or one process; or --optim "
+        "adamw"
+    )
+
+
+def check_installed(recipe: OptimizerOptions) -> None:
+    """Raises UserError where the package of `optim` is not here."""
+    if recipe.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise UserError(
+            "optim = adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes, or say --optim "
+            "adafactor or adamw"
+        )
+
+
+def without_effect(recipe: OptimizerOptions) -> list[str]:
+    """Notes on options of AdamW that are set, where there is none."""
+    names = [name for name in OF_ADAM if recipe.optim == "adafactor" and recipe.is_changed(name)]
+    return [f"{' and '.join(names)}: no effect, adafactor has nothing of the kind"] if names else []

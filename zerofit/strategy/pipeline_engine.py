@@ -1,0 +1,153 @@
+"""A pipeline: each rank has some of the layers, and an update's micro-batches pass through all of them."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from types import SimpleNamespace
+
+import torch
+
+from zerofit.data.collate import Batch
+from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
+
+EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """ZeRO-1 across the replicas of a pipeline, through DeepSpeed's engine."""
+
+    _shapes: frozenset[torch.Size] = frozenset()  # (B, T) of the micro-batches that passed through last
+
+    def _prepare(self, model, recipe):
+        from zerofit.strategy.stage_module import StageModule
+
+        self.stage = StageModule(model, self.layout)
+        super()._prepare(self.stage, recipe)
+        return PipelinedModel(self)
+
+    def run(self, batches, loss_sum, scale, phase):
+        from zerofit.strategy.stage_module import GradientSchedule
+
+        losses = []
+
+        def scaled_loss(model, batch):
+            loss = loss_sum(model, batch)
+            losses.append(loss.detach().float())
+            return loss * (scale * self.engine.gradient_accumulation_steps())  # which DeepSpeed divides by
+
+        self._pass_through(GradientSchedule, batches, scaled_loss, phase)
+        return losses or [torch.zeros((), device=self.device) for _ in batches]
+
+    def losses(self, batches, loss_sum):
+        batches, most = iter(batches), EVALUATED_TOGETHER * self.layout.pipeline
+        while chunk := list(islice(batches, most)):
+            found = self.evaluate(chunk, lambda model, batch: loss_sum(model, batch).float())
+            yield from zip(chunk, found or [torch.zeros((), device=self.device) for _ in chunk])
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Sequence[Batch], at_the_end: Callable[[torch.nn.Module, Batch], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the last stage finds for each batch, without dropout; nothing on the others."""
+        from deepspeed.runtime.pipe.schedule import InferenceSchedule
+
+        found, training = [], self.stage.training
+
+        def noted(model, batch):
+            found.append(at_the_end(model, batch))
+            return found[-1]
+
+        self.stage.eval()
+        torch.distributed.barrier()  # DeepSpeed's eval_batch has one here, against deadlocks
+        self._pass_through(InferenceSchedule, batches, noted, lambda phase: None)
+        self.stage.train(training)
+        return found
+
+    def _pass_through(self, schedule, batches: Sequence[Batch], at_the_end, phase) -> None:
+        """All stages have the same micro-batches. So they agree, without a word, on when to exchange shapes, for which
+        the host waits: before the first one where all have a new shape in common, before each where they differ."""
+        engine = self.engine
+        shapes = frozenset(batch.inputs["input_ids"].shape for batch in batches)
+        if shapes != self._shapes:
+            engine.reset_activation_shape()
+        engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
+        self.stage.feed(batches, at_the_end, phase)
+        ids = (batch.inputs["input_ids"] for batch in batches)  # DeepSpeed would wait for them to be copied
+        engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
+        engine.total_loss, engine._compute_loss = None, True
+        engine._exec_schedule(schedule(len(batches), engine.num_stages, engine.stage_id))
+
+    def _take_step(self):
+        self.engine._exec_optimizer_step()
+
+    def from_last_stage(self, found: torch.Tensor | None) -> torch.Tensor:
+        """What the last stage of this replica has, on all of its stages."""
+        grid, held = self.engine.grid, [None if found is None else found.cpu()]
+        last = grid.stage_to_global(self.layout.pipeline - 1)
+        torch.distributed.broadcast_object_list(held, last, grid.get_pipe_parallel_group(), self.device)
+        return held[0].to(self.device)
+
+    def _joined_weights(self):
+        """In the order of the whole model; each goes to the main process by itself."""
+        own = {name: each for name, each in self.module.named_parameters() if not each.ds_pipe_replicated}
+        sends = self.layout.data_rank == 0 and self.layout.tensor_rank == 0 and not self.is_main
+        senders = {name: rank for rank, names in enumerate(self.gather_objects([*own] if sends else []) or [])
+                   for name in names}  # fmt: skip
+        for name, shape_of in self.whole.named_parameters():
+            weight = self._joined(own[name]) if name in own else None
+            if weight is not None and sends:
+                torch.distributed.send(weight.contiguous(), 0)
+            if self.is_main:
+                if weight is None:
+                    weight = torch.empty(shape_of.shape, dtype=shape_of.dtype, device=self.device)
+                    torch.distributed.recv(weight, senders[name])
+                yield name, weight.to("cpu", copy=True)
+        if self.is_main:
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
+
+    def generate(self, input_ids, attention_mask=None, **kwargs):
+        raise NotImplementedError("the layers are on several ranks: generate with the exported model")
+
+
+class PipelineInference(PipelineEngine):
+    """Evaluates where nothing is trained."""
+
+    def _prepare(self, model, recipe):
+        from zerofit.strategy.stage_module import StageModule
+
+        model.requires_grad_(False)
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        config["zero_optimization"] = {"stage": 0}  # other stages need an optimizer
+        self.stage = StageModule(model, self.layout)
+        self.engine = self.accelerator.prepare(self.stage)
+        return PipelinedModel(self)
+
+    def _state(self):
+        return None
+
+    @property
+    def torch_optimizer(self):
+        return None
+
+
+class PipelinedModel:
+    """The model of a pipeline: called with one micro-batch on all ranks together, without gradients; each rank of a
+    replica gets the loss, or the logits, that its last stage has found."""
+
+    def __init__(self, engine: PipelineEngine):
+        self._engine = engine
+
+    def train(self, mode: bool = True) -> "PipelinedModel":
+        self._engine.stage.train(mode)
+        return self
+
+    def eval(self) -> "PipelinedModel":
+        return self.train(False)
+
+    def __call__(self, **inputs):
+        def found(model, batch):
+            output = model(**batch.inputs)
+            return output if torch.is_tensor(output) else output.logits
+
+        (own,) = self._engine.evaluate([Batch(inputs, 0, 0, 0, [])], found) or [None]
+        output = self._engine.from_last_stage(own)
+        return output if output.dim() == 0 else SimpleNamespace(logits=output)

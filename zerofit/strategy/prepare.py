@@ -1,0 +1,35 @@
+"""The engine that a strategy asks for."""
+
+import torch
+
+from zerofit.recipe.options import OptimizerOptions
+from zerofit.recipe.schedule import Schedule
+from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.fsdp_engine import FullyShardedEngine
+from zerofit.strategy.inference import InferenceEngine
+from zerofit.strategy.pipeline_engine import PipelineEngine, PipelineInference
+from zerofit.strategy.strategy import Strategy
+from zerofit.strategy.torch_engine import TorchEngine
+
+# Freeing a DDP model frees its process group, and torch's destructor of a gloo group waits, with the interpreter's
+# lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some
+# hundreds of launches. So neither is ever freed nor the group destroyed; zerofit.recipe.errors.leave ends the process.
+NEVER_FREED: list[Engine] = []
+
+
+def prepare_engine(
+    strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule | None
+) -> Engine:
+    """Shard, wrap and place the model and its optimizer as the strategy says."""
+    kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    if strategy.fully_shards:
+        kind = FullyShardedEngine
+    elif not recipe.trains:
+        kind = InferenceEngine
+    if strategy.pipeline > 1:
+        kind = PipelineEngine if recipe.trains else PipelineInference
+    engine = kind(strategy, accelerator, model, recipe, schedule)
+    if torch.distributed.is_initialized():
+        NEVER_FREED.append(engine)
+    return engine

@@ -1,0 +1,146 @@
+"""The processes of a run: their process group, and accelerate's Accelerator over it."""
+
+import functools
+import importlib
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch.distributed import distributed_c10d
+
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.build_locks import drop_abandoned_locks
+from zerofit.strategy.builds import announce_builds
+from zerofit.strategy.devices import bf16_slowdown, bind_to_numa_node, faster_precisions, use_threads_of_share
+from zerofit.strategy.disk import check_async_io, keeps_optimizer_on_disk
+from zerofit.strategy.gpus import idle_devices
+from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
+from zerofit.strategy.meeting import serve_store
+from zerofit.strategy.named import RENDEZVOUS
+from zerofit.strategy.strategy import Strategy
+
+# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
+# that is read or written, an export. A rank that hangs is found by its watchdog.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
+FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
+
+
+def start_processes(
+    strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs
+) -> tuple[Accelerator, list[str]]:
+    """Start the process group and build the Accelerator.
+
+    Args:
+        timeout: of what the processes do together.
+        kwargs: further arguments of the Accelerator.
+
+    Returns: it, and notes for the log.
+
+    Raises:
+        UserError: fp16 without a GPU; more processes than devices.
+        RuntimeError: the processes do not find each other (each would train alone, without a word).
+    """
+    # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    strategy.check_precision()
+    # What a group without a timeout of its own has, as DeepSpeed makes them: NCCL's is 10 minutes.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    launch, notes, on_cpu = strategy.launch, [], not torch.accelerator.is_available()
+    if on_cpu:
+        tell_deepspeed_of_a_cpu()
+    sharing = None
+    if strategy.offloads_optimizer:
+        sharing, note = bind_to_numa_node()
+        notes += filter(None, [note])
+    if (on_cpu or strategy.offloads_optimizer) and not launch.threads_are_the_users:
+        use_threads_of_share(sharing)
+    grouped = launch.world_size > 1 or strategy.deepspeed is not None
+    shared = not on_cpu and _share_devices(torch.accelerator.device_count())
+    backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}
+    if strategy.deepspeed is not None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
+        announce_builds()
+        spare_deepspeed_on_a_cpu()
+        kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
+        if keeps_optimizer_on_disk(strategy.deepspeed["zero_optimization"]):
+            check_async_io()
+        kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
+    # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
+    # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the engine shards, and transformers would load on one rank only
+    store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
+    accelerator = Accelerator(
+        cpu=on_cpu and strategy.deepspeed is None,
+        mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **backend), ddp],
+        **kwargs,
+    )
+    if accelerator.num_processes != launch.world_size:
+        raise RuntimeError(
+            f"the launcher started {launch.world_size} processes, and accelerate sees "
+            f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
+        )
+    notes += filter(None, [idle_devices()])
+    faster = [FASTER[name] for name in faster_precisions(accelerator.device)] if strategy.precision == "fp32" else []
+    if faster:
+        notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
+    if on_cpu and strategy.precision == "bf16" and (times := bf16_slowdown()):
+        notes.append(f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32")
+    return accelerator, notes
+
+
+def store_of_one_process():
+    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
+    store, or it is another's."""
+    environment = os.environ
+    alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
+    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
+        return None
+    return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
+
+
+def _share_devices(num_devices: int) -> bool:
+    """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
+
+    Raises:
+        UserError: they would have to, and nobody has allowed it.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes <= num_devices:
+        return False
+    if not os.environ.get(SHARES_DEVICES):
+        raise UserError(
+            f"num_processes: {processes} on this machine, which has {num_devices} "
+            f"device{'s' if num_devices > 1 else ''}. Use --num_processes {num_devices}"
+        )
+    # Both accelerate and DeepSpeed take LOCAL_RANK for the number of the device.
+    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_devices)
+    return True
+
+
+def spare_deepspeed_on_a_cpu() -> None:
+    """Leave out what DeepSpeed does on CPUs for nothing.
+
+    With its first process group it compiles a sum that its own layers use in inference (comm/torch.py,
+    inference_all_reduce): nothing here calls it. ZeRO-3 asks for the number of devices with every bucket of gradients
+    (zero/stage3.py), which starts `numactl` each time.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    backend.build_shm_op = lambda: None
+    get_accelerator().device_count = functools.cache(get_accelerator().device_count)
+
+
+def _deepspeed_plugin(strategy: Strategy) -> DeepSpeedPlugin:
+    # accelerate's own comparison of YAML and JSON is ours by now (launch.py, deepspeed_json.py), and it would take the
+    # resolved configuration for a second opinion.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
+    return DeepSpeedPlugin(hf_ds_config=strategy.deepspeed, zero3_init_flag=init and strategy.shards_parameters)

@@ -1,0 +1,145 @@
+"""From the launcher's environment and the pair behind it to the strategy of a run: read, and checked, before data."""
+
+from collections.abc import Callable
+from typing import Any
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import Problems, UserError
+from zerofit.strategy.batches import resolve_batches
+from zerofit.strategy.deepspeed_config import resolve_config
+from zerofit.strategy.deepspeed_json import read_config, stated_precision
+from zerofit.strategy.degrees import (
+    check_degrees,
+    idle_note,
+    read_pipeline_degree,
+    read_sequence_degree,
+    take_tensor_degree,
+)
+from zerofit.strategy.disk import shared_disk_note
+from zerofit.strategy.fsdp import ALONE, check_fsdp
+from zerofit.strategy.gpus import check_devices
+from zerofit.strategy.launch import Launch, check_launch, find_launch
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.named import take_named
+from zerofit.strategy.optimizers import check_optimizer
+from zerofit.strategy.strategy import Stated, Strategy
+
+OnLayout = Callable[[ParallelLayout], None]
+
+
+def read_strategy(
+    recipe: Recipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: None
+) -> Strategy:
+    """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
+
+    Values that the recipe leaves open and the pair states are adopted into the recipe.
+
+    Args:
+        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
+        on_layout: is told the parallel layout before batches are resolved; the recipe may still adopt a global batch.
+
+    Raises:
+        UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
+    """
+    launch, problems = find_launch(take_named(recipe), config_file), Problems()
+    with problems.collected():
+        check_launch(launch)
+    with problems.collected():
+        check_devices()
+    read = _read_deepspeed if launch.deepspeed else _read_torch
+    strategy = read(launch, recipe, problems, on_layout)
+    problems.raise_found()
+    return strategy
+
+
+def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
+    """One process, DDP or FSDP2. None: there are problems."""
+    precision, stated = None, [_of_launcher(launch)]
+    with problems.collected():
+        precision, stated = _agreed_precision(recipe, stated)
+    with problems.collected():
+        on_layout(ParallelLayout(launch.world_size, launch.rank))
+        batches = resolve_batches(recipe, launch.world_size)
+    if launch.fsdp is not None:
+        with problems.collected():
+            check_optimizer(recipe, "fsdp2", launch.world_size > 1)
+        with problems.collected():
+            check_fsdp(launch.source, recipe, precision)
+    if problems.found:
+        return None
+    recipe.precision = precision
+    fsdp = launch.fsdp if launch.world_size > 1 else None
+    notes = (ALONE,) if launch.fsdp is not None and fsdp is None else ()
+    return Strategy(launch, batches, precision, None, launch.source, notes, tuple(stated), fsdp=fsdp)
+
+
+def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
+    """ZeRO of any stage. None: there are problems."""
+    config = precision = None
+    with problems.collected():
+        config, source, notes = read_config(launch, problems)
+    if config is None:
+        return None
+    with problems.collected():
+        precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
+    with problems.collected():
+        check_optimizer(recipe, source, True)
+    with problems.collected():
+        tensor, sequence = take_tensor_degree(config, source), read_sequence_degree(config, source)
+        pipeline = read_pipeline_degree(config, source)
+        layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
+        on_layout(layout)
+        resolved, batches = resolve_config(config, source, recipe, layout)
+        check_degrees(resolved, source, recipe, precision, layout)
+        _check_compiled(resolved, source, recipe)
+    if problems.found:
+        return None
+    recipe.precision = precision
+    if recipe.trains:
+        notes += filter(
+            None, [idle_note(pipeline, batches.accumulation), shared_disk_note(resolved["zero_optimization"])]
+        )
+    strategy = Strategy(
+        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
+    )
+    strategy = strategy.with_precision(precision)
+    return strategy if recipe.trains else strategy.without_optimizer()
+
+
+def _check_compiled(config: dict[str, Any], source: str, recipe: Recipe) -> None:
+    """Raises UserError where torch.compile would compile many small graphs instead of one."""
+    if getattr(recipe, "torch_compile", False) and config["zero_optimization"]["stage"] == 3:
+        raise UserError(
+            f"{source}: zero_optimization.stage = 3 does not go together with torch_compile "
+            f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "
+            "cuts a layer's graph into pieces. Use --strategy fsdp2, which gathers those of a layer, or remove it"
+        )
+
+
+def _of_launcher(launch: Launch) -> Stated:
+    if launch.states_precision_by_flag:
+        source = "accelerate launch"
+        return Stated(launch.precision, source, f"{source} --mixed_precision {launch.precision}", "Use bf16 or no")
+    statement = f"{launch.config_file}: mixed_precision = {launch.precision}"
+    return Stated(launch.precision, launch.source, statement, 'Write bf16, or "no" for fp32')
+
+
+def _of_json(config: dict[str, Any], source: str) -> Stated:
+    value = stated_precision(config, source)
+    return Stated(value, source, f"{source}: {value}.enabled = true", 'Write "auto"')
+
+
+def _agreed_precision(recipe, statements: list[Stated]) -> tuple[str, list[Stated]]:
+    """(the precision, those who state it)."""
+    stated = [each for each in statements if each.value]
+    source = recipe.source("precision")
+    if source:
+        stated.append(Stated(recipe.precision, source, f"precision = {recipe.precision} ({source})",
+                           "Use bf16 or fp32"))  # fmt: skip
+    if len({each.value for each in stated}) > 1:
+        sides = " and ".join(f"{each.value} ({each.source})" for each in stated)
+        raise UserError(
+            f"precision is {sides}: make them agree. The recipe's `precision` is its place, "
+            "the others may leave it open"
+        )
+    return (stated[0].value if stated else "fp32"), stated

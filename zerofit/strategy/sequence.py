@@ -1,0 +1,174 @@
+"""Sequence parallelism (Ulysses): the ranks of a replica split each row among them.
+
+Each rank runs the model on its part of every row. Attention needs rows in full: an all-to-all gives each rank some of
+the heads of rows in full, and another one gives the parts back (Jacobs et al. 2023, arXiv:2309.14509). To its caller
+the model is what it was: it takes rows in full, and returns the loss of all their tokens, or the logits of all.
+
+Only the exchange is DeepSpeed's. What it registers with transformers discards every mask, so that packed documents see
+each other; it knows one micro-batch only; and in evaluation mode a rank attends to its own part only
+(runtime/sequence_parallel/ulysses_sp.py, 0.19).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from zerofit.data.collate import within_documents
+from zerofit.model.attention import added_mask
+from zerofit.model.families import family_of
+from zerofit.model.loss import IGNORE
+from zerofit.model.tensor_parallel.layers import Summed
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.grid import sequence_groups
+from zerofit.strategy.layout import ParallelLayout
+
+FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
+BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
+
+
+def check_model(config, degree: int, source: str) -> None:
+    """Before data is read: check that `degree` ranks can split the rows of such a model.
+
+    Raises:
+        UserError: all that stands against it.
+    """
+    config = config.get_text_config()
+    stated, without = f"{source}: sequence_parallel_size = {degree}", "Use a pair without it, such as zero3"
+    problems = []
+    if not family_of(config).splits_rows:
+        problems.append(f"{stated} is not supported for a {config.model_type}. {without}")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        problems.append(f"{stated}: layers of this {config.model_type} do not attend to the row in full. {without}")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in BY_LENGTH:
+        problems.append(f"{stated}: this {config.model_type} scales positions by the length of a row. {without}")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    possible = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if not problems and degree not in possible:
+        remedy = f"Use {' or '.join(map(str, possible))}" if possible else without
+        problems.append(
+            f"{stated}: the model has {heads} attention heads and {kv_heads} heads of keys and values, which "
+            f"{degree} processes cannot share alike. {remedy}"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+class SplitRows:
+    """Lets the ranks of a replica split the rows of a model. Its loss must be installed before (model/loss.py).
+
+    Args:
+        model: called with rows in full from here on, the same on all ranks of a replica.
+    """
+
+    def __init__(self, model, layout: ParallelLayout):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.model, self.size, self.rank, self.active = model, layout.sequence, layout.sequence_rank, True
+        self.group = sequence_groups(layout).get_sequence_parallel_group()
+        self._exchanges: dict[tuple, Callable] = {}
+        self._forward_in_full = model.forward
+        model.forward = self._forward
+        # sdpa, too: the run falls back to it where a flash kernel does not tell packed documents apart.
+        for name in {model.config._attn_implementation, "sdpa"}:
+            attention = ALL_ATTENTION_FUNCTIONS[name]
+            ALL_ATTENTION_FUNCTIONS[name] = functools.partial(self._attend, attention)
+
+    @contextlib.contextmanager
+    def in_full(self) -> Iterator[None]:
+        """The context in which each rank computes rows in full."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+    def _forward(self, *args, **inputs):
+        if not self.active:
+            return self._forward_in_full(*args, **inputs)
+        width = inputs["input_ids"].shape[1]
+        output = self._forward_in_full(**self._part(inputs))
+        if torch.is_tensor(output):  # the loss
+            return Summed.apply(output, self.group)
+        output.logits = self._joined(output.logits)[:, :width]
+        return output
+
+    def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the rows, filled up to a length that the ranks divide, and the mask of rows in full."""
+        rows, width = inputs["input_ids"].shape
+        fill = -width % self.size
+        inputs, mask = dict(inputs), inputs.get("attention_mask")
+        packed = mask is None and "position_ids" in inputs and "cu_seq_lens_q" not in inputs
+        if "labels" in inputs:  # shifted before the cut: the next token may be in the next rank's part
+            inputs["next_tokens"] = F.pad(inputs.pop("labels")[:, 1:], (0, 1), value=IGNORE)
+        if "position_ids" not in inputs:
+            inputs["position_ids"] = torch.arange(width, device=inputs["input_ids"].device).expand(rows, -1)
+        positions = F.pad(inputs["position_ids"], (0, fill))  # each filler is a document of its own
+        for name in FILLERS.keys() & inputs.keys():
+            row = F.pad(inputs[name], (0, fill), value=FILLERS[name])
+            inputs[name] = row.chunk(self.size, dim=1)[self.rank].contiguous()
+        if fill and "cu_seq_lens_q" in inputs:
+            inputs |= _with_filler(inputs, width + fill, fill)
+        inputs["attention_mask"] = self._mask(mask, positions, packed, fill)
+        return inputs
+
+    def _mask(self, mask, positions: torch.Tensor, packed: bool, fill: int) -> torch.Tensor | None:
+        """The mask (B, 1, T, T) of rows in full; None where each position sees all before it. Padding is on the right
+        of a row, and so no mask hides it: nothing is trained on what sees it."""
+        if packed:
+            seen = within_documents((positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1))
+        elif mask is not None and mask.dim() == 4:
+            seen = F.pad(mask, (0, fill, 0, fill), value=True).tril()
+        else:
+            return None
+        return added_mask(seen, self.model.dtype)
+
+    def _joined(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts (B, T / ranks, ...) as (B, T, ...), without a gradient."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, part.detach().contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
+
+    def _attend(self, attention: Callable, module, query, key, value, attention_mask, *args, **kwargs):
+        """Attention for transformers' AttentionInterface, over rows in full.
+
+        Shapes: query (B, H, T / ranks, D), key and value alike -> ((B, T / ranks, H, D), None).
+        """
+        if not self.active:
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
+        rows, heads, width, _ = query.shape
+        if kwargs.get("position_ids") is None:  # GPT-2 does not pass them on
+            first = self.rank * width
+            kwargs["position_ids"] = torch.arange(first, first + width, device=query.device).repeat(rows, 1)
+        if attention_mask is not None and attention_mask.shape[-1] != width * self.size:
+            attention_mask = None  # what transformers makes of the positions in this part is no mask of rows in full
+        groups = getattr(module, "num_key_value_groups", None)
+        output, weights = self._exchange(attention, query, key)(
+            module, query, key, value, attention_mask, *args, **kwargs
+        )
+        if groups is not None:  # changed by the exchange where ranks share a head of keys and values
+            module.num_key_value_groups = groups
+        return output.view(rows, width, heads, -1), weights
+
+    def _exchange(self, attention: Callable, query: torch.Tensor, key: torch.Tensor) -> Callable:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        made = (attention, query.shape[0])
+        if made not in self._exchanges:
+            self._exchanges[made] = UlyssesSPAttentionHF(
+                attention, batch_size=query.shape[0], attn_head_count=query.shape[1], attn_head_size=query.shape[3],
+                kv_head_count=key.shape[1], num_hidden_layers=0, process_group=self.group, seq_length_is_variable=True,
+            )  # fmt: skip
+        return self._exchanges[made]
+
+
+def _with_filler(inputs: dict[str, Any], width: int, fill: int) -> dict[str, Any]:
+    """The lengths of documents for flash attention, with one more: what fills the row up."""
+    ends = inputs["cu_seq_lens_q"]
+    ends, longest = torch.cat([ends, ends.new_tensor([width])]), max(inputs["max_length_q"], fill)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -1,0 +1,343 @@
+"""What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
+
+A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments. Each rank holds
+pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share of it that
+tensor parallelism has cut out, if it has, and by the range of the flattened share (or parameter) that it covers. So
+what N ranks wrote under one strategy, M ranks read under another.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from zerofit.model.parameters import true_numel, true_shape
+from zerofit.model.rows import rows_of
+from zerofit.model.tensor_parallel.cut import Cut
+
+# What AdamW keeps has the shape of the parameter; what other optimizers keep (AsItIs) has not, and is not cut.
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a flattened parameter of this shape; with a cut, of the flattened share."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    cut: Cut | None = None
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(first elements in the flattened parameter, first elements in the piece, lengths) of what is contiguous in
+        both, in ascending order."""
+        if self.cut is None:
+            return tuple(np.array([value]) for value in (self.start, 0, self.stop - self.start))
+        starts, lengths = self.cut.runs()
+        stops = np.cumsum(lengths)
+        first, last = np.maximum(stops - lengths, self.start), np.minimum(stops, self.stop)
+        within = first < last
+        starts = starts + first - (stops - lengths)
+        return starts[within], first[within] - self.start, (last - first)[within]
+
+
+ReadWhole = Callable[[str], torch.Tensor]  # (name) -> what `whole_tensors` had of that name
+Read = Callable[[str, Piece], torch.Tensor]  # (kind, piece) -> (stop - start,) fp32 on the CPU
+
+
+def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:
+    """(first element in the one, first in the other, length) of what two pieces of a parameter have in common."""
+    (a, in_a, of_a), (b, in_b, of_b) = one.runs(), other.runs()
+    i = j = 0
+    while i < len(a) and j < len(b):
+        first, last = max(a[i], b[j]), min(a[i] + of_a[i], b[j] + of_b[j])
+        if first < last:
+            yield int(in_a[i] + first - a[i]), int(in_b[j] + first - b[j]), int(last - first)
+        if a[i] + of_a[i] < b[j] + of_b[j]:
+            i += 1
+        else:
+            j += 1
+
+
+class OptimizerState:
+    """The state of an engine's optimizer. All ranks call its methods together.
+
+    Args:
+        engine: the engine; `module` has the trained parameters, `torch_optimizer` is the innermost optimizer.
+    """
+
+    kinds = KINDS
+
+    def __init__(self, engine):
+        self.engine, self.optimizer = engine, engine.torch_optimizer
+        self.parameters = _trained(engine.module)
+        self.whole = _trained(engine.whole)  # of all stages of a pipeline
+
+    def bytes_of_own(self) -> int:
+        """What this rank writes."""
+        return 4 * len(self.kinds) * sum(piece.stop - piece.start for piece in self.own())
+
+    def bytes_of_all(self) -> int:
+        """What all ranks write together."""
+        return 4 * len(self.kinds) * sum(true_numel(parameter) for parameter in self.whole.values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank writes of its pieces, in fp32: views of what the optimizer holds where that can be."""
+        return {f"{kind}/{piece.name}": self.get(kind, piece).float() for piece in self.own() for kind in self.kinds}
+
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank writes beside its pieces, each tensor as it is."""
+        return {}
+
+    def held(self) -> list[Piece]:
+        """What this rank holds, and so has to read."""
+        raise NotImplementedError
+
+    def own(self) -> list[Piece]:
+        """What this rank writes: of all ranks together, every element once. What tensor parallelism does not cut is
+        the same on all ranks that share a layer, and the first writes it; so is a tied weight on a pipeline's ends."""
+        is_first = self.engine.layout.tensor_rank == 0
+        return [piece for piece in self.held() if (is_first or piece.cut is not None)
+                and not getattr(self.parameters[piece.name], "ds_pipe_replicated", False)]  # fmt: skip
+
+    def piece(self, name: str, start: int, stop: int) -> Piece:
+        """A range of what this rank's replica has of a parameter."""
+        parameter = self.parameters[name]
+        return Piece(name, tuple(true_shape(parameter)), start, stop, getattr(parameter, "cut", None))
+
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
+        """The values of a piece: flat, fp32, a view of what the optimizer holds where that can be."""
+        raise NotImplementedError
+
+    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
+        self.get(kind, piece).copy_(values)
+
+    @torch.no_grad()
+    def load(self, read: Read, steps: int, read_whole: ReadWhole | None = None) -> None:
+        """Take everything from a checkpoint.
+
+        Args:
+            steps: updates that the optimizer has made (fp16's skipped ones not counted).
+            read_whole: of an optimizer that keeps other tensors than AdamW.
+        """
+        self.start()
+        self._take(read)
+        self._load_whole(read_whole)
+        self._set_steps(steps)
+        self._weights_follow(read)
+
+    def _take(self, read: Read) -> None:
+        for kind in self.kinds:
+            for piece in self.held():
+                self.set(kind, piece, read(kind, piece))
+
+    def start(self) -> None:
+        """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""
+        if any(True for _ in self._step_holders()):
+            return
+        held = self._optimized()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        made = [tensor for tensor in held if tensor.grad is None]
+        for tensor in made:
+            tensor.grad = torch.zeros_like(tensor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self._step()
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        for tensor in made:
+            tensor.grad = None
+        self._set_steps(0)
+
+    def _optimized(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer moves."""
+        return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+
+    def _step(self) -> None:
+        self.optimizer.step()
+
+    @property
+    def steps(self) -> int:
+        """Updates that the optimizer has made."""
+        counts = [entry["step"] for entry in self._step_holders()]
+        return int(counts[0]) if counts else 0
+
+    def _set_steps(self, steps: int) -> None:
+        for holder in self._step_holders():
+            if torch.is_tensor(holder["step"]):
+                holder["step"].fill_(steps)
+            else:
+                holder["step"] = steps
+
+    def _step_holders(self) -> Iterator[dict]:
+        """Where the optimizer counts: in the state of each tensor, or (DeepSpeed's fused Adam) in its groups."""
+        for holder in (*self.optimizer.state.values(), *self.optimizer.param_groups):
+            if "step" in holder:
+                yield holder
+
+    def _load_whole(self, read_whole: ReadWhole | None) -> None:
+        """Take what `whole_tensors` had."""
+
+    def _weights_follow(self, read: Read) -> None:
+        """Give the model the weights that were read, where it has its own copy of them."""
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+class WholeState(OptimizerState):
+    """One process, or DDP: every rank holds everything, and writes a part."""
+
+    def held(self):
+        return [Piece(name, tuple(p.shape), 0, p.numel()) for name, p in self.parameters.items()]
+
+    def own(self):
+        rank, world = self.engine.layout.rank, self.engine.layout.world_size
+        cuts = [(piece, piece.stop * rank // world, piece.stop * (rank + 1) // world) for piece in self.held()]
+        return [Piece(piece.name, piece.shape, start, stop) for piece, start, stop in cuts if start < stop]
+
+    def get(self, kind, piece):
+        parameter = self.parameters[piece.name]
+        whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
+        return whole.view(-1)[piece.start : piece.stop]
+
+
+class AsItIs(WholeState):
+    """The same of an optimizer other than AdamW: what it keeps is the same on all ranks, and the first one writes it.
+
+    Args:
+        kept: the names of the tensors in the optimizer's state of a parameter, where it has them.
+        bytes_of: (shape of a parameter) -> their bytes.
+    """
+
+    kinds = ("weight",)
+
+    def __init__(self, engine, kept: tuple[str, ...], bytes_of: Callable[[torch.Size], int]):
+        super().__init__(engine)
+        self._kept, self._bytes_of = kept, bytes_of
+
+    def bytes_of_own(self):
+        return super().bytes_of_own() + (self._kept_bytes() if self.engine.layout.is_main else 0)
+
+    def bytes_of_all(self):
+        return super().bytes_of_all() + self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(self._bytes_of(parameter.shape) for parameter in self.parameters.values())
+
+    def whole_tensors(self):
+        return dict(self._tensors()) if self.engine.layout.is_main else {}
+
+    def _load_whole(self, read_whole):
+        for name, tensor in self._tensors():
+            tensor.copy_(read_whole(name))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            for kind, tensor in self.optimizer.state[parameter].items():
+                if kind in self._kept:
+                    yield f"{kind}/{name}", tensor
+
+
+class RowState(OptimizerState):
+    """FSDP2: each rank holds some rows of each parameter."""
+
+    def held(self):
+        pieces = []
+        for name, parameter in self.parameters.items():
+            layout, inner = self.engine.layout, parameter.shape[1:].numel()
+            start, stop = (row * inner for row in rows_of(len(parameter), layout.rank, layout.world_size))
+            if start < stop:
+                pieces.append(self.piece(name, start, stop))
+        return pieces
+
+    def get(self, kind, piece):
+        parameter = self.parameters[piece.name]
+        held = parameter if kind == "weight" else self.optimizer.state[parameter][kind]
+        return held.detach().to_local().view(-1)
+
+    def _weights_follow(self, read):
+        self.engine.forget_gathered()
+
+
+class FlatState(OptimizerState):
+    """ZeRO-1 and ZeRO-2: each rank holds a range of all parameters laid end to end."""
+
+    def held(self):
+        pieces = []
+        for name, parameter in self.parameters.items():
+            if parameter._hp_mapping is not None:
+                address = parameter._hp_mapping.lp_fragment_address
+                pieces.append(self.piece(name, address.start, address.start + address.numel))
+        return pieces
+
+    def get(self, kind, piece):
+        fragment = self.parameters[piece.name]._hp_mapping
+        if kind != "weight" and not fragment.optim_fragment:
+            self._link()
+        return fragment.get_hp_fragment(None if kind == "weight" else kind)
+
+    def _link(self) -> None:
+        """Tell the fragments where the moments are: DeepSpeed does it once, when only its first group has any."""
+        self.engine.engine.optimizer._hp_optimizer_states_linked = False
+        self.engine.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _weights_follow(self, read):
+        for name, parameter in self.parameters.items():
+            parameter.copy_(read("weight", self.piece(name, 0, parameter.numel())).view(parameter.shape))
+
+
+class ShardedState(OptimizerState):
+    """ZeRO-3: each rank holds an equal shard of each parameter, the last one's filled up."""
+
+    def held(self):
+        pieces = []
+        for name, parameter in self.parameters.items():
+            shard = parameter.ds_tensor.numel()
+            start = min(self.engine.layout.shard_rank * shard, parameter.ds_numel)
+            stop = min(start + shard, parameter.ds_numel)
+            if start < stop:
+                pieces.append(self.piece(name, start, stop))
+        return pieces
+
+    def get(self, kind, piece):
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        parameter = self.parameters[piece.name]
+        local = (
+            safe_get_local_fp32_param(parameter)
+            if kind == "weight"
+            else safe_get_local_optimizer_state(parameter, kind)
+        )
+        return local[: piece.stop - piece.start]
+
+    def set(self, kind, piece, values):
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        parameter = self.parameters[piece.name]
+        shard = torch.zeros(parameter.ds_tensor.numel())
+        shard[: len(values)] = values
+        if kind == "weight":
+            safe_set_local_fp32_param(parameter, shard)
+        else:
+            safe_set_local_optimizer_state(parameter, shard, kind)
+
+    def _optimized(self):
+        return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
+
+    def _step(self):
+        for number in range(len(self._optimized())):
+            self.engine.engine.optimizer._optimizer_step(number)
+
+    def _weights_follow(self, read):
+        optimizer = self.engine.engine.optimizer
+        self.engine.engine.empty_partition_cache()
+        for piece in self.held():
+            shard = self.parameters[piece.name].ds_tensor
+            shard[: piece.stop - piece.start].copy_(read("weight", piece))
+        optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -1,0 +1,275 @@
+"""The strategy of a run: everything that can be checked is checked before data is read or a process group exists."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.fsdp import EXPERTS, IGNORED, RESHARDS
+from zerofit.strategy.grid import layer_groups
+from zerofit.strategy.host_memory import host_memory
+from zerofit.strategy.launch import Launch
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.machines import everyones
+
+if TYPE_CHECKING:
+    from zerofit.model.tensor_parallel.cut import TensorGroup
+
+
+class Stated(NamedTuple):
+    """A precision, and the place that states it."""
+
+    value: str | None  # None: it is left open there
+    source: str
+    statement: str
+    remedy: str  # where there is no device for it
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the run is laid out. `deepspeed` is the resolved DeepSpeed configuration, or None under DDP and alone."""
+
+    launch: Launch
+    batches: BatchSizes
+    precision: str
+    deepspeed: dict[str, Any] | None
+    source: str  # who stated the DeepSpeed configuration
+    notes: tuple[str, ...] = ()
+    stated: tuple[Stated, ...] = ()  # every place that states the precision
+    tensor: int = 1  # ranks that share each layer
+    pipeline: int = 1  # stages that share the layers
+    sequence: int = 1  # ranks that split each row
+    fsdp: dict[str, str] | None = None  # FSDP2's settings; None: it is not used, or one process has nothing to share
+
+    gather = staticmethod(everyones)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which part of the model, and which samples, this process works on."""
+        return ParallelLayout(self.launch.world_size, self.launch.rank, self.tensor, self.pipeline, self.sequence)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each rank holds a shard of the weights only (ZeRO-3)."""
+        return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
+
+    @property
+    def fully_shards(self) -> bool:
+        """Whether torch shards the weights (FSDP2)."""
+        return self.fsdp is not None
+
+    @property
+    def stage(self) -> int:
+        """How much is sharded, as ZeRO counts it: 0 to 3."""
+        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
+        return 3 if self.fully_shards else zero.get("stage", 0)
+
+    @property
+    def reshards(self) -> bool:
+        """Under FSDP2: whether the forward pass forgets the weights that it has gathered."""
+        return (self.fsdp or {}).get(RESHARDS, "true") == "true"
+
+    @property
+    def divides_experts(self) -> bool:
+        """Under FSDP2: whether each rank has some of the experts in full (expert parallelism)."""
+        return (self.fsdp or {}).get(IGNORED) == EXPERTS
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the host moves the weights."""
+        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
+        return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+    @property
+    def name(self) -> str:
+        """The pair's name, else what the launcher's file or flags come to."""
+        if self.launch.pair:
+            return self.launch.pair
+        if self.deepspeed is not None:
+            stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
+            degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
+            return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
+        if self.fully_shards:
+            return "ep" if self.divides_experts else "fsdp2"
+        return "ddp" if self.launch.world_size > 1 else "single"
+
+    @property
+    def describe(self) -> str:
+        """One line for the log."""
+        b = self.batches
+        growing = f" (first {b.growth.first}, grows for {b.growing} updates)" if b.growth else ""
+        sizes = (
+            f"global batch {b.global_batch}{growing} = {b.micro_batch} x {b.accumulation} accumulation x {b.replicas}"
+        )
+        return f"{self.describe_layout}, {sizes}"
+
+    @property
+    def describe_layout(self) -> str:
+        """The same without the batches of training."""
+        processes, launch = self.launch.world_size, self.launch
+        file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
+        name = self.name if launch.pair or not file else f"{self.name} ({file})"
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
+        split = [f"{kind} {degree}" for kind, degree in degrees.items() if degree > 1]
+        split = [" x ".join([*split, f"data {self.layout.data_size}"])] if split else []
+        return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
+
+    def check_precision(self) -> None:
+        """See that there is a device for the precision.
+
+        Raises:
+            UserError: fp16 without a GPU; one problem for each place that asks for it.
+        """
+        if self.precision != "fp16":
+            return
+        import torch
+
+        if not torch.accelerator.is_available():
+            raise UserError(
+                f"{each.statement} needs a GPU: its loss scaling has no CPU kernels. {each.remedy}"
+                for each in self.stated
+            )
+
+    def without_optimizer(self) -> "Strategy":
+        """The same for a launch that trains nothing."""
+        if self.deepspeed is None:
+            return self
+        config = {key: value for key, value in self.deepspeed.items() if key not in ("optimizer", "scheduler")}
+        zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+        return replace(self, deepspeed={**config, "zero_optimization": zero})
+
+    def with_precision(self, precision: str) -> "Strategy":
+        """The same in another precision."""
+        config = self.deepspeed
+        if config is not None:
+            halves = {half: {**config.get(half, {}), "enabled": precision == half} for half in ("bf16", "fp16")}
+            config = {**config, **halves}
+        return replace(self, precision=precision, deepspeed=config)
+
+    @property
+    def model_dtype(self):
+        """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
+        import torch
+
+        return self.frozen_dtype if self.deepspeed is not None else torch.float32
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
+        return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
+
+    def faster_pair(self, device_type: str) -> str | None:
+        """A note for the log where each micro-batch casts all weights to bf16; zero1 has them in bf16."""
+        if not self.autocasts or self.precision != "bf16" or device_type == "cpu" or self.batches.accumulation == 1:
+            return None
+        return (
+            "bf16 without DeepSpeed: weights are in fp32 and cast in each micro-batch. --strategy zero1 keeps them in "
+            "bf16: usually faster with accumulation"
+        )
+
+    @property
+    def frozen_dtype(self):
+        """The dtype of weights that are not trained: no optimizer needs them in fp32."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+
+    @property
+    def device_of_weights(self):
+        """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
+        device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
+        shards = self.shards_parameters or self.fully_shards
+        device, keeps_all = current_device(), self.layout.model_size == 1 and not shards
+        return device if keeps_all and device is not None and device.type != "cpu" else None
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether there is a device, and it does not compute in bf16."""
+        import torch
+
+        from zerofit.strategy.devices import has_bf16
+
+        return torch.accelerator.is_available() and has_bf16(torch.accelerator.current_accelerator()) is False
+
+    def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
+        """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
+        if self.fully_shards and hasattr(parameter, "cut"):
+            return self._rows_gathered(parameter)
+        if not self.shards_parameters or not hasattr(parameter, "ds_id"):
+            return contextlib.nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
+
+    @contextlib.contextmanager
+    def _rows_gathered(self, parameter) -> Iterator[None]:
+        import torch
+
+        parameter.data = torch.cat(self.gather(parameter.data))
+        yield
+        parameter.data = parameter.cut.of(parameter.data)
+
+    def read_from_outside(self, module, parameter) -> None:
+        """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""
+        if self.shards_parameters:
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(module, parameter)
+
+    def sharded_init_reason(self, num_parameters: int) -> str | None:
+        """Why random weights are drawn shard by shard; None: they are drawn in full.
+
+        Under ZeRO-3, weights drawn shard by shard differ from those of every other strategy at the same seed. So where
+        each process of this machine can hold the full model for a moment, it is drawn in full, and then sharded.
+        """
+        if not self.shards_parameters or self.tensor > 1:
+            return None
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed, available = 4 * num_parameters * local, host_memory()[0]
+        if needed < available / 2:
+            return None
+        return (
+            f"random weights are drawn shard by shard (full ones would take {needed / 2**30:.1f} GiB of this "
+            f"machine's {available / 2**30:.1f}): they differ from those of other strategies at the same seed"
+        )
+
+    def building_from_scratch(self, num_parameters: int) -> AbstractContextManager:
+        """The context in which random weights are drawn: in full, where there is room for them."""
+        in_full = self.shards_parameters and self.sharded_init_reason(num_parameters) is None
+        return _without_sharding() if in_full else contextlib.nullcontext()
+
+    def loading(self) -> AbstractContextManager:
+        """The context in which pretrained weights are loaded: in full, where tensor parallelism cuts them before
+        ZeRO-3 shards them."""
+        return _without_sharding() if self.tensor > 1 and self.shards_parameters else contextlib.nullcontext()
+
+    def tensor_group(self) -> "TensorGroup":
+        """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
+        from zerofit.model.tensor_parallel.cut import TensorGroup
+
+        groups = layer_groups(self.layout)
+        return TensorGroup(groups.get_slice_parallel_group(), groups.get_slice_parallel_rank(), self.tensor)
+
+
+@contextlib.contextmanager
+def _without_sharding() -> Iterator[None]:
+    """Let transformers forget for a while that ZeRO-3 is on (accelerate's zero3_init_flag does not reach it)."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        AcceleratorState().deepspeed_plugin.set_deepspeed_weakref()
+
+
+def current_device():
+    """The torch.device of this process; None before the processes have started."""
+    from accelerate.state import PartialState, is_initialized
+
+    return PartialState().device if is_initialized() else None

@@ -1,0 +1,1 @@
+"""The tools of the `zerofit` command; only zerofit/cli.py imports them."""

@@ -1,0 +1,158 @@
+"""What is compared: strategies, each with its changes of the recipe, and the recipe of their trials."""
+
+import re
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerofit.model.configuration import load_configuration
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parse import parse_recipe
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.lengths import micro_batch_of, possible_lengths
+from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
+
+OMITTED = NOT_KEPT | {"on_anomaly", "eval_steps", "per_device_train_batch_size", "global_batch_size",
+                      "global_batch_warmup", "block_size_warmup",
+                      "difficulty_warmup"}  # fmt: skip
+SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself
+    "output_dir", "overwrite_output_dir", "resume", "run_name", "per_device_train_batch_size",
+}  # fmt: skip
+REPLACED = QUIET | {
+    "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "record_samples": False,
+    "watchdog_minutes": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One line of the comparison.
+
+    Args:
+        name: as the user wrote it, e.g. zero2 or zero2:lora=true.
+        config: the strategy's accelerate YAML.
+        overrides: options of the recipe that this line sets, as texts.
+        trial_flags: further flags of its trials.
+    """
+
+    name: str
+    config: Path
+    overrides: dict[str, str] = field(default_factory=dict)
+    trial_flags: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> list[str]:
+        return [word for name, text in self.overrides.items() for word in (f"--{name}", text)]
+
+    @property
+    def folder_name(self) -> str:
+        return re.sub(r"[^\w.=-]+", "-", Path(self.name).name)
+
+
+def read_candidates(names: list[str]) -> list[Candidate]:
+    """Parse `STRATEGY` or `STRATEGY:option=value:option=value`.
+
+    Raises:
+        UserError: an unknown strategy (the message lists the known ones), or an override that sets nothing.
+    """
+    parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
+    wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
+    if wrong:
+        raise UserError([f"strategy {name!r}: {text!r} sets nothing. Write STRATEGY:option=value, e.g. zero2:lora=true"
+                         for name, text in wrong])  # fmt: skip
+    configs = find_strategies([strategy for strategy, *_ in parts.values()])
+    return [
+        Candidate(name, configs[strategy], dict(_pair(text) for text in pairs))
+        for name, (strategy, *pairs) in parts.items()
+    ]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name.replace("-", "_"), value
+
+
+@dataclass(frozen=True)
+class TrialRecipe:
+    """The recipe of all trials: its options, and notes on what differs from the user's recipe."""
+
+    values: dict[str, Any]
+    notes: list[str]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+
+
+def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
+    """The user's recipe without the options that a trial does not use.
+
+    Raises:
+        UserError: a flag sets an option that has no effect here.
+    """
+    omitted = _omitted(options.lengths)
+    without_use = SET_BY_EACH_RUN if options.finish else omitted - {"global_batch_size"}
+    useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
+    if useless:
+        remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
+        raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
+                         for name in useless])  # fmt: skip
+    values, notes = recipe_values(options, cls, omitted, REPLACED), []
+    if options.lengths:
+        values["per_device_train_batch_size"] = micro_batch_of(options)
+    values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
+    if options.global_batch_size and not options.gradient_accumulation_steps:
+        values["gradient_accumulation_steps"] = 2
+        notes.append(
+            f"global_batch_size = {options.global_batch_size} is ignored, since batch sizes are compared; updates "
+            "accumulate 2 micro-batches, so that gradients are held while the second is computed"
+        )
+    return TrialRecipe(values, notes)
+
+
+def _omitted(lengths: list[str] | None) -> set[str]:
+    """Options of the user's recipe that trials do without: each launch sets the one that is searched."""
+    return OMITTED if lengths is None else OMITTED - {"per_device_train_batch_size"} | {"block_size"}
+
+
+def _one_batch(options, batch_size: int) -> int:
+    """Held-out samples of one batch on each process."""
+    one_batch = batch_size * options.num_processes
+    return min(options.max_eval_samples or one_batch, one_batch)
+
+
+def with_one_batch_evaluations(candidates: list[Candidate], options) -> list[Candidate]:
+    """The candidates; where one sets its own evaluation batch size, its trials evaluate one batch of that size."""
+    option = "per_device_eval_batch_size"
+    return [
+        replace(candidate, trial_flags=("--max_eval_samples",
+                                        str(_one_batch(options, int(candidate.overrides[option])))))
+        if option in candidate.overrides else candidate
+        for candidate in candidates
+    ]  # fmt: skip
+
+
+def check_overrides(
+    candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe], lengths: list[str] | None = None
+) -> None:
+    """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe, or its model
+    has not the positions for these lengths."""
+    problems = []
+    for candidate in candidates:
+        try:
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+                file.write(recipe.to_yaml())
+                file.flush()
+                parsed = parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
+            if lengths:
+                possible_lengths(lengths, load_configuration(parsed))
+        except UserError as error:
+            problems += [f"{candidate.name}: {problem}" if candidate.overrides else problem
+                         for problem in error.problems]  # fmt: skip
+        fixed = sorted(candidate.overrides.keys() & (_omitted(lengths) | REPLACED.keys()))
+        problems += [f"{candidate.name}: {name} is set by the comparison itself" for name in fixed]
+    if problems:
+        raise UserError(list(dict.fromkeys(problems)))

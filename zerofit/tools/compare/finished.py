@@ -1,0 +1,180 @@
+"""The runs of `zerofit compare --finish` compared: times, throughput and held-out figures."""
+
+import csv
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.parsing import read_yaml
+from zerofit.record.jsonl import JsonlFile
+from zerofit.record.terminal import duration, rounded, size
+
+HELD = ("eval_", "test_")  # prefixes of held-out figures
+COLUMNS = (
+    "strategy", "micro_batch", "global_batch", "updates", "epochs", "training_seconds", "training_seconds_per_epoch",
+    "training_samples_per_s", "evaluations", "evaluation_seconds", "seconds_per_evaluation",
+    "evaluation_samples_per_s", "eval_batch", "peak_memory_bytes", "loss", "figures_of_update", "zerofit_commit",
+    "folder", "problem",
+)  # fmt: skip
+
+
+@dataclass
+class Finished:
+    """A run, read from its folder.
+
+    Args:
+        micro_batch: samples of one process.
+        lines: its metrics.jsonl.
+        environment: its environment.json; `held_out` has the figures of the weights in model/, and their update.
+        recipe: its options.
+        problem: why it failed; empty: it did not.
+    """
+
+    name: str
+    micro_batch: int
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def _trained(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "seconds" in line]
+
+    @property
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "evaluation_seconds" in line]
+
+    @property
+    def updates(self) -> int:
+        return self.lines[-1]["update"] if self.lines else 0
+
+    @property
+    def global_batch(self) -> int | None:
+        return self.recipe.get("global_batch_size")
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all updates together, without evaluations and checkpoints."""
+        return sum(line["seconds"] for line in self._trained)
+
+    @property
+    def epochs(self) -> float:
+        return self.lines[-1]["epoch"]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.lines[-1]["consumed_samples"] / self.training_s
+
+    @property
+    def evaluation(self) -> dict[str, float] | None:
+        """The evaluation whose duration is the median; None: nothing is held out."""
+        lines = self._evaluations
+        middle = statistics.median_low(line["evaluation_seconds"] for line in lines) if lines else None
+        return next((line for line in lines if line["evaluation_seconds"] == middle), None)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Held-out figures of the run's final weights."""
+        held = self.environment.get("held_out") or {}
+        return {name: value for name, value in held.items() if name.startswith(HELD)}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """By COLUMNS and figure, for the .csv."""
+        values = {"strategy": self.name, "micro_batch": self.micro_batch, "folder": str(self.folder),
+                 "problem": self.problem}  # fmt: skip
+        if self.problem or not self.lines:
+            return values
+        evaluation = self.evaluation or {}
+        return values | {
+            "global_batch": self.global_batch, "updates": self.updates, "epochs": self.epochs,
+            "training_seconds": self.training_s, "training_seconds_per_epoch": self.training_s / self.epochs,
+            "training_samples_per_s": self.samples_per_s, "evaluations": len(self._evaluations),
+            "evaluation_seconds": sum(line["evaluation_seconds"] for line in self._evaluations),
+            "seconds_per_evaluation": evaluation.get("evaluation_seconds"),
+            "evaluation_samples_per_s": evaluation.get("evaluation_samples_per_s"),
+            "eval_batch": self.recipe.get("per_device_eval_batch_size"),
+            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in self._trained),
+            "loss": self._trained[-1]["loss"],
+            "figures_of_update": (self.environment.get("held_out") or {}).get("update"),
+            "zerofit_commit": self.environment.get("zerofit_commit"), **self.figures,
+        }  # fmt: skip
+
+
+def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
+    """Read a run from its folder."""
+
+    lines = JsonlFile(folder / "metrics.jsonl").read()
+    environment, recipe = folder / "environment.json", folder / "recipe.yaml"
+    return Finished(
+        name, micro_batch, folder, lines,
+        json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {},
+        read_yaml(recipe) if recipe.is_file() else {}, problem,
+    )  # fmt: skip
+
+
+def figure_names(runs: list[Finished]) -> list[str]:
+    """The names of all held-out figures of these runs, in their order."""
+    return list(dict.fromkeys(name for run in runs for name in run.figures))
+
+
+def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
+    """A row for each strategy."""
+    names = figure_names(runs)
+    head = ("strategy", "batch", "global batch", "updates", "training", "an epoch", "training samples/s", "eval batch",
+            "an evaluation", "evaluation samples/s", "peak", "training loss",
+            *(name.removeprefix("eval_") for name in names))  # fmt: skip
+    return [head, *(_row(run, names) for run in runs)]
+
+
+def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
+    values = run.values
+    if run.problem or "updates" not in values:
+        return (run.name, str(run.micro_batch), "failed", *["-"] * (9 + len(names)))
+    once, rate = values["seconds_per_evaluation"], values["evaluation_samples_per_s"]
+    return (
+        run.name, str(run.micro_batch), str(run.global_batch), f"{run.updates:,}", _time(run.training_s),
+        _time(values["training_seconds_per_epoch"]), rounded(run.samples_per_s), str(values["eval_batch"]),
+        _time(once) if once else "-", rounded(rate) if rate else "-", size(values["peak_memory_bytes"]),
+        f"{values['loss']:.4f}", *(f"{values[name]:.4f}" if name in values else "-" for name in names),
+    )  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{rounded(seconds)} s"
+
+
+def agreement(runs: list[Finished]) -> str:
+    """Whether the figures of the runs are comparable, and by how much they differ."""
+    runs = [run for run in runs if not run.problem]
+    if len(runs) < 2:
+        return ""
+    batches = list(dict.fromkeys(run.global_batch for run in runs))
+    if len(batches) > 1:
+        return (
+            f"The global batches differ ({', '.join(map(str, batches))}), and so do the updates: these are "
+            "different trainings. Set --global_batch_size to make them comparable"
+        )
+    first, *others = runs
+    differences = {name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12)
+                             for run in others) for name, value in first.figures.items()}  # fmt: skip
+    if not differences:
+        return f"One global batch of {batches[0]} for all"
+    worst = max(differences, key=differences.get)
+    difference = f"at most {differences[worst]:.1e} of {first.name}'s ({worst.removeprefix('eval_')})"
+    return (
+        f"One global batch of {batches[0]} for all: the same samples in each update. The final held-out figures "
+        f"{f'differ by {difference}' if differences[worst] else 'are equal'}"
+    )
+
+
+def write_csv(runs: list[Finished], file: Path) -> None:
+    """A line for each run."""
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        writer = csv.DictWriter(opened, [*COLUMNS, *figure_names(runs)], restval="")
+        writer.writeheader()
+        writer.writerows(run.values for run in runs)

@@ -1,0 +1,211 @@
+"""The machine that a comparison runs on, and the memory limits that it allows.
+
+`python -m zerofit.tools.compare.machine` prints its description. It runs as another process, since a process that uses
+a GPU through torch takes half a GiB of it until it ends.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError
+from zerofit.record.terminal import size
+from zerofit.strategy.launch import SHARES_DEVICES
+
+USABLE = 0.9  # part of the free memory
+PROGRAM_BYTES = 400 * 2**20  # of host memory, for one rank before it has a model
+# Device memory of a process outside torch's allocator, and so outside its limit. A CUDA context has 287 MB at first,
+# and 667 MB with all of torch's kernels loaded (pytorch/pytorch#86509).
+CONTEXT_BYTES = {"cuda": 640 * 2**20}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine. Sizes are in bytes.
+
+    Args:
+        kind: of the devices: cuda, xpu, ...; cpu where there are none.
+        devices: name, total and free memory of each.
+        memory, available: of the host.
+        environment: versions, commit and hardware, for the report's provenance.
+        simulated: variables that put a launch on simulated devices; empty: its devices are real.
+        bf16_slowdown: zerofit.strategy.devices.bf16_slowdown of its CPU; None where it has devices.
+    """
+
+    kind: str
+    devices: list[dict[str, Any]]
+    memory: int
+    available: int
+    environment: dict[str, Any]
+    simulated: dict[str, str] = field(default_factory=dict)
+    bf16_slowdown: float | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes it from other machines."""
+        return {"devices": [[device["name"], device["total"]] for device in self.devices],
+                "cpu": self.environment["hardware"].get("cpu"), "cores": self.environment["hardware"].get("cores"),
+                "memory": self.memory, "packages": self.environment["packages"],
+                **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")}}  # fmt: skip
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Environment variables of trials, so that a CPU's memory counts what is in use, as a GPU's does.
+
+        A GPU's allocator releases its cache before it reports that memory is out. The C library gives back blocks that
+        are mapped one by one; smaller ones stay in the heap, with its holes. From 64 KiB on, the heap holds next to no
+        tensors. And oneDNN keeps code and weights for every shape that it has seen: a launch that tries many batch
+        sizes has many shapes.
+        """
+        if self.devices:
+            return {}
+        one_by_one = str(2**16)
+        return {"MALLOC_MMAP_THRESHOLD_": one_by_one, "MALLOC_TRIM_THRESHOLD_": one_by_one,
+                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # fmt: skip
+
+    def describe(self) -> str:
+        """One line."""
+        hardware = self.environment["hardware"]
+        names = {device["name"] for device in self.devices}
+        devices = [f"{sum(device['name'] == name for device in self.devices)} x {name}" for name in sorted(names)]
+        cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
+        return ", ".join([*devices, cpu])
+
+
+def launch_environment(machine: Machine, num_processes: int) -> dict[str, str]:
+    """Environment variables of a launch: the machine's settings, and that processes may share its devices where it has
+    fewer."""
+    shares = 0 < len(machine.devices) < num_processes
+    return machine.settings | machine.simulated | ({SHARES_DEVICES: "1"} if shares else {})
+
+
+def inspect_machine(simulated: dict[str, str] | None = None) -> Machine:
+    """The machine that this runs on.
+
+    Args:
+        simulated: variables that put a process on simulated devices.
+
+    Raises:
+        RuntimeError: torch cannot be used.
+    """
+    root = Path(__file__).resolve().parents[3]
+    finished = subprocess.run(
+        [sys.executable, "-m", "zerofit.tools.compare.machine"], capture_output=True, text=True, cwd=root,
+        env={**os.environ, **(simulated or {})},
+    )  # fmt: skip
+    if finished.returncode:
+        raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
+    return Machine(**json.loads(finished.stdout.splitlines()[-1]), simulated=simulated or {})
+
+
+def _print_description() -> None:
+    import torch
+
+    from zerofit.record.environment import describe_environment
+    from zerofit.strategy.devices import bf16_slowdown
+    from zerofit.strategy.host_memory import host_memory
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    devices = []
+    for index in range(torch.accelerator.device_count() if device.type != "cpu" else 0):
+        free, total = torch.accelerator.get_memory_info(index)
+        name = getattr(getattr(torch, device.type), "get_device_name", lambda index: device.type)(index)
+        devices.append({"name": name, "total": total, "free": free})
+    available, memory = host_memory()
+    print(json.dumps({
+        "kind": device.type, "devices": devices, "memory": memory, "available": available,
+        "environment": describe_environment([], device),
+        "bf16_slowdown": bf16_slowdown() if device.type == "cpu" else None,
+    }))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that each rank may use; None: all of it. `notes` say what was chosen."""
+
+    device: int | None
+    host: int | None
+    notes: list[str]
+
+
+def choose_limits(machine: Machine, num_processes: int, device: int | None, host: int | None) -> Limits:
+    """The limits of a rank.
+
+    Args:
+        device: of one rank, from the options.
+        host: of all ranks together, from the options.
+
+    Raises:
+        UserError: the machine has less than all ranks together may use.
+    """
+    if host is not None and host > machine.memory:
+        raise UserError(f"host_memory_limit = {size(host)}: this machine has {size(machine.memory)}")
+    host_each = None if host is None else host // num_processes
+    if host_each is not None and host_each < PROGRAM_BYTES:
+        raise UserError(
+            f"host_memory_limit = {size(host)} for {num_processes} processes: a process takes about "
+            f"{size(PROGRAM_BYTES)} before it has a model. Set a larger --host_memory_limit, or fewer processes"
+        )
+    choose = _limit_on_devices if machine.devices else _limit_on_cpu
+    limit, notes = choose(machine, num_processes, device)
+    if not machine.devices and host_each is not None and host_each < limit:
+        limit = host_each
+        notes = [f"memory_limit {size(limit)}: on a CPU this is the host_memory_limit of each process"]
+    return Limits(limit, host_each, notes)
+
+
+def _limit_on_devices(machine: Machine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+    ranks = -(-num_processes // len(machine.devices))
+    total, context = min(device["total"] for device in machine.devices), CONTEXT_BYTES.get(machine.kind, 0)
+    notes = [f"{device['name']} {index}: {size(device['total'] - device['free'])} are in use by other programs"
+             for index, device in enumerate(machine.devices) if device["free"] < USABLE * device["total"]]  # fmt: skip
+    if ranks * ((limit or 0) + context) > total:
+        raise UserError(_too_many(machine, num_processes, ranks, limit, total, context))
+    if ranks > 1:
+        if limit is None:
+            limit = int(USABLE * (total - ranks * context) / ranks)
+            beside = f", and take about {size(context)} each beside it" if context else ""
+            notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}{beside}")
+        notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
+    return limit, notes
+
+
+def _too_many(machine: Machine, num_processes: int, ranks: int, limit: int | None, total: int, context: int) -> str:
+    """The message for processes that do not fit on a device with their limit: the numbers, and what to set."""
+    of_process = " + ".join([*([f"memory_limit {size(limit)}"] if limit else []),
+                       *([f"{size(context)} of context"] if context else [])])  # fmt: skip
+    most_processes = total // ((limit or 0) + context) * len(machine.devices)
+    remedies = [f"a memory_limit of at most {size(room)}"] if (room := total // ranks - context) > 0 else []
+    remedies += [f"at most {most_processes} processes"] if most_processes else []
+    return (
+        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({of_process}) "
+        f"on one that has {size(total)}. Use {', or '.join(remedies)}"
+    )
+
+
+def _limit_on_cpu(machine: Machine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+    if limit is not None and num_processes * limit > machine.memory:
+        raise UserError(
+            f"num_processes = {num_processes} and memory_limit = {size(limit)}: together "
+            f"{size(num_processes * limit)}, and this machine has {size(machine.memory)}. Use a memory_limit of at "
+            f"most {size(machine.memory // num_processes)}, or at most {machine.memory // limit} processes"
+        )
+    if limit is not None:
+        return limit, []
+    limit = int(USABLE * machine.available / num_processes)
+    if limit < PROGRAM_BYTES:
+        raise UserError(
+            f"num_processes = {num_processes}: {size(machine.available)} are free here, and a process takes about "
+            f"{size(PROGRAM_BYTES)} before it has a model. Use at most "
+            f"{int(USABLE * machine.available / PROGRAM_BYTES)} processes"
+        )
+    note = f"memory_limit {size(limit)}: an equal part of what is free now. Set --memory_limit to have the same again"
+    return limit, [note]
+
+
+if __name__ == "__main__":
+    _print_description()

@@ -1,0 +1,90 @@
+"""The two pictures of a comparison, as SVG: memory against batch size with the limit drawn, and throughput."""
+
+import io
+
+from zerofit.tools.compare.axis import BATCHES, Axis
+from zerofit.tools.compare.journal import peak_of
+from zerofit.tools.compare.results import Row
+
+# Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
+MARKERS = "os^Dv<>ph"
+
+
+def colour(index: int) -> str:
+    """The colour of a candidate by its index, in plots and tables."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def memory_plot(rows: list[Row], limit: int | None, axis: Axis = BATCHES) -> str:
+    """Peak memory of the rank that needs most against the size: predicted, a line, and measured, points; a cross where
+    memory ran out."""
+    shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
+    unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
+    figure, axes = _figure(axis.label, f"peak memory of a process, {name}")
+    for index, row in enumerate(rows):
+        style = _style(index, row.name)
+        lines, fails = row.in_fresh_processes, row.fails
+        if lines:
+            points = {**style, "linestyle": "" if row.guess else "-"}
+            axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **points)
+        others = [line for line in row.fitting if line not in lines]
+        axes.plot([line["size"] for line in others], [peak_of(line) / unit for line in others], linestyle="",
+                  fillstyle="none", **{**style, "label": None, "linewidth": 0})  # fmt: skip
+        if row.guess and row.guess.curve:
+            sizes, peaks = zip(*row.guess.curve)
+            axes.plot(sizes, [peak / unit for peak in peaks], "-", color=style["color"], linewidth=1.2, alpha=0.8)
+        if fails:
+            top = (limit or max(shown, default=unit)) / unit
+            axes.plot([fails["size"]], [top], "x", color=style["color"], markersize=9, markeredgewidth=2,
+                      label=None if lines else f"{row.name}: none")  # fmt: skip
+    if limit:
+        axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
+    axes.set_ylim(0, 1.08 * max(shown, default=unit) / unit)  # from 0, so that heights are in proportion
+    return _svg(figure, axes)
+
+
+def throughput_plot(rows: list[Row], axis: Axis = BATCHES) -> str:
+    """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
+    figure, axes = _figure(axis.label, axis.rate.replace("_per_", "/"))
+    for index, row in enumerate(rows):
+        lines = row.timed
+        if lines:
+            axes.plot([line["size"] for line in lines], [line[axis.rate] for line in lines],
+                      **_style(index, row.name))  # fmt: skip
+            best = max(lines, key=lambda line: line[axis.rate])
+            axes.plot([best["size"]], [best[axis.rate]], "o", color=colour(index), markersize=11,
+                      fillstyle="none")  # fmt: skip
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    return _svg(figure, axes)
+
+
+def _style(index: int, label: str) -> dict:
+    return {"color": colour(index), "marker": MARKERS[index % len(MARKERS)], "markersize": 5, "linewidth": 1.5,
+            "label": label}  # fmt: skip
+
+
+def _figure(x: str, y: str):
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return figure, axes
+
+
+def _svg(figure, axes) -> str:
+    from matplotlib import rc_context
+
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize="small")
+    axes.set_xlim(left=0)
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": "zerofit"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

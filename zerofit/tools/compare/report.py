@@ -1,0 +1,322 @@
+"""The report of a comparison: report.md, report.html, results.csv, and the table in the terminal."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import printable
+from zerofit.record.terminal import duration, rounded, screen_width, size, table
+from zerofit.tools.compare.axis import LENGTHS
+from zerofit.tools.compare.finished import Finished, agreement, finished_table, write_csv
+from zerofit.tools.compare.html_report import html_report
+from zerofit.tools.compare.journal import peak_of
+from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
+from zerofit.tools.compare.plots import memory_plot, throughput_plot
+from zerofit.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
+from zerofit.tools.lengths import micro_batch_of
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
+COLUMNS = (  # after the strategy and the size
+    "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
+    "total_bytes", "host_bytes", "peak_with_evaluation_bytes", "samples_per_s", "tokens_per_s", "loss", *EVALUATION,
+    "launch",
+)  # fmt: skip
+
+
+class Report:
+    """The report of a comparison.
+
+    Args:
+        comparison: zerofit.tools.compare.comparison.Comparison.
+        command: the command line that made it.
+        notes: how the trials' recipe differs from the user's.
+    """
+
+    def __init__(self, comparison, command: str, notes: list[str]):
+        self.comparison = comparison
+        self.options, self.machine, self.limits = comparison.options, comparison.machine, comparison.limits
+        self.command, self.notes = command, notes
+        self.finished: list[Finished] = []  # the runs of --finish
+        self.simulated = bool(self.machine.simulated)  # its times mean nothing
+        self.axis = comparison.axis
+        title = Path(self.options.source("config") or self.options.task).stem
+        self.title = f"{self.axis.title}{', simulated' * self.simulated}: {title}"
+
+    @property
+    def rows(self) -> list[Row]:
+        """The results so far."""
+        return self.comparison.rows()
+
+    @property
+    def timed(self) -> bool:
+        return any(row.timed for row in self.rows)
+
+    @property
+    def common(self) -> int | None:
+        return common_size(self.rows)
+
+    def write(self, output: Path) -> None:
+        """Write all files into the folder."""
+        pictures = {"Memory": memory_plot(self.rows, self.limits.device, self.axis)}
+        if self.timed:
+            pictures["Throughput"] = throughput_plot(self.rows, self.axis)
+        for name, picture in pictures.items():
+            (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
+        blocks = self._blocks()
+        html = html_report(self.title, self.conclusion, blocks, pictures, self._provenance())
+        (output / "report.html").write_text(html, encoding="utf-8")
+        (output / "report.md").write_text(printable(self._markdown(blocks)), encoding="utf-8")
+        with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("strategy", self.axis.column, *COLUMNS))
+            writer.writerows(self._values(row, line) for row in self.rows for line in row.trials)
+        if self.finished:
+            write_csv(self.finished, output / "finished.csv")
+
+    @property
+    def conclusion(self) -> str:
+        of_axis = longest_rows if self.axis is LENGTHS else conclusion
+        return of_axis(self.rows)
+
+    def for_terminal(self) -> str:
+        """The tables and the conclusion."""
+        problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        tables = [self.main_table(), *([self.speed_table()] if self.has_speed_table else [])]
+        lines = [line for rows in tables for line in (table(rows, screen_width()), "")]
+        lines += [*problems, self.conclusion]
+        if self.finished:
+            lines += ["", "trained to the end, each at its best batch:", table(finished_table(self.finished),
+                      screen_width()), "", self._finished_text()]  # fmt: skip
+        return "\n".join(lines)
+
+    def _finished_text(self) -> str:
+        problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
+        agree = agreement(self.finished)
+        return "\n".join([*([f"{agree}."] if agree else []), *problems])
+
+    # ---------------------------------------------------------------------------------------------------------- tables
+
+    def main_table(self) -> list[tuple[str, ...]]:
+        """A row for each candidate; the others are compared with the first."""
+        if self.axis is LENGTHS:
+            return lengths_table(self.rows)
+        common = f"peak at {self.common}" if self.common else "peak"
+        head = ("strategy", "largest batch", "factor", "its peak", common)
+        return [head, *(self._memory(row, self.rows[0]) for row in self.rows)]
+
+    def _memory(self, row: Row, first: Row) -> tuple[str, ...]:
+        at, common, times = row.at(row.largest), row.at(self.common), factor(row, first)
+        if not at:
+            return (row.name, row.limit_text, "-", "-", "-")
+        peaks = (size(peak_of(at)), size(peak_of(common)) if common else "-")
+        return (row.name, row.limit_text, f"{times:.2f}" if times else "-", *peaks)
+
+    @property
+    def has_speed_table(self) -> bool:
+        return self.timed and self.axis is not LENGTHS
+
+    def speed_table(self) -> list[tuple[str, ...]]:
+        """Rates of all processes together: at the largest batch that all hold, and at each one's best."""
+        head = ("strategy", f"samples/s at {self.common}", "best batch", "samples/s there", "tokens/s there",
+                "speed-up", "an epoch", "evaluation samples/s", "its seconds")  # fmt: skip
+        return [head, *(self._speed(row, self.rows[0]) for row in self.rows)]
+
+    def _speed(self, row: Row, first: Row) -> tuple[str, ...]:
+        common, best, faster = row.at(self.common), row.best, speed_up(row, first)
+        if not best:
+            return (row.name, *["-"] * 8)
+        return (
+            row.name,
+            rounded(common["samples_per_s"]) if common in row.timed else "-",
+            str(best["size"]),
+            rounded(best["samples_per_s"]),
+            rounded(best["tokens_per_s"]),
+            f"{faster:.2f}" if faster else "-",
+            duration(row.epoch_s) if row.epoch_s else "-",
+            *([rounded(row.evaluation[name]) for name in EVALUATION] if row.evaluation else ["-", "-"]),
+        )
+
+    def held_table(self) -> list[tuple[str, ...]]:
+        """Memory that a process keeps from update to update, and memory of each sample."""
+        head = ("strategy", "weights", "optimizer state", self.axis.each, "limit confirmed")
+        rows = []
+        for row in self.rows:
+            held, per_sample = row.held, row.bytes_per_sample
+            sizes = [size(held.get(name, 0)) if held else "-" for name in ("parameters", "optimizer")]
+            sure = "yes" if row.is_confirmed else "no"
+            if row.largest and row.fails and row.is_confirmed:
+                sure = f"yes: {row.largest} runs, {row.fails['size']} {outcome_text(row.fails)}"
+            rows.append((row.name, *sizes, size(per_sample) if per_sample else "-", sure))
+        return [head, *rows]
+
+    def predicted_table(self) -> list[tuple[str, ...]]:
+        """What was predicted before the first launch beside what was measured."""
+        head = ("strategy", "largest predicted", "largest measured", "peak predicted", "peak measured", "error",
+                "launches")  # fmt: skip
+        rows = []
+        for row in self.rows:
+            at = row.at(row.largest)
+            if row.guess and at:
+                predicted, measured = row.guess.peak_at(row.largest), peak_of(at)
+                rows.append((row.name, str(row.guess.size), str(row.largest), size(predicted), size(measured),
+                             f"{100 * (predicted / measured - 1):+.1f} %", str(row.launches)))  # fmt: skip
+        return [head, *rows]
+
+    def trials_table(self) -> list[tuple[str, ...]]:
+        """Every size that was tried, also those that do not fit."""
+        head = ("strategy", self.axis.short, "outcome", "fresh process", "allocated", "reserved", "total",
+                *(("host",) if self.simulated else ("samples/s", "tokens/s", "loss")))  # fmt: skip
+        rows = []
+        for row in self.rows:
+            for line in sorted(row.trials, key=lambda line: (line["size"], line["fresh"])):
+                fresh = "yes" if line["fresh"] else "no"
+                if line["outcome"] != "fits":
+                    rows.append((row.name, str(line["size"]), outcome_text(line), fresh, *["-"] * (len(head) - 4)))
+                    continue
+                peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
+                if self.simulated:
+                    rest = [size(peak_of(line, "host"))]
+                else:
+                    rest = [rounded(line["samples_per_s"]), rounded(line["tokens_per_s"]), f"{line['loss']:.4f}"]
+                rows.append((row.name, str(line["size"]), "fits", fresh, *peaks, *rest))
+        return [head, *rows]
+
+    def _blocks(self) -> list[tuple[str, str, list[tuple[str, ...]]]]:
+        """(heading, text, table) of each part."""
+        problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        return [
+            (self.axis.heading, " ".join([self._batches_text(), *problems]), self.main_table()),
+            *([("Speed", self._speed_text(), self.speed_table())] if self.has_speed_table else []),
+            *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
+              if self.finished else []),
+            ("What a process holds", _ABOUT_HELD, self.held_table()),
+            *([("Predicted and measured", _ABOUT_PREDICTED, self.predicted_table())]
+              if any(row.guess for row in self.rows) else []),
+            ("All trials", _ABOUT_TRIALS + _ABOUT_HOST * self.simulated, self.trials_table()),
+        ]  # fmt: skip
+
+    def _batches_text(self) -> str:
+        about = next((row.about for row in self.rows if row.about), {})
+        if not about:
+            return ""
+        lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
+        limit = f"{size(self.limits.device)} a process" if self.limits.device else "what there is"
+        shorter = ""
+        if about["mean_sample"] < sum(about["longest"].values()):
+            shorter = f" (the data's rows have {about['mean_sample']:,} on average: real epochs may be shorter)"
+        of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
+        shape = (
+            f"{self.options.num_processes} process{'es' * (self.options.num_processes > 1)}, limit {limit}; "
+            f"{about['parameters']:,} parameters, "
+            f"{about['precision']}"
+        )
+        if self.axis is LENGTHS:
+            rates = "The devices are simulated" if self.simulated else "Rates are of all processes together"
+            return (
+                f"{shape}; micro-batch {micro_batch_of(self.options)}; accumulation {about['accumulation']}. All rows "
+                f"have the length, and every token is trained on. {rates}; factor is against the first strategy."
+            )
+        return (
+            f"{shape}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
+            f"{about['accumulation']}{of_first}. Batch sizes are those of one process; factor is against the first "
+            f"strategy.{' The devices are simulated.' * self.simulated}"
+        )
+
+    def _speed_text(self) -> str:
+        timer, about = self.comparison.timer, next(row.about for row in self.rows if row.about)
+        where = f" {timer.note(about['precision'])}." if timer else ""
+        return (
+            f"Rates are of all processes together; speed-up and epoch are at each strategy's best, speed-up against "
+            f"the first strategy.{where}{self._evaluation_text()}"
+        )
+
+    def _evaluation_text(self) -> str:
+        evaluations = [row.evaluation for row in self.rows if row.evaluation]
+        if not evaluations:
+            return ""
+        samples = " or ".join(dict.fromkeys(f"{line['evaluation_samples']:,}" for line in evaluations))
+        return (
+            f" Evaluation is one batch on each process ({samples} samples together), its second time in a process, in "
+            "the seconds that it took, generation included: not a full evaluation."
+        )
+
+    def _values(self, row: Row, line: dict[str, Any]) -> list[Any]:
+        """A line of results.csv."""
+        fits = line["outcome"] == "fits"
+        peaks = [peak_of(line, name, with_evaluation=False) if fits else "" for name in
+                 ("allocated", "reserved", "total", "host")]  # fmt: skip
+        rates = ["" if self.simulated else line.get(name, "") for name in
+                 ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)]  # fmt: skip
+        return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
+                *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------------ provenance
+
+    def _provenance(self) -> list[str]:
+        environment = self.machine.environment
+        packages = environment["packages"]
+        versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
+        changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
+        launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
+        host = f", {size(self.limits.host)} of the host for each" if self.limits.host else ""
+        limit = f"{size(self.limits.device)} for each process" if self.limits.device else "none"
+        timed = f"; {self.options.steps} timed updates of each size" if self.timed else ""
+        settings = " ".join(f"{name}={value}" for name, value in self.machine.settings.items())
+        return [
+            f"Command: `{self.command}`",
+            f"Hardware: {self.machine.describe()}",
+            f"Limit: {limit}{host} ({self._limit_text()})",
+            *([f"Trials run with {settings}"] if settings else []),
+            f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
+            f"{environment['python']}, {versions}",
+            f"Launches: {launches}, {seconds / 60:.1f} minutes{timed}",
+            *(f"Note: {note}" for note in (*self.notes, *self.limits.notes)),
+        ]
+
+    def _limit_text(self) -> str:
+        kind = "simulated" if self.simulated else self.machine.kind
+        return _LIMITS.get(kind, _LIMITS["gpu"])
+
+    def _markdown(self, blocks) -> str:
+        parts = [f"# {self.title}", self.conclusion]
+        for heading, text, rows in blocks:
+            parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
+        parts += [f"![memory against {self.axis.size}](memory.svg)"]
+        parts += [f"![throughput against {self.axis.size}](throughput.svg)"] if self.timed else []
+        parts += ["\n".join(f"* {line}" for line in self._provenance())]
+        return "\n\n".join(parts) + "\n"
+
+
+_ABOUT_HELD = (
+    "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample or "
+    "token. What is sharded counts as one shard."
+)
+_ABOUT_RUNS = (
+    "A run of the task for each strategy, as the recipe says, at its best batch (with a global batch: the largest up "
+    "to it by which that divides), and without the limit of the trials. Training is the sum of all updates' seconds, "
+    "without evaluations and checkpoints; an evaluation reads all that is held out, and is the one of median "
+    "duration; the loss is the last update's; the other figures are held out, of the weights that the run leaves."
+)
+_ABOUT_PREDICTED = (
+    "`zerofit plan` predicted the size that the first launch of each strategy begins with. The peaks are those of "
+    "the largest one that was measured."
+)
+_ABOUT_TRIALS = (
+    "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "
+    "what the limit counts; total: of the whole device (on a CPU, of the process)."
+)
+_ABOUT_HOST = " Host: what the process' floating-point tensors there would take."
+_LIMITS = {
+    "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB a process, comes on top",
+    "simulated": "of what the simulated allocator hands out; what the driver takes for each process comes on top",
+    "gpu": "of what torch's allocator reserves; what the driver takes for each process comes on top",
+    "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",
+}
+
+
+def markdown_table(rows: list[tuple[str, ...]]) -> str:
+    """A pipe table; all columns but the first to the right."""
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    marks = [":--", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest))

@@ -1,0 +1,167 @@
+"""One launch of a comparison: started, followed by its answers, and ended as soon as its result is known."""
+
+import re
+import signal
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from zerofit.health.out_of_memory import memory_in
+from zerofit.record.terminal import size
+from zerofit.tools.compare.candidates import Candidate
+from zerofit.tools.compare.journal import Journal
+from zerofit.tools.compare.machine import Machine, launch_environment
+from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, Answers, TrialRequest
+from zerofit.tools.launches import Launch, Trial, failure, launched, mistake
+
+POLL_S = 0.1
+KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
+KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
+AT_THE_LIMIT = ("can't start new thread", "Thread creation failed", "could not create a primitive",
+            "could not create a memory object")  # fmt: skip
+CHECK_HOST_S = 2.0
+
+
+@dataclass
+class Ending:
+    """How a launch ended.
+
+    Args:
+        how: done, out_of_memory, timed_out, killed (SIGKILL or a crash, with no sign that memory ran out),
+            too_small (a process takes more than a limit before it has a model), refused (a mistake in the recipe),
+            or failed.
+        where: device or host: which memory ran out.
+        phase: in which it ran out.
+        text: for the user.
+    """
+
+    how: str
+    where: str = ""
+    phase: str = ""
+    text: str = ""
+
+
+class TrialLaunch:
+    """A launch of a candidate. Its answers go to the journal.
+
+    Args:
+        key: names what the candidate's trials are made with (journal.key_of).
+        answered: called with each line of the main process.
+        patience_s: a launch without a new line for this long has timed out.
+        again: the launch before was killed without a result; a second time counts as out of memory.
+    """
+
+    def __init__(
+        self, trial: Trial, num_processes: int, request: TrialRequest, candidate: Candidate, key: str,
+        journal: Journal, machine: Machine, answered: Callable[[dict[str, Any]], None], patience_s: float, again: bool,
+    ):  # fmt: skip
+        self.command, self.num_processes = trial.command(num_processes), num_processes
+        self.request, self.candidate, self.key, self.journal = request, candidate, key, journal
+        self.machine, self.on_cpu = machine, not machine.devices
+        self.answered, self.patience_s, self.again = answered, patience_s, again
+        self.is_trying, self.has_result = False, False
+        self.folder = trial.output.parent
+        self.trying = request.first
+        self._answers = Answers(self.folder / ANSWERS)
+        self._failures = Answers(self.folder / FAILURES)
+
+    def run(self) -> Ending:
+        """Launch, and follow it to its end. A size that does not fit is in the journal afterwards."""
+        number, mark = self.journal.launches + 1, uuid.uuid4().hex
+        about = {"launch": number, "key": self.key}
+        self.journal.add("launch", **about, candidate=self.candidate.name, mark=mark, folder=self.folder.name,
+                         first=self.request.first)  # fmt: skip
+        run, log = self.folder / "run", self.folder / "log.txt"
+        environment = launch_environment(self.machine, self.num_processes)
+        with launched(self.command, run, log, mark=mark, environment=environment) as launch:
+            ending = self._follow(launch, about)
+            seconds = launch.seconds
+        if ending.how == "killed" and self.again and not self.has_result:
+            ending = Ending("out_of_memory", "host", text=f"{ending.text}, twice")
+        if ending.how in ("out_of_memory", "timed_out"):
+            self._give_up(ending, about)
+        self.journal.add("end", **about, how=ending.how, seconds=round(seconds, 1))
+        return ending
+
+    def _give_up(self, ending: Ending, about: dict[str, Any]) -> None:
+        """Write to the journal that the current size does not fit."""
+        patience = {"patience_s": self.patience_s} if ending.how == "timed_out" else {}
+        self.journal.add("size", **about, size=self.trying, fresh=self.trying == self.request.first,
+                         outcome=ending.how, where=ending.where, phase=ending.phase, **patience)  # fmt: skip
+
+    def _follow(self, launch: Launch, about: dict[str, Any]) -> Ending:
+        last_answer_at = checked_host_at = launch.seconds
+        while True:
+            how = launch.wait(launch.seconds + POLL_S)
+            failures = self._failures.poll()  # read first: answers from before a failure are then read below
+            for line in self._answers.poll():
+                last_answer_at = launch.seconds
+                self._record(line, about)
+                if line["event"] == "done":
+                    return Ending("done")
+            if failures:
+                return self._ending_of(failures[0])
+            if how == "ended":
+                return self._ending_without_report(launch)
+            if launch.seconds - last_answer_at > self.patience_s:
+                silence = f"no progress for {self.patience_s / 60:.3g} minutes"
+                early = f"{silence}, before the first batch. A larger --trial_minutes may help"
+                return Ending("timed_out", text=silence) if self.is_trying else Ending("failed", text=early)
+            if self.request.host_memory_limit and not self.on_cpu and launch.seconds - checked_host_at > CHECK_HOST_S:
+                checked_host_at, over = launch.seconds, self._over_host_limit(launch)
+                if over:
+                    return Ending("out_of_memory", "host", text=over)
+
+    def _record(self, line: dict[str, Any], about: dict[str, Any]) -> None:
+        if line["event"] == "trying":
+            self.trying, self.is_trying = line["size"], True
+        if line["event"] == "fits":
+            self.has_result = True
+            self.journal.add("size", **about, outcome="fits", **_without_event(line))
+        if line["event"] == "ready":
+            self.journal.add("ready", **about, about=_without_event(line))
+        self.answered(line)
+
+    def _ending_of(self, report: dict[str, Any]) -> Ending:
+        """How it ends after a rank has reported a failure. The other ranks are not waited for."""
+        self.trying = report["size"]
+        if report["event"] == "too_small":
+            return Ending("too_small", text=report["text"])
+        return Ending("out_of_memory", report["where"], report["phase"], f"rank {report['rank']}")
+
+    def _ending_without_report(self, launch: Launch) -> Ending:
+        """Why a launch has ended without a report from its ranks."""
+        if not launch.process.returncode:
+            return Ending("failed", text="it ended without a result")
+        refused = mistake(launch)
+        if refused:
+            return Ending("refused", text=refused)
+        text = launch.text
+        if KERNEL.search(text):
+            return Ending("out_of_memory", "host", text="killed by the kernel")
+        where = memory_in(text)
+        if self.on_cpu and (where or any(failures in text for failures in AT_THE_LIMIT)):
+            where = "device"  # a CPU has only one memory
+        if where:
+            return Ending("out_of_memory", where, text="in native code")
+        if launch.process.returncode == -signal.SIGKILL or KILLED.search(text):
+            return Ending("killed", text="a process was killed (SIGKILL), or crashed")
+        return Ending("failed", text=failure(launch, "ended") or "")
+
+    def _over_host_limit(self, launch: Launch) -> str:
+        """A message if the processes together use more than the limit, else empty. Their own limits do not count
+        pinned memory."""
+        resident, limit = 0, self.num_processes * self.request.host_memory_limit
+        for process in launch.members():
+            with suppress(psutil.Error):
+                memory = process.memory_info()
+                resident += memory.rss - memory.shared if "RANK" in process.environ() else 0  # not the launcher
+        return f"{size(resident)} resident" if resident > 1.05 * limit else ""
+
+
+def _without_event(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "event"}

@@ -1,0 +1,148 @@
+"""The Megatron programs that a script starts: which, with which arguments, on how many processes."""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zerofit.recipe.errors import UserError
+from zerofit.tools.convert.megatron_args.listing import check_commands, check_text
+from zerofit.tools.convert.megatron_args.shell import Command, Shell
+
+PREPARATION = ("preprocess_data.py", "merge_datasets.py")
+SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
+PROGRAM = re.compile(
+    rf"(pretrain_\w+\.py|finetune_llama\.py|{'|'.join(map(re.escape, (*PREPARATION, SEARCH)))})(?=\s|$)"
+)
+PRINTS = ("ls", "cat", "cp", "mv", "rm", "sed", "grep", "chmod", "git", "wget")
+PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus-per-node", "ntasks-per-node")
+MACHINES = ("nnodes", "num_nodes", "nodes")
+PER_MACHINE = ("gpuspernode", "nprocpernode", "numgpuspernode", "ngpuspernode", "numgpupernode", "gpupernode")
+ON_ALL = ("numgpus", "ngpus", "numgpu")  # names of variables, in small letters and without _
+SBATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)[= ](\S+)", re.MULTILINE)
+
+
+@dataclass
+class Call:
+    """A program that is started.
+
+    Args:
+        launcher: the words before the program's name; those of an outer launcher, and of #SBATCH, come last.
+        line: of the script; 0 for a command line that was typed.
+        shell: the script that was run; None for a command line that was typed.
+        variables: {name: value} of the shell when it started the program.
+    """
+
+    program: str
+    arguments: list[str]
+    launcher: list[str] = field(default_factory=list)
+    line: int = 0
+    shell: Shell | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """{variable: why it has no value}."""
+        return self.shell.reasons if self.shell else {}
+
+    @property
+    def doubts(self) -> list[str]:
+        """Notes on tests of the script that need a value which is not known."""
+        return list(self.shell.doubts.values()) if self.shell else []
+
+    def file(self, path: str) -> str | None:
+        """The text of a file that the script writes."""
+        return self.shell.file(path) if self.shell else None
+
+    def of_launcher(self, names: tuple[str, ...]) -> str | None:
+        """The value of the launcher's option with one of these names."""
+        for word, following in zip(self.launcher, [*self.launcher[1:], ""]):
+            name, equals, value = word.lstrip("-").partition("=")
+            if word.startswith("-") and name in names:
+                return value if equals else following
+        return None
+
+    @property
+    def processes(self) -> int | None:
+        """Processes on one machine; None where the script does not say."""
+        said, name = self.of_launcher(PROCESSES), self.stated
+        if said is None and self.launcher and re.match(r"(.*/)?(python|torchrun)", self.launcher[0]):
+            return 1
+        number = _number(said)
+        if number is None and name:
+            return int(self.variables[name]) // (self.machines if _bare(name) in ON_ALL else 1)
+        return number
+
+    @cached_property
+    def stated(self) -> str | None:
+        """The variable that states the number of processes, where the launcher does not."""
+        named = [name for kind in (PER_MACHINE, ON_ALL) for name in self.variables if _bare(name) in kind]
+        return next((name for name in named if _number(self.variables[name])), None)
+
+    @property
+    def machines(self) -> int:
+        return _number(self.of_launcher(MACHINES)) or 1
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() and int(text) > 0 else None
+
+
+def calls_in(text: str, given: dict[str, str]) -> list[Call]:
+    """The Megatron programs that a script starts, in order.
+
+    Args:
+        given: {variable: value} from the command line.
+
+    Raises:
+        UserError: it starts none of them, or lines are to be mended.
+    """
+    shell = Shell(text, given)
+    check_text(shell.lines)
+    shell.read()
+    check_commands(shell.commands, shell.lines, _program)
+    calls = [call for command in shell.commands for call in _calls_of(command, shell)]
+    if not calls:
+        names = ", ".join(("pretrain_*.py", "finetune_llama.py", *PREPARATION, SEARCH))
+        unset = "".join(f". {missing(name, shell.reasons)}" for name in shell.unset[:1])
+        raise UserError(f"the script starts none of {names}{unset}")
+    return calls
+
+
+def call_of(words: list[str]) -> Call:
+    """A command line that was typed: a launcher and a program, or arguments of pretrain_gpt.py alone."""
+    at = next((index for index, word in enumerate(words) if _program(word)), None)
+    if at is None:
+        return Call("pretrain_gpt.py", list(words))
+    return Call(_program(words[at]), words[at + 1 :], words[:at])
+
+
+def _program(word: str) -> str | None:
+    found = None if re.search(r"\s", word) else PROGRAM.search(word)
+    return found[1] if found else None
+
+
+def _calls_of(command: Command, shell: Shell) -> list[Call]:
+    words = command.words
+    if words[0] in PRINTS:
+        return []
+    quoted = next((word for word in words if PROGRAM.search(word) and not _program(word)), None)
+    if quoted:  # ssh machine "torchrun ..."
+        words = shlex.split(quoted)
+    if not any(map(_program, words)):
+        return []
+    call = call_of(words)
+    job = [word for option in SBATCH.findall(shell.text) for word in option]
+    call.launcher += command.outer + job
+    call.line, call.shell, call.variables = command.line, shell, command.variables
+    return [call]
+
+
+def missing(name: str, reasons: dict[str, str]) -> str:
+    """A message for a variable without a value: its name, why, and what to type."""
+    why = f" ({reasons[name]})" if name in reasons else ""
+    return f"${name}{why} is not known. Add {name}=value after the script's name"

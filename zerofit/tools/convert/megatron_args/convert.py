@@ -1,0 +1,196 @@
+"""`zerofit convert megatron-args`: a Megatron launch script as a recipe, a strategy pair and the line that starts it.
+
+    zerofit convert megatron-args pretrain_llama2_distributed.sh
+    zerofit convert megatron-args pretrain_gpt.sh DATA_PATH=data/mine_text_document --output outputs/mine
+    zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
+
+Bash runs the script where nothing exists that it could start or change (shell.py). A table shows the result for each
+flag (ledger.py). A flag that contradicts the model, or cannot be converted, is an error, and then nothing is written.
+"""
+
+import json
+import re
+import shlex
+import tempfile
+from pathlib import Path
+
+from zerofit.model.configuration import load_configuration
+from zerofit.model.pretrained_io import silence_libraries
+from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import ClmRecipe
+from zerofit.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of, calls_in
+from zerofit.tools.convert.megatron_args.corpora import convert_preparation
+from zerofit.tools.convert.megatron_args.ledger import summary, table
+from zerofit.tools.convert.megatron_args.pair import pair_of
+from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.schedule import Converted
+from zerofit.tools.convert.megatron_args.searched import plan_lines
+from zerofit.tools.convert.options import MegatronArgsOptions
+from zerofit.tools.rank_environment import strategy_of_a_launch
+from zerofit.training.configuration import check_layout, check_task
+
+VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
+
+
+def main(argv: list[str]) -> int:
+    argv, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    positional = []
+    while argv and not argv[0].startswith("-"):
+        positional.append(argv.pop(0))
+    options = parse_recipe(MegatronArgsOptions, argv, prog="zerofit convert megatron-args [SCRIPT [NAME=value ...]]",
+                           tool=True)  # fmt: skip
+    name, calls, given = _calls(positional, words)
+    folder = Path(options.output or f"outputs/{name}-converted")
+    for note in calls[0].doubts:
+        print(printable(f"note: {note}\n"), flush=True)
+    made: list[str] = []
+    for call in calls:
+        if call.program not in PREPARATION:
+            continue
+        line, flags = convert_preparation(call, options.tokenizer_name, made)
+        _show(call, flags)
+        print(printable(f"\n{line}\n"), flush=True)
+    training = [call for call in calls if call.program not in PREPARATION]
+    if training:
+        _convert(training[0], folder, name, options, given)
+    if len(training) > 1:
+        print(f"note: the script starts {len(training)} trainings; this is the first. Others: give their arguments "
+              "after --", flush=True)  # fmt: skip
+    return 0
+
+
+def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Call], dict[str, str]]:
+    """(name, the calls, {variable: value} of the command line)."""
+    if (words is None) == (not positional):
+        raise UserError("name a script, or give Megatron's arguments after --: zerofit convert megatron-args SCRIPT")
+    if words is not None:
+        return "megatron", [call_of(words)], {}
+    script, *variables = positional
+    assignments = [VARIABLE.fullmatch(text) for text in variables]
+    wrong = [text for text, match in zip(variables, assignments) if not match]
+    if wrong:
+        raise UserError(f"{wrong[0]!r}: expected a value for a variable of the script, NAME=value, or 1=value for $1")
+    try:
+        text = Path(script).expanduser().read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{script!r} cannot be read: {error.strerror}. Name Megatron's launch script") from None
+    given = {match[1]: match[2] for match in assignments}
+    return Path(script).stem, calls_in(text, given), given
+
+
+def _show(call: Call, flags) -> None:
+    rows = flags.finish()
+    print(f"{call.program}: {summary(rows)}\n\n{table(rows)}", flush=True)
+    if flags.problems:
+        raise UserError(list(dict.fromkeys(flags.problems)))
+
+
+def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, given: dict[str, str]) -> None:
+    chosen = Options(options.tokenizer_name, options.model_name_or_path, options.num_processes)
+    done = convert_pretraining(call, chosen)
+    done.recipe.setdefault("output_dir", f"outputs/{name}")
+    _show(call, done.flags)
+    if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
+        raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
+    if call.program == SEARCH:
+        lines = plan_lines(done, folder, given)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "recipe.yaml").write_text(written(done, name, lines), encoding="utf-8")
+        parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")])  # the strategy is checked by plan
+    else:
+        check(done, name)
+        lines = [write(done, name, folder)]
+    shown = ["", *closing(done, folder / "recipe.yaml", call.program == SEARCH), "", *lines]
+    print(printable("\n".join(shown)), flush=True)
+
+
+def write(done: Converted, name: str, folder: Path) -> str:
+    """Write the recipe and the pair. Returns the command line that launches them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    launch = " ".join([
+        "accelerate launch --config_file", shlex.quote(str(folder / "accelerate.yaml")), *done.layout.launch_options,
+        "train/clm.py --config", shlex.quote(str(folder / "recipe.yaml")),
+    ])  # fmt: skip
+    for file, text in {"recipe.yaml": written(done, name, [launch]), **pair_of(done.layout, folder)}.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    return launch
+
+
+def check(done: Converted, name: str) -> None:
+    """Resolve recipe and pair as a run does.
+
+    Raises:
+        UserError: a run would refuse them.
+    """
+    silence_libraries()
+    layout, model = done.layout, done.recipe.get("model_name_or_path")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write(done, name, folder)
+        try:
+            recipe = parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")]).draft()
+            local = layout.world // layout.machines
+            strategy = strategy_of_a_launch(recipe, str(folder / "accelerate.yaml"), "--strategy", layout.world, local)
+            check_task("clm", strategy)
+            if not model or Path(model).is_dir():
+                check_layout(load_configuration(recipe), strategy)
+        except UserError as error:
+            of_script = done.flags.text("deepspeed_config") or "deepspeed.json"
+            names = {str(folder / "deepspeed.json"): of_script, str(folder) + "/": ""}
+            raise UserError(
+                f"a run would refuse this: {_renamed(problem, names)}" for problem in error.problems
+            ) from None
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    for path, shown in names.items():
+        text = text.replace(path, shown)
+    return text
+
+
+def written(done: Converted, name: str, commands: list[str]) -> str:
+    """The recipe as text."""
+    lines = [f"# {name}, converted from Megatron's flags by `zerofit convert megatron-args`."]
+    lines += [*(f"#   {command}" for command in commands), ""]
+    for option, value in done.recipe.items():
+        lines.append(f"{option}: {json.dumps(value) if not isinstance(value, float) else repr(value)}")
+    return "\n".join([*lines, ""])
+
+
+def closing(done: Converted, recipe: Path, searched: bool) -> list[str]:
+    """What was written, in numbers.
+
+    Args:
+        searched: the strategy is not chosen yet.
+    """
+    values, layout = done.recipe, done.layout
+    lines = [f"note: {note}" for note in done.notes]
+    if done.shape and done.vocabulary and "config_name" in values:
+        multiple = values["make_vocab_size_divisible_by"]
+        vocabulary = -(-done.vocabulary // multiple) * multiple
+        lines.append(f"model        {parameters_of(values, vocabulary):,} parameters in transformers, "
+                     f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
+                     f"{vocabulary:,} rows")  # fmt: skip
+    strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
+    at_most = "at most " * ("global_batch_size" not in values)
+    lines.append(f"run          {values['max_train_steps']:,} updates of {at_most}{done.batch:,} samples, "
+                 f"{strategy} on {layout.world} process{'es' * (layout.world > 1)}")  # fmt: skip
+    if layout.machines > 1:
+        own = "MACHINE_RANK" if searched else "--machine_rank"
+        lines.append(f"machines     the last line below on each of the {layout.machines}, with its own {own} "
+                     f"(0 to {layout.machines - 1})")  # fmt: skip
+    return [*lines, f"written      {recipe}{'' if searched else ' and the pair beside it'}"]
+
+
+def parameters_of(values: dict, vocabulary: int) -> int:
+    """The number of weights of the recipe's model, which is built on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_configuration(ClmRecipe(config_name=values["config_name"],
+                                          config_overrides=values["config_overrides"]))  # fmt: skip
+    config.vocab_size = vocabulary
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())

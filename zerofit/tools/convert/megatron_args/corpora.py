@@ -1,0 +1,88 @@
+"""preprocess_data.py and merge_datasets.py as lines of `zerofit prepare`."""
+
+import shlex
+from pathlib import Path
+
+from zerofit.recipe.megatron_flags import PREPARE_HINTS
+from zerofit.tools.convert.megatron_args.calls import Call
+from zerofit.tools.convert.megatron_args.ledger import Ledger
+
+TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
+
+
+def convert_preparation(call: Call, tokenizer: str | None, made: list[str]) -> tuple[str, Ledger]:
+    """(a command line of zerofit prepare, the ledger of flags).
+
+    Args:
+        made: the corpora that the script makes before; those of this call are added.
+    """
+    flags = Ledger.of(call)
+    merges = call.program == "merge_datasets.py"
+    line = _merge(flags, made) if merges else _preprocess(flags, tokenizer)
+    if not merges:
+        keys = flags.words("json_keys") or flags.words("json_key") or ["text"]
+        made += [f"{prefix}_{key}_document" for prefix in flags.words("output_prefix") for key in keys]
+    for name in flags.flags:
+        if name not in flags.rows and name in PREPARE_HINTS:
+            flags.none(name, PREPARE_HINTS[name].removeprefix("remove it: "))
+    return shlex.join(line), flags
+
+
+def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
+    line = ["zerofit", "prepare"]
+    for name in ("input", "output_prefix"):
+        line += _option(flags, name, needed=True)
+    files = _option(flags, "vocab_file") + _option(flags, "merge_file") if not tokenizer else []
+    tokenizer_options = files if len(files) == 4 else ["--tokenizer", tokenizer or _tokenizer(flags)]
+    line += tokenizer_options
+    for name in TOKENIZER:
+        if flags.has(name) and name not in flags.rows:
+            flags.carried(name, " ".join(tokenizer_options))
+    if flags.has("split_sentences"):
+        flags.wrong("split_sentences", "splitting into sentences is for BERT. Remove it for GPT")
+    for name in ("json_keys", "json_key", "workers"):  # json_key: an older spelling
+        option = _option(flags, name)
+        line += ["--json_keys", *option[1:]] if option and name == "json_key" else option
+    for name in ("append_eod", "trust_remote_code"):
+        if flags.has(name):
+            flags.carried(name, f"--{name}")
+            line.append(f"--{name}")
+    if flags.text("dataset_impl", "mmap") != "mmap":
+        flags.none("dataset_impl", "corpora are written as .bin and .idx of mmap")
+    return line
+
+
+def _tokenizer(flags: Ledger) -> str:
+    kind = (flags.text("tokenizer_type") or "").lower()
+    if kind.startswith("bert"):
+        flags.wrong("tokenizer_type", "corpora for BERT are not supported")
+        return "-"
+    name = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
+    if name:
+        return name
+    if not flags.problems:
+        flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: add --tokenizer_name FOLDER")
+    return "-"
+
+
+def _merge(flags: Ledger, made: list[str]) -> list[str]:
+    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge. Where the
+    folder has none yet, those that the script makes are named."""
+    folder, line = flags.text("input"), ["zerofit", "prepare", "merge", *_option(flags, "input", needed=True)]
+    if folder and not any(Path(folder).glob("*.bin")) and made:
+        flags.carried("input", "--input, the corpora that the script makes before")
+        line[3:] = ["--input", *made]
+    elif folder and not any(Path(folder).glob("*.bin")):
+        words = f"--input {folder}, where no corpus is yet. One that was prepared from a whole folder needs no merging"
+        flags.carried("input", words)
+    return line + _option(flags, "output_prefix", needed=True)
+
+
+def _option(flags: Ledger, name: str, needed: bool = False) -> list[str]:
+    words = flags.words(name)
+    if words:
+        flags.carried(name, f"--{name} {' '.join(words)}")
+        return [f"--{name}", *words]
+    if needed and not (flags.has(name) and flags.problems):
+        flags.wrong("", f"there is no --{name.replace('_', '-')}")
+    return []

@@ -1,0 +1,153 @@
+"""The result for each flag: carried over, satisfied, no counterpart, error or unknown. No flag is dropped silently."""
+
+import shutil
+import textwrap
+from dataclasses import dataclass, field
+
+from zerofit.recipe.errors import printable
+from zerofit.recipe.megatron_flags import TYPED, fate_of
+from zerofit.recipe.parse import is_flag
+from zerofit.tools.convert.megatron_args.calls import Call, missing
+from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
+
+WIDTH = 46  # of the column of flags
+
+
+@dataclass
+class Row:
+    flag: str
+    fate: str
+    words: str
+
+
+@dataclass
+class Ledger:
+    """The flags of one program, with the result for each.
+
+    Attributes:
+        flags: {name with underscores: the words that follow it}; the last of several counts, as in argparse.
+        problems: what stops the conversion.
+    """
+
+    flags: dict[str, list[str]]
+    reasons: dict[str, str]
+    written: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, call: Call) -> "Ledger":
+        flags, written, name, stray = {}, {}, None, []
+        for word in call.arguments:
+            if is_flag(word):
+                written_name, equals, value = word[2:].partition("=")
+                name = written_name.replace("-", "_")
+                flags[name], written[name] = [value] if equals else [], written_name
+            elif name:
+                flags[name].append(_unquoted(word))
+            else:
+                stray.append(word)
+        ledger = cls(flags, call.reasons, written)
+        for word in stray:
+            ledger.wrong("", f"{shown(word)!r} is where a flag was expected")
+        return ledger
+
+    def has(self, name: str) -> bool:
+        return name in self.flags
+
+    def first(self, *names: str) -> str | None:
+        """The first of these spellings that was given."""
+        return next((name for name in names if name in self.flags), None)
+
+    def spelled(self, name: str) -> str:
+        """The flag as it was written, with its value."""
+        words = [f"--{self.written.get(name, name.replace('_', '-'))}", *self.flags.get(name, [])]
+        return shown(" ".join(words))
+
+    def words(self, name: str) -> list[str]:
+        """All words that follow a flag; none, and a problem, where one of them is not known."""
+        words = self.flags.get(name, [])
+        unknown = [one for word in words for one in unknown_in(word)]
+        for variable in unknown:
+            self.problems.append(missing(variable, self.reasons) if variable else f"{self.spelled(name)}: only a "
+                                 "running shell knows the value")  # fmt: skip
+        if unknown:
+            self.rows[name] = Row(self.spelled(name), "error", f"${unknown[0]} is not known")
+            return []
+        return words
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        words = self.words(name)
+        if len(words) > 1:
+            self.wrong(name, "one value was expected")
+        return words[0] if words else default
+
+    def number(self, name: str, kind: type = int, default=None):
+        """The value of a flag as a number; `default` where it is not given, or is not a number."""
+        text = self.text(name)
+        if text is None:
+            if self.has(name) and name not in self.rows:
+                self.wrong(name, "a number was expected")
+            return default
+        try:
+            return kind(float(text)) if kind is float else int(text.replace("_", ""))
+        except ValueError:
+            self.wrong(name, f"{'an integer' if kind is int else 'a number'} was expected")
+            return default
+
+    def carried(self, name: str, words: str) -> None:
+        self._row(name, "carried over", words)
+
+    def satisfied(self, name: str, words: str) -> None:
+        self._row(name, "satisfied", words)
+
+    def none(self, name: str, words: str) -> None:
+        self._row(name, "no counterpart", words)
+
+    def default(self, flag: str, words: str) -> None:
+        """Megatron's default of a flag that was not given, where ours differs."""
+        self.rows[f"={flag}"] = Row(f"({flag})", "carried over", f"{words}  (Megatron's default)")
+
+    def wrong(self, name: str, words: str) -> None:
+        spelled = self.spelled(name) if name else ""
+        self.rows[name] = Row(spelled, "error", words)
+        self.problems.append(f"{spelled}: {words}" if spelled else words)
+
+    def _row(self, name: str, fate: str, words: str) -> None:
+        if self.rows.get(name, Row("", "", "")).fate != "error":
+            self.rows[name] = Row(self.spelled(name), fate, words)
+
+    def finish(self) -> list[Row]:
+        """All rows: first those of flags, in their order, then the others."""
+        for name in self.flags:
+            if name not in self.rows:
+                reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
+                fate = fate_of(name) if reached else ("not reached", "an error came before it")
+                self.rows[name] = Row(self.spelled(name), *fate)
+        given = [self.rows[name] for name in self.flags]
+        return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
+
+
+def _unquoted(word: str) -> str:
+    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
+
+
+def table(rows: list[Row]) -> str:
+    """The rows for a terminal."""
+    room = max(40, shutil.get_terminal_size((120, 24)).columns - WIDTH - 19)
+    lines = []
+    for row in rows:
+        flags = textwrap.wrap(row.flag, WIDTH, subsequent_indent="  ") or [""]
+        words = textwrap.wrap(row.words, room) or [""]
+        for index in range(max(len(flags), len(words))):
+            flag = flags[index] if index < len(flags) else ""
+            text = words[index] if index < len(words) else ""
+            lines.append(f"  {flag:<{WIDTH}} {'' if index else row.fate:<15} {text}".rstrip())
+    return printable("\n".join(lines))
+
+
+def summary(rows: list[Row]) -> str:
+    """The number of rows of each kind."""
+    kinds = ("carried over", "satisfied", "no counterpart", "unknown", "error")
+    counted = {kind: sum(row.fate == kind for row in rows) for kind in kinds}
+    return ", ".join(f"{number} {kind}" for kind, number in counted.items() if number)

@@ -1,0 +1,288 @@
+"""The strategy of a Megatron command line: the number of processes, the ZeRO stage, and the strategy pair."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
+from zerofit.recipe.places import place
+from zerofit.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
+from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
+from zerofit.strategy.monitors import HERE, PROJECTS, monitors_in_use
+from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
+from zerofit.tools.convert.megatron_args.ledger import Ledger, Row
+from zerofit.tools.convert.megatron_args.listing import read_json
+from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
+
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+           "ds_sequence_parallel_size", "expert_model_parallel_size", "moe_expert_parallel_size")  # fmt: skip
+TENSOR_DEGREE, PIPELINE_DEGREE, *SEQUENCE_DEGREES = SPLITTING = DEGREES[:4]
+KEYS = {TENSOR_DEGREE: f"{TENSOR}.autotp_size", PIPELINE_DEGREE: f"{PIPELINE}.stages",
+        **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE)}  # fmt: skip
+FALLBACK = 8  # processes, where the script does not say
+OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass
+class Layout:
+    """Processes and strategy.
+
+    Attributes:
+        split: processes of one copy of the model in Megatron (tensor * pipeline * sequence).
+        tensor, pipeline, sequence: the degrees that are carried over.
+        stage: of ZeRO; 0: DDP.
+        block: the keys of the script's DeepSpeed JSON that are carried over.
+        trackers: {tracker: project or None} of that JSON.
+        rank, address, port: of this machine and of machine 0, as the script writes them: a value, or $NAME.
+    """
+
+    world: int
+    machines: int
+    split: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    stage: int = 0
+    block: dict[str, Any] = field(default_factory=dict)
+    trackers: dict[str, str | None] = field(default_factory=dict)
+    rank: str = "0"
+    address: str = "MACHINE_0"
+    port: str = "29500"
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of one copy of the model."""
+        return self.tensor * self.pipeline * self.sequence
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.replica_size
+
+    def use_fewer(self, replicas: int) -> None:
+        self.world = replicas * self.replica_size
+        self.machines = self.machines if self.world % self.machines == 0 else 1
+
+    @property
+    def launch_options(self) -> list[str]:
+        """Options of `accelerate launch` for this machine; none where there is one machine."""
+        if self.machines == 1:
+            return []
+        addresses = {"--main_process_ip": self.address, "--main_process_port": self.port}
+        words = ["--machine_rank", self.rank]
+        return words + [word for name, value in addresses.items() if "$" in value for word in (name, value)]
+
+    @property
+    def strategy(self) -> str:
+        if self.pipeline > 1:
+            return "3d" if self.tensor > 1 else "pp"
+        if self.tensor > 1:
+            return "tp" if self.stage == 1 else f"tp_zero{self.stage}"
+        if self.sequence > 1:
+            return "sp"
+        return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
+
+
+def read_machines(flags: Ledger, call: Call, processes: int | None) -> Layout:
+    """Processes and machines; one kind of parallelism, that of data."""
+    machines = call.machines
+    world = processes or (call.processes or FALLBACK) * machines
+    if not processes:
+        _say_processes(flags, call, world)
+    layout = Layout(world, machines if world % machines == 0 else 1)
+    layout.rank = _written(call.of_launcher(("node_rank", "node-rank"))) or layout.rank
+    layout.address = _written(call.of_launcher(("master_addr", "master-addr"))) or layout.address
+    layout.port = _written(call.of_launcher(("master_port", "master-port"))) or layout.port
+    return layout
+
+
+def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
+    """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
+    layout = read_machines(flags, call, processes)
+    degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
+    for name, degree in degrees.items():
+        if degree == 1:
+            flags.satisfied(name, "1: it splits nothing")
+        else:
+            layout.split *= degree if name in SPLITTING else 1
+    split = {name: degree for name, degree in degrees.items() if degree > 1}
+    left = {name: why for name in split if (why := _take_degree(layout, name, split))}
+    _read_block(flags, call, layout)
+    _stage(flags, layout, bool(left.keys() & set(SPLITTING)))
+    for name in split:
+        if name in left:
+            flags.none(name, f"{left[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
+        else:
+            flags.carried(name, f"the pair: {layout.strategy}, {KEYS[name]}: {split[name]}")
+    if flags.has("sequence_parallel") and layout.tensor == 1:
+        flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
+    return layout
+
+
+def _say_processes(flags: Ledger, call: Call, world: int) -> None:
+    said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N, of all machines"
+    for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES) or "")):
+        unknown = unknown_in(value)
+        if unknown and not (what == "processes" and call.stated):
+            why = missing(unknown[0], call.reasons) if unknown[0] else f"only a running shell knows it. {remedy}"
+            flags.wrong("", f"the number of {what}: {why}")
+    words = ""
+    if call.stated and not said.isdigit():
+        words = f"num_processes: {world}, by the script's {call.stated}={call.variables[call.stated]}"
+    elif said in ("gpu", "auto"):
+        flags.wrong("", f"the number of processes: {said} is as many GPUs as a machine has. {remedy}")
+    elif call.processes is None:
+        words = f"num_processes: {world}, a guess: the script does not say. {remedy}"
+    if words:
+        flags.rows["=processes"] = Row("(processes)", "carried over", words)
+
+
+def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
+    """Take a degree over into the layout. Returns why it cannot be; empty: it is taken."""
+    kinds = {TENSOR_DEGREE: "tensor", PIPELINE_DEGREE: "pipeline", **dict.fromkeys(SEQUENCE_DEGREES, "sequence")}
+    if name not in kinds:
+        return "not supported: "
+    if kinds[name] == "sequence" and any(other in SPLITTING for other in split if other != name):
+        return "rows are not split together with another kind of parallelism: "
+    size = layout.replica_size * split[name]
+    if layout.world % size:
+        return f"num_processes = {layout.world} is not a multiple of {size}: "
+    setattr(layout, kinds[name], split[name])
+    return ""
+
+
+def _written(text: str | None) -> str | None:
+    """A launcher's value, with $NAME for what the machine's own environment has; None where only a shell knows it."""
+    return None if not text or "" in unknown_in(text) else shown(text)
+
+
+def _stage(flags: Ledger, layout: Layout, in_place_of_others: bool) -> None:
+    block = layout.block.get("zero_optimization", {}).get("stage")
+    stage = flags.number("zero_stage", default=None) if flags.has("zero_stage") else None
+    if None not in (block, stage) and block != stage:
+        flags.wrong("zero_stage", f"the DeepSpeed JSON says stage {block}: keep one of the two")
+    stage = block if block is not None else stage
+    if stage is None:
+        stage = 1 if flags.has("use_distributed_optimizer") else 0
+    if stage not in (0, 1, 2, 3):
+        flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
+        stage = 0
+    least = 3 if in_place_of_others else 1 if layout.replica_size > 1 else stage
+    layout.stage = max(least, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
+    if layout.pipeline > 1:
+        layout.stage = 1
+    instead = ", in place of other kinds of parallelism" if in_place_of_others else ""
+    dropped = _drop_beside_degrees(flags, layout)
+    if "json.zero_optimization" in flags.rows:
+        without = f" without {', '.join(dropped)}, which do not go together with {layout.strategy}" if dropped else ""
+        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is{without}"
+    for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
+        if flags.has(name):
+            flags.carried(name, f"the pair: {layout.strategy}{instead}")
+
+
+def _drop_beside_degrees(flags: Ledger, layout: Layout) -> list[str]:
+    """Take out of the block what a run refuses beside such degrees. Returns the keys of zero_optimization."""
+    if layout.replica_size == 1:
+        return []
+    if layout.block.pop("prescale_gradients", None):
+        flags.rows["json.prescale_gradients"].fate = "no counterpart"
+        flags.rows["json.prescale_gradients"].words = f"it does not go together with {layout.strategy}"
+    keys = [*OFFLOADED, *ZERO_PLUS_PLUS, *(["reduce_scatter"] if layout.sequence > 1 else []),
+            *(["overlap_comm"] if layout.pipeline > 1 else [])]  # fmt: skip
+    zero = layout.block.get("zero_optimization", {})
+    return [key for key in keys if zero.pop(key, None) is not None]
+
+
+def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
+    """Read the DeepSpeed JSON that the script writes or names."""
+    if not flags.has("deepspeed_config"):
+        return
+    name = flags.text("deepspeed_config")
+    if name is None:
+        return
+    text = call.file(name)
+    if text is None and Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8")
+    if text is None:
+        flags.none("deepspeed_config", "there is no such file here: nothing of it is carried over")
+        return
+    unknown = [one for one in unknown_in(text) if one]
+    if unknown:
+        flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
+        return
+    try:
+        config = read_json(text, name, call.shell.lines if call.shell else [])
+    except ValueError as error:
+        flags.wrong("deepspeed_config", str(error))
+        return
+    flags.carried("deepspeed_config", "deepspeed.json, as follows")
+    for key, value in config.items():
+        _take(flags, layout, key, value)
+
+
+def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
+    def row(fate: str, words: str) -> None:
+        flags.rows[f"json.{key}"] = Row(f'  "{key}": {json.dumps(value)}', fate, words)
+
+    if key in (TENSOR, SEQUENCE, PIPELINE):
+        row("no counterpart", "the degrees are those of the script's flags")
+    elif key in (*PROJECTS, "csv_monitor"):
+        if key in HERE and monitors_in_use({key: value}):
+            layout.trackers[HERE[key]] = project = value.get(PROJECTS[key])
+            named = f", report_name: {project}" if project else ""
+            row("carried over", f"with_tracking: true, report_to: {HERE[key]}{named}")
+        else:
+            row("no counterpart", "every figure of the run is in its metrics.jsonl")
+    elif key == "activation_checkpointing":
+        row("no counterpart", "transformers' layers do not use it; flags make it gradient_checkpointing")
+    elif key in REFUSED_KEYS or key not in KNOWN_KEYS:
+        row("no counterpart", REFUSED_KEYS.get(key, "not a key of DeepSpeed 0.19"))
+    elif key in ("bf16", "bfloat16", "fp16"):
+        name = "bf16" if key.startswith("bf") else "fp16"
+        on = isinstance(value, dict) and value.get("enabled")
+        if on is True and not flags.has(name):
+            flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{name}: make them agree")
+        layout.block[name] = {**value, "enabled": "auto"}
+        row("carried over", '"enabled": "auto", filled in from the recipe' + "; the rest as it is" * (len(value) > 1))
+    elif key in OWNED:
+        flag = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}.get(key)
+        in_flags = flags.number(flag) if flag and flags.has(flag) else None
+        if in_flags is not None and value != "auto" and value != in_flags:
+            flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
+        row("carried over", '"auto", filled in from the recipe')
+    elif key == "gradient_clipping":
+        in_flags = flags.number("clip_grad", float, 1.0)
+        if value != "auto" and value != in_flags:
+            flags.wrong("clip_grad", f"the DeepSpeed JSON says gradient_clipping = {value}: make them agree")
+        row("carried over", '"auto", filled in from the recipe (max_grad_norm)')
+    else:
+        layout.block[key] = value
+        row("carried over", "as it is")
+
+
+def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
+    """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
+    config = None
+    if layout.stage:
+        config = json.loads(place(f"ds_configs/{layout.strategy}.json").read_text())
+        config = with_degrees(config, layout.tensor, layout.pipeline, layout.sequence)
+        zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
+        config = {**config, **layout.block, "zero_optimization": zero}
+    quoted_no = "'NO'"  # else YAML's false
+    lines = ["compute_environment: LOCAL_MACHINE"]
+    if config:
+        shards_at_once = layout.stage == 3 and layout.tensor == 1  # else layers are cut first
+        lines += [
+            "distributed_type: DEEPSPEED", "deepspeed_config:",
+            f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
+            f"  zero3_init_flag: {str(shards_at_once).lower()}", "  deepspeed_multinode_launcher: standard",
+        ]  # fmt: skip
+    else:
+        lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else quoted_no}")
+    lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]
+    if layout.machines > 1:
+        fixed = [None if "$" in value else value for value in (layout.address, layout.port)]
+        lines += [f"main_process_ip: {fixed[0] or Layout.address}", f"main_process_port: {fixed[1] or Layout.port}"]
+    files = {"accelerate.yaml": "\n".join([*lines, "main_training_function: main", ""])}
+    return {**files, "deepspeed.json": json.dumps(config, indent=2) + "\n"} if config else files

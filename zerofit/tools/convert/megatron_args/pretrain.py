@@ -1,0 +1,328 @@
+"""pretrain_gpt.py's flags as a recipe: model, data, length, evaluation, checkpoints. The rest: schedule.py, pair.py.
+
+Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megatron-DeepSpeed, also for the defaults.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofit.recipe.megatron_flags import FULL, SELECTIVE, TYPED, shapes_the_model
+from zerofit.tools.convert.megatron_args.calls import SEARCH, Call
+from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.pair import read_layout
+from zerofit.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from zerofit.tools.convert.megatron_args.searched import read_batches, read_job
+from zerofit.tools.convert.megatron_args.shape import of_weights, read_shape
+
+GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
+SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+HUB = ("HFTokenizer", "HuggingFaceTokenizer", "PretrainedFromHF")
+KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", "finetune_llama.py", SEARCH)
+ELSEWHERE = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "data_args_path",
+             "train_weighted_split_paths", "valid_weighted_split_paths", "test_weighted_split_paths")  # fmt: skip
+
+
+@dataclass
+class Options:
+    """Options of the converter itself."""
+
+    tokenizer_name: str | None = None
+    model_name_or_path: str | None = None
+    num_processes: int | None = None
+
+
+def convert_pretraining(call: Call, options: Options) -> Converted:
+    """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
+    flags = Ledger.of(call)
+    searched = call.program == SEARCH
+    layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
+    if call.program not in KNOWN:
+        flags.wrong("", f"{call.program} is not read, and neither is what it sets by itself (extra args provider, "
+                    "args_defaults). Give its launch line after -- with pretrain_gpt.py and these flags in its place "
+                    "(docs/porting-a-model.md)")  # fmt: skip
+    shape = read_shape(flags, call.program)
+    done = Converted({}, flags, layout, shape)
+    _model(done, options)
+    _tokenizer(done, options)
+    _data(done, call.program)
+    (read_batches if searched else _batches)(done)
+    _length(done)
+    _evaluation(done)
+    read_optimizer(done)
+    read_precision(done)
+    _memory(done)
+    if done.flags.has("checkpoint_in_cpu"):
+        _inputs_on_the_host(done)
+    _checkpoints(done, options)
+    _trackers(done)
+    for name in flags.flags:
+        if name not in flags.rows and name not in TYPED and shapes_the_model(name):
+            flags.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
+    return done
+
+
+# ------------------------------------------------------------------------------------------------------ model and data
+
+
+def _model(done: Converted, options: Options) -> None:
+    flags, shape = done.flags, done.shape
+    if options.model_name_or_path:
+        done.recipe["model_name_or_path"] = options.model_name_or_path
+        of_weights(flags, shape, options.model_name_or_path)
+    elif shape:
+        done.recipe["config_name"] = shape.family
+        done.recipe["config_overrides"] = shape.overrides()
+        multiple = flags.number("make_vocab_size_divisible_by", default=128)
+        tensor = flags.number("tensor_model_parallel_size", default=1)
+        padded = multiple * tensor
+        why = f" ({multiple} times the {tensor} tensor-parallel processes, as there)" if tensor > 1 else ""
+        carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why)
+        if not flags.has("make_vocab_size_divisible_by"):
+            flags.default("--make-vocab-size-divisible-by 128", f"make_vocab_size_divisible_by: {padded}{why}")
+
+
+def _tokenizer(done: Converted, options: Options) -> None:
+    flags = done.flags
+    names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
+    given = [name for name in names if flags.has(name)]
+    if options.tokenizer_name:
+        for name in given:
+            flags.satisfied(name, f"tokenizer_name: {options.tokenizer_name}, from the option")
+        done.recipe["tokenizer_name"] = options.tokenizer_name
+        return
+    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
+    if kind == "GPT2BPETokenizer":
+        done.vocabulary = GPT2_VOCABULARY
+        for name in ("vocab_file", "merge_file"):
+            if flags.has(name):
+                carry(done, name, name, flags.text(name))
+            else:
+                flags.wrong("", f"there is no --{name.replace('_', '-')}, which GPT2BPETokenizer reads")
+        if flags.has("tokenizer_type") and not flags.problems:
+            flags.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+        return
+    if kind in SENTENCEPIECE:
+        done.vocabulary = LLAMA_VOCABULARY
+        file = flags.text("tokenizer_model")
+        folder, note = ((os.path.dirname(file) or ".") if file else None), ", the folder of tokenizer.model"
+        if file and Path(file).name != "tokenizer.model":
+            flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
+        for name in set(given) & {"vocab_file", "merge_file"}:
+            flags.none(name, "SentencePiece has one file, --tokenizer-model")
+            given.remove(name)
+    elif kind in HUB:
+        folder, note = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model"), ""
+    else:
+        folder, note = None, ""
+        problem = f"a {kind} has no counterpart" if kind else "no tokenizer is named"
+        flags.wrong("tokenizer_type" if kind else "", f"{problem}: set --tokenizer_name with a folder or a hub name")
+        return
+    if folder is None:
+        if not flags.problems:
+            flags.wrong("tokenizer_type", "the tokenizer's file is not named: say --tokenizer_name FOLDER")
+        return
+    done.recipe["tokenizer_name"] = folder
+    for name in given:
+        flags.carried(name, f"tokenizer_name: {folder}{note}")
+
+
+def _data(done: Converted, program: str) -> None:
+    flags = done.flags
+    for name in ELSEWHERE:
+        if flags.has(name):
+            flags.wrong(name, "training and evaluation come from one --data-path here, by --split")
+    paths = flags.words("data_path")
+    if program == "finetune_llama.py":
+        carry(done, "data_path", "train_file", paths)
+        done.recipe["data_format"] = "instruction"
+        done.notes.append("finetune_llama.py reads instructions; --chat_template says how they are written here")
+        shards = _shares(flags.text("split", "969,30,1"))
+        held_out = round(100 * shards[1] / sum(shards), 4) if sum(shards) else 0
+        carry(done, "split", "validation_split_percentage", held_out)
+    elif paths:
+        carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
+        carry(done, "split", "split", flags.text("split", "969,30,1").replace(" ", ""))
+    elif not flags.problems:
+        flags.wrong("data_path" if flags.has("data_path") else "", "there is no --data-path")
+    if flags.has("seq_length"):
+        carry(done, "seq_length", "block_size", flags.number("seq_length", default=1024))
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if flags.has(name):
+            carry(done, name, name, True)
+    if flags.has("data_cache_path"):
+        carry(done, "data_cache_path", "data_cache_path", flags.text("data_cache_path"))
+    if flags.has("data_impl") and flags.text("data_impl") not in ("mmap", "infer"):
+        flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus anew with zerofit prepare")
+    if flags.has("num_workers"):
+        carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
+    _seed(done)
+
+
+def _shares(split: str) -> list[float]:
+    return [*map(float, split.replace("/", ",").split(",")), 0.0, 0.0][:3]
+
+
+def _seed(done: Converted) -> None:
+    done.recipe["seed"] = done.flags.number("seed", default=1234)
+    if done.flags.has("seed"):
+        done.flags.carried("seed", f"seed: {done.recipe['seed']}")
+    else:
+        done.flags.default("--seed 1234", "seed: 1234, which the order of the samples follows from")
+
+
+# ------------------------------------------------------------------------------------------------- batches and length
+
+
+def _batches(done: Converted) -> None:
+    flags, layout = done.flags, done.layout
+    micro = flags.number("micro_batch_size", default=0)
+    if not micro:
+        flags.wrong("micro_batch_size" if flags.has("micro_batch_size") else "", "there is no --micro-batch-size")
+        return
+    replicas = max(1, layout.world // layout.split)  # data-parallel processes there
+    total = flags.number("global_batch_size", default=micro * replicas)
+    if not flags.has("global_batch_size"):
+        flags.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
+    ours_replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
+    if ours_replicas < layout.replicas:
+        each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
+        done.notes.append(f"the global batch of {total} is divided among {ours_replicas} {each} and not to "
+                          f"{layout.replicas}: all of them are data-parallel here")  # fmt: skip
+        layout.use_fewer(ours_replicas)
+    ours = max(size for size in range(1, micro + 1) if (total // ours_replicas) % size == 0)
+    accumulation = total // ours_replicas // ours
+    note = f", accumulation {accumulation}"
+    if total % (replicas * micro):
+        done.notes.append(f"Megatron would refuse this global batch: {total} is no multiple of {micro} * {replicas}")
+    elif layout.split != layout.replica_size:
+        note += f" (there {total // replicas // micro}, on {replicas} data-parallel process{'es' * (replicas > 1)})"
+    carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
+    carry(done, "global_batch_size", "global_batch_size", total)
+    done.batch = total
+    done.recipe["per_device_eval_batch_size"] = ours
+
+
+def _length(done: Converted) -> None:
+    flags = done.flags
+    updates = in_updates(done, "train", "max_train_steps")
+    if not updates:
+        if not flags.problems:
+            flags.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
+        return
+    done.recipe["max_train_steps"] = updates
+    if flags.has("exit_duration_in_mins"):
+        hours = flags.number("exit_duration_in_mins", default=60) / 60
+        carry(done, "exit_duration_in_mins", "max_hours", round(hours, 4))
+
+
+def _evaluation(done: Converted) -> None:
+    flags, batch = done.flags, done.batch
+    every, batches = flags.number("eval_interval", default=1000), flags.number("eval_iters", default=100)
+    if not batches:
+        done.recipe |= {"eval_steps": done.recipe.get("max_train_steps", every), "eval_on_start": False}
+        done.recipe["max_eval_samples"] = batch
+        flags.none("eval_iters", "an evaluation cannot be left out: one is made at the end, of one global batch")
+        if flags.has("eval_interval"):
+            flags.none("eval_interval", "see --eval-iters")
+        return
+    carry(done, "eval_interval", "eval_steps", every)
+    note = f", {batches} global batches of {batch}; the same samples at each evaluation (there other ones)"
+    carry(done, "eval_iters", "max_eval_samples", batches * batch, note)
+    if not flags.has("eval_interval"):
+        flags.default("--eval-interval 1000", "eval_steps: 1000")
+    if not flags.has("eval_iters"):
+        flags.default("--eval-iters 100", f"max_eval_samples: {batches * batch}{note}")
+
+
+def _memory(done: Converted) -> None:
+    flags = done.flags
+    granularity = flags.text("recompute_granularity")
+    if flags.has("recompute_activations"):  # Megatron lets it set the granularity
+        granularity = "selective"
+    selective = [name for name in ("recompute_activations", "recompute_granularity") if granularity == "selective"]
+    for name in selective:
+        carry(done, name, "gradient_checkpointing", "selective", f" ({SELECTIVE})")
+    full = ["recompute_granularity"] if granularity == "full" else []
+    full += [name for name in ("checkpoint_activations", "deepspeed_activation_checkpointing") if flags.has(name)]
+    method = flags.first("recompute_method", "activations_checkpoint_method")
+    number = flags.first("recompute_num_layers", "activations_checkpoint_num_layers", "checkpoint_num_layers")
+    if method == "activations_checkpoint_method":
+        full.append(method)
+    count = flags.number(number, default=1) if number else 1
+    if not full or selective:
+        return
+    value, note, where = True, "", [name for name in (method, number) if name and name not in full]
+    if method and flags.text(method) == "block":
+        value, note = _of_block(done, count)
+        full += where
+    else:
+        for name in where if count != 1 else ():
+            flags.none(name, f"{FULL}, and not {count} together")
+    for name in full:
+        if value:
+            carry(done, name, "gradient_checkpointing", value, note if name == full[-1] else "")
+        else:
+            flags.satisfied(name, "no layer is recomputed")
+
+
+def _inputs_on_the_host(done: Converted) -> None:
+    if "gradient_checkpointing" in done.recipe:
+        carry(done, "checkpoint_in_cpu", "activation_offload", True)
+    else:
+        done.flags.satisfied("checkpoint_in_cpu", "no layer is recomputed")
+
+
+def _of_block(done: Converted, count: int) -> tuple[bool | int, str]:
+    """(gradient_checkpointing, remark) where the first layers of each stage are recomputed: as many or more, spread
+    evenly (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
+    stages = done.flags.words("pipeline_model_parallel_size")
+    layers = done.shape.layers // (int(stages[0]) if stages and stages[0].isdigit() else 1)
+    if not 0 < count < layers:
+        return count > 0, ""
+    every = next(each for each in range(layers, 0, -1) if -(-layers // each) >= count)
+    again = -(-layers // every)
+    value = every if every > 1 else True
+    return value, f" ({again} of {layers} layers are recomputed, evenly spread; there the first {count})"
+
+
+# --------------------------------------------------------------------------------------------------- the run's record
+
+
+def _checkpoints(done: Converted, options: Options) -> None:
+    flags = done.flags
+    save, load = flags.text("save"), flags.text("load")
+    if save:
+        carry(done, "save", "output_dir", save)
+    if flags.has("save_interval"):
+        carry(done, "save_interval", "save_steps", flags.number("save_interval", default=1))
+    if flags.has("load") and load:
+        if options.model_name_or_path:
+            flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, from the option")
+        elif load == save and not flags.has("finetune"):
+            flags.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
+        else:
+            flags.wrong(
+                "load",
+                "Megatron's checkpoints are not read here: export it to a transformers folder, and say "
+                "--model_name_or_path FOLDER (zerofit convert meta-to-hf makes one of Meta's weights)",
+            )
+    elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
+        flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
+    carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))
+
+
+def _trackers(done: Converted) -> None:
+    flags, found = done.flags, done.layout.trackers
+    if flags.has("wandb_project"):
+        found["wandb"] = flags.text("wandb_project") or found.get("wandb")
+    if flags.has("tensorboard_dir"):
+        found.setdefault("tensorboard", None)
+        flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
+    if not found:
+        return
+    done.recipe |= {"with_tracking": True, "report_to": next(iter(found)) if len(found) == 1 else "all"}
+    if project := next(filter(None, found.values()), None):
+        carry(done, "wandb_project", "report_name", project)
+    if "wandb" in found and flags.has("wandb_exp_name"):
+        carry(done, "wandb_exp_name", "run_name", flags.text("wandb_exp_name"))

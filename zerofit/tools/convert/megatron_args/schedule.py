@@ -1,0 +1,145 @@
+"""Learning rate, optimizer and precision of Megatron's flags; and what a conversion is made of.
+
+Megatron counts its schedule in samples (or tokens); with one size of the global batch that is a number of updates.
+Source: megatron/core/optimizer_param_scheduler.py, get_lr.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.pair import Layout
+from zerofit.tools.convert.megatron_args.shape import Shape
+
+STYLES = ("linear", "cosine", "constant", "wsd")
+
+
+@dataclass
+class Converted:
+    """A recipe, and what belongs to it.
+
+    Attributes:
+        recipe: {option: value} in the order in which it is written.
+        batch: samples of an update.
+        vocabulary: tokens before padding, where that is known without the tokenizer's files.
+    """
+
+    recipe: dict[str, Any]
+    flags: Ledger
+    layout: Layout | None = None
+    shape: Shape | None = None
+    batch: int = 1
+    vocabulary: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def carry(done: Converted, flag: str, option: str, value: Any, note: str = "") -> None:
+    done.recipe[option] = value
+    if done.flags.has(flag):
+        done.flags.carried(flag, f"{option}: {value}{note}")
+
+
+def in_updates(done: Converted, what: str, option: str) -> int | None:
+    """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
+    flags, batch = done.flags, done.batch
+    units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
+    lengths = {}
+    for unit, size in units.items():
+        name = f"{what}_{unit}"
+        if flags.has(name):
+            number = flags.number(name, default=0)
+            round_down = name == "train_samples"  # Megatron drops an incomplete global batch
+            lengths[name] = number // size if round_down else -(-number // size)
+            exact = "" if number % size == 0 else f" ({number / size:.2f} there)"
+            flags.carried(name, f"{option}: {lengths[name]}{exact}")
+    if len(lengths) > 1:
+        smallest = min(lengths.values())
+        for name, updates in lengths.items():
+            if updates > smallest:
+                flags.satisfied(name, f"{updates} updates: the run ends before, after {smallest}")
+        return smallest
+    return next(iter(lengths.values()), None)
+
+
+def read_optimizer(done: Converted) -> None:
+    flags = done.flags
+    peak = flags.number("lr", float)
+    if not peak:
+        flags.wrong("lr" if flags.has("lr") else "", "there is no --lr")
+        return
+    carry(done, "lr", "learning_rate", peak)
+    least = flags.number("min_lr", float, 0.0)
+    if flags.has("min_lr"):
+        carry(done, "min_lr", "min_lr_ratio", least / peak, f", of {peak:g}")
+    _schedule(done)
+    for name, option, default in (("weight_decay", "weight_decay", 0.01), ("adam_beta1", "adam_beta1", 0.9),
+                                  ("adam_beta2", "adam_beta2", 0.999), ("adam_eps", "adam_epsilon", 1e-8),
+                                  ("clip_grad", "max_grad_norm", 1.0)):  # fmt: skip
+        carry(done, name, option, flags.number(name, float, default))
+    if not flags.has("weight_decay"):
+        flags.default("--weight-decay 0.01", "weight_decay: 0.01")
+    if flags.has("optimizer") and flags.text("optimizer") != "adam":
+        flags.wrong("optimizer", "AdamW is the only optimizer here")
+    if flags.text("weight_decay_incr_style", "constant") != "constant":
+        flags.wrong("weight_decay_incr_style", "weight decay is constant here")
+
+
+def _schedule(done: Converted) -> None:
+    flags = done.flags
+    style = flags.text("lr_decay_style", "linear")
+    if style.lower() not in STYLES:
+        flags.wrong("lr_decay_style", f"there are {', '.join(STYLES)}")
+        return
+    decay = in_updates(done, "lr_decay", "lr_decay_steps")
+    warmup = in_updates(done, "lr_warmup", "num_warmup_steps") or 0
+    length = decay or done.recipe.get("max_train_steps", 1)
+    shape = style.lower()
+    if flags.has("lr_warmup_fraction"):
+        shard = flags.number("lr_warmup_fraction", float, 0.0)
+        warmup = math.ceil(round(shard * length, 6))
+        exact = "" if math.isclose(shard * length, warmup) else f" ({shard * length:.2f} there)"
+        flags.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}{exact}")
+    if shape == "constant" and warmup:
+        shape = "constant_with_warmup"
+    carry(done, "lr_decay_style", "lr_scheduler_type", shape)
+    if not flags.has("lr_decay_style"):
+        flags.default("--lr-decay-style linear", f"lr_scheduler_type: {shape}")
+    if warmup:
+        done.recipe["num_warmup_steps"] = warmup
+    if decay and not shape.startswith("constant"):
+        done.recipe["lr_decay_steps"] = decay
+    elif decay:
+        for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
+            if flags.has(name):
+                flags.satisfied(name, "a constant rate does not decay")
+    if shape.startswith("constant") and "min_lr_ratio" in done.recipe:
+        del done.recipe["min_lr_ratio"]
+        flags.satisfied("min_lr", "a constant rate does not decay")
+    if shape == "wsd":
+        _wsd(done, length)
+
+
+def _wsd(done: Converted, length: int) -> None:
+    flags = done.flags
+    if flags.text("lr_wsd_decay_style", "exponential") != "linear":
+        flags.wrong("lr_wsd_decay_style", "wsd ends in a straight line here: say --lr-wsd-decay-style linear")
+        return
+    flags.satisfied("lr_wsd_decay_style", "wsd ends in a straight line")
+    updates = in_updates(done, "lr_wsd_decay", "wsd_decay_ratio, updates")
+    if updates:
+        done.recipe["wsd_decay_ratio"] = updates / length
+    else:
+        flags.wrong("lr_decay_style", "WSD goes with --lr-wsd-decay-iters")
+
+
+def read_precision(done: Converted) -> None:
+    flags = done.flags
+    both = [name for name in ("fp16", "bf16") if flags.has(name)]
+    if len(both) == 2:
+        flags.wrong("fp16", "--bf16 is there as well: keep one of the two")
+    done.recipe["precision"] = both[0] if both else "fp32"
+    for name in both:
+        flags.carried(name, f"precision: {name}")
+    if not both:
+        flags.default("neither --bf16 nor --fp16", "precision: fp32")

@@ -1,0 +1,79 @@
+"""A job whose program chooses the strategy itself (`-m llmacc.pretrain`): a recipe, and the line of `zerofit plan`."""
+
+import os
+import shlex
+from pathlib import Path
+
+from zerofit.tools.convert.megatron_args.calls import Call
+from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, read_machines
+from zerofit.tools.convert.megatron_args.schedule import Converted, carry
+from zerofit.tools.plan.options import MEMORY_VARIABLE
+
+CHOSEN = (*DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
+EXAMPLE = "a100-80gb"  # where nobody names the GPU
+
+
+def read_job(flags: Ledger, call: Call, processes: int | None) -> Layout:
+    """Processes and machines; --world-size and --local-world-size name those of a job that is not started yet."""
+    total = flags.number("world_size") if flags.has("world_size") else None
+    layout = read_machines(flags, call, processes or total)
+    if total:
+        flags.carried("world_size", f"zerofit plan --num_gpus {total}")
+    if flags.has("local_world_size"):
+        local = flags.number("local_world_size", default=total)
+        flags.carried("local_world_size", f"zerofit plan --gpus_per_node {local}")
+        if local and layout.world % local == 0:
+            layout.machines = layout.world // local
+    for name in CHOSEN:
+        if flags.has(name):
+            flags.none(name, "zerofit plan tries degrees and stages, and chooses")
+    kind = flags.text("task_type", "GPT")
+    if kind.endswith("GPT"):
+        flags.satisfied("task_type", "the models of its flags are converted")
+    else:
+        flags.wrong("task_type", "only llmacc.megatron.GPT is converted")
+    return layout
+
+
+def read_batches(done: Converted) -> None:
+    """The global batch, or the largest one that is allowed."""
+    flags = done.flags
+    name = flags.first("global_batch_size", "max_global_batch_size")
+    done.batch = flags.number(name, default=1) if name else 1
+    if name is None:
+        flags.wrong("", "there is neither --max-global-batch-size nor --global-batch-size")
+    elif name == "global_batch_size":
+        carry(done, name, name, done.batch)
+    else:
+        flags.carried(name, f"zerofit plan --max_global_batch_size {done.batch}")
+        counted = [unit for unit in flags.flags if unit.endswith(("_samples", "_tokens"))]
+        if counted:
+            done.notes.append(
+                f"updates of --{counted[0].replace('_', '-')} are counted with {done.batch} samples each"
+            )
+    if flags.has("micro_batch_size"):
+        flags.none("micro_batch_size", "zerofit plan chooses it")
+
+
+def plan_lines(done: Converted, folder: Path, given: dict[str, str]) -> list[str]:
+    """The command lines: the search, which writes the best pair and its script; the launch.
+
+    Args:
+        given: {variable: value} from the command line.
+    """
+    layout, memory = done.layout, given.get(MEMORY_VARIABLE) or os.environ.get(MEMORY_VARIABLE)
+    words = ["zerofit", "plan", "--task", "clm", "--config", str(folder / "recipe.yaml"), "--num_gpus",
+             str(layout.world), "--gpus_per_node", str(layout.world // layout.machines)]  # fmt: skip
+    words += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
+    if done.flags.has("max_global_batch_size"):
+        words += ["--max_global_batch_size", str(done.batch)]
+    if not memory:
+        done.notes.append(f"the script names no GPU: put yours in place of {EXAMPLE}, or its memory with "
+                          f"{MEMORY_VARIABLE}=40 after the script's name")  # fmt: skip
+    pairs = folder / "pairs"
+    words += ["--top", "1", "--write", str(pairs)]
+    rendezvous = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address, "MAIN_PROCESS_PORT": layout.port}
+    variables = [f"{name}={value}" for name, value in rendezvous.items()] if layout.machines > 1 else []
+    launch = " ".join([*variables, f"sh {shlex.quote(str(pairs))}/*.sh"])
+    return [shlex.join(words), launch]

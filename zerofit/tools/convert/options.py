@@ -1,0 +1,72 @@
+"""The options of `zerofit convert`'s commands."""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.fields import option
+from zerofit.recipe.options import Recipe
+from zerofit.tools.tool_recipe import parse_bytes
+
+
+@dataclass
+class ConvertOptions(Recipe):
+    """What is converted"""
+
+    input: str | None = option(None, "The folder of the checkpoint.")
+    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    check_text: str | None = option(
+        None, "A text file: Meta's computation and transformers' must have the same mean loss on it, in fp32."
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.input:
+            problems.append("no input: set --input to the folder of the checkpoint")
+        if not self.output:
+            problems.append("no output: set --output to the folder that the checkpoint is to be written to")
+        return problems
+
+
+@dataclass
+class FromMetaOptions(ConvertOptions):
+    """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
+
+    tokenizer: str | None = option(
+        None, "Meta's tokenizer.model; by default that of the input folder or of the one above. none: weights only."
+    )
+    max_position_embeddings: int | None = option(
+        None,
+        "Longest text of the model, which Meta's files do not tell; by default that of its version.",
+        positive=True,
+    )
+    rope_scaling_factor: float | None = option(
+        None, "Of use_scaled_rope; by default 8 (Llama 3.1), and 32 with tied embeddings (3.2).", positive=True
+    )
+    max_shard_size: str = option("4GiB", "Largest .safetensors file, and about the memory that is taken.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        try:
+            parse_bytes(self.max_shard_size)
+        except ValueError:
+            problems.append(f"max_shard_size = {self.max_shard_size!r}: expected a size such as 4GiB, 800MiB or 5GB")
+        return problems
+
+
+@dataclass
+class ToMetaOptions(ConvertOptions):
+    """A transformers Llama folder to Meta's consolidated.*.pth, params.json and tokenizer.model"""
+
+    shards: int = option(1, "Cut for this many tensor-parallel processes, a file of each.", positive=True)
+
+
+@dataclass
+class MegatronArgsOptions(Recipe):
+    """A Megatron launch script (pretrain_gpt.py, preprocess_data.py, merge_datasets.py) to a recipe and a pair"""
+
+    output: str | None = option(None, "The folder to write; by default outputs/ and the script's name.")
+    overwrite: bool = option(False, "Replace what a conversion has left there.")
+    tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, in place of the script's files.")
+    model_name_or_path: str | None = option(
+        None, "Weights to begin with: a transformers folder, in place of Megatron's --load."
+    )
+    num_processes: int | None = option(None, "Processes; by default as many as the script starts.", positive=True)

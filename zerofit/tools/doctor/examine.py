@@ -1,0 +1,275 @@
+"""One examination: the launch as accelerate would make it, the run as it would be resolved, the machine beneath."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerofit.model.configuration import known_architectures, load_configuration
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import NothingToDo, UserError
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
+from zerofit.strategy.build_locks import extensions_folder
+from zerofit.strategy.builds import check_compiled_code
+from zerofit.strategy.disk import keeps_optimizer_on_disk
+from zerofit.strategy.gpus import check_devices, num_devices
+from zerofit.strategy.launch import default_config
+from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.strategy import Strategy
+from zerofit.tools.doctor.judge import Needs, judge
+from zerofit.tools.doctor.launcher import Launch, look_at_launch, look_at_torchrun, shown_command
+from zerofit.tools.doctor.machine import inspect_machine
+from zerofit.tools.doctor.options import DoctorOptions
+from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report
+from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
+from zerofit.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
+from zerofit.tools.rank_environment import environment_of_a_rank
+from zerofit.tools.tool_recipe import TASKS
+
+ADAMS = ("adam", "adamw")
+MODELS = ("model_name_or_path", "config_name", "model_type")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+class Examination:
+    """Fills in a report.
+
+    Args:
+        task: None: there is no recipe.
+        shell: the environment in which the launch would be typed.
+        is_sound: the recipe has no problem by itself.
+    """
+
+    def __init__(
+        self, options: DoctorOptions, task: str | None, report: Report, shell: dict[str, str], is_sound: bool
+    ):
+        self.options, self.task, self.report, self.shell, self.is_sound = options, task, report, shell, is_sound
+        self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
+        self.launch: Launch | None = None
+        self.strategy: Strategy | None = None
+        self.looked_at_model, self.subject = False, None  # the model without weights
+        self.needs = Needs(processes=max(1, num_devices()), examined=False)
+
+    def of_launch(self, program: list[str]) -> None:
+        """Look at the launch, and resolve recipe and strategy in the environment that it would make."""
+        report = self.report
+        try:
+            self.launch = launch = self._look()
+        except UserError as error:
+            report.add(ERROR, error.problems)
+            report.bad_input = True
+            return
+        report.findings += launch.findings + idle_keys(launch)
+        report.command = shown_command(launch, program)
+        report.values += launch_values(launch)
+        offline = {"HF_HUB_OFFLINE": "1"}
+        with environment_of_a_rank(launch.world_size, launch.local_world_size, launch.environment | offline):
+            self._resolve(launch)
+        if self.strategy is not None:
+            report.values += strategy_values(self.strategy, self.recipe)
+            report.findings += idle_settings(self.strategy, launch)
+            report.add(NOTE, self.strategy.notes)
+        if self.task:
+            folder = output_folder(self.task, self.recipe)
+            report.values += recipe_values(self.recipe, self.strategy, folder)
+        report.values = told_by_shell(report.values, launch)
+        self.needs = self._needs(launch)
+
+    def _look(self) -> Launch:
+        """Raises UserError: there is no such strategy, or its YAML cannot be read."""
+        options, devices, shell = self.options, num_devices(), self.shell
+        chosen = {name: (value, f"--{name}") for name in ("num_processes", "num_machines")
+                  if (value := getattr(options, name))}  # fmt: skip
+        default = max(1, devices) * (options.num_machines or 1), "one for each device" if devices else "default"
+        if self.recipe.deepspeed_config and not options.strategy:
+            return look_at_torchrun({"num_processes": default, "num_machines": (1, "default"), **chosen}, shell)
+        name = options.strategy
+        if name is None and (file := default_config()):
+            self.report.findings.append(Finding(
+                NOTE, f"{file}: accelerate launch reads it where no --config_file is given, and so does this report",
+                "--strategy NAME names another pair"))  # fmt: skip
+            return look_at_launch(Path(file), chosen, devices, shell)
+        if name is None:
+            chosen = {"num_processes": default, **chosen}
+            name = "ddp" if chosen["num_processes"][0] > 1 else "single"
+        return look_at_launch(find_strategies([name])[name], chosen, devices, shell)
+
+    def _resolve(self, launch: Launch) -> None:
+        """The strategy, and with a sound recipe the whole run."""
+        report = self.report
+        if self.task:
+            with self._collected():
+                check_paths(self.recipe, output_folder(self.task, self.recipe))
+            with self._collected():
+                check_compiled_code()
+        with self._collected():
+            self._resolve_strategy(launch)
+        downloads = _to_download(self.recipe, launch.environment) if self.task else []
+        if self.task and self.recipe.trains and not downloads and any(getattr(self.recipe, name) for name in MODELS):
+            with self._collected():
+                self._look_at_model()
+        if self.task and self.is_sound:
+            report.findings += [*schedule_warnings(self.recipe), *downloads]
+            flags = getattr(self.options, "without_effect", [])
+            report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
+
+    @contextlib.contextmanager
+    def _collected(self) -> Iterator[None]:
+        """Report the problems of an error that ends this block, and continue behind it."""
+        try:
+            yield
+        except UserError as error:
+            self.report.add(ERROR, error.problems)
+        except ImportError as error:
+            self.report.findings.append(Finding(ERROR, f"a package cannot be imported: {error}", "make setup"))
+
+    def _resolve_strategy(self, launch: Launch) -> None:
+        """Raises UserError: recipe, pair and earlier run contradict each other."""
+        from zerofit.strategy.read import read_strategy
+
+        try:
+            if self.task and self.is_sound and self.recipe.trains:
+                from zerofit.training.configuration import resolve
+
+                config = resolve(self.task, self.recipe, launch.config_file)
+                self.recipe, self.strategy = config.recipe, config.strategy
+                self.report.add(NOTE, config.notes)
+            else:
+                recipe = self.recipe.draft()
+                self.strategy, self.recipe = read_strategy(recipe, launch.config_file), recipe
+                self.strategy.check_precision()
+        except NothingToDo as message:
+            self.report.add(NOTE, [str(message)])
+            self.recipe = self.recipe.draft()
+            self.strategy = read_strategy(self.recipe, launch.config_file)
+
+    def _look_at_model(self) -> None:
+        """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
+        import transformers
+
+        from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
+        from zerofit.tools.doctor.size_up import model_of
+        from zerofit.tools.plan.subject import TASKS as AUTO_CLASSES
+        from zerofit.training.configuration import check_model
+
+        recipe = self.recipe.draft()
+        self.looked_at_model, auto_class = True, getattr(transformers, AUTO_CLASSES[self.task])
+        config = load_configuration(recipe, auto_class)
+        with self._collected():
+            check_model(self.task, recipe, self.strategy, auto_class)
+        with self._collected():
+            self.subject = model_of(recipe, self.task, num_devices() > 0)
+        if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
+            check_vocabulary(config, load_tokenizer(recipe, config), recipe)
+
+    def _needs(self, launch: Launch) -> Needs:
+        """What the launch asks of this machine."""
+        strategy, variables = self.strategy, launch.environment
+        needs = Needs(
+            processes=launch.local_world_size,
+            num_machines=launch.num_machines,
+            visible=launch.devices,
+            deepspeed=variables.get("ACCELERATE_USE_DEEPSPEED") == "true" or bool(self.options.deepspeed_config),
+        )
+        if strategy is None:
+            return needs
+        on_gpu = num_devices() > 0
+        needs = dataclasses.replace(needs, precision=strategy.precision, operations=operations_of(strategy.deepspeed))
+        if not (self.task and self.is_sound and self.recipe.trains):
+            return needs
+        if strategy.layout.tensor > 1:  # no process holds a whole layer, which plan's states do not know
+            return needs
+        if self.looked_at_model and self.subject is None:
+            return needs
+        from zerofit.tools.doctor.size_up import model_of, size_up
+
+        try:
+            sizes = size_up(self.subject or model_of(self.recipe, self.task, on_gpu), strategy)
+        except UserError as error:
+            self.report.findings.append(Finding(
+                NOTE, f"the model's size is not known here, so memory and disk are not checked: "
+                f"{error.problems[0]}"))  # fmt: skip
+            return needs
+        trained = "" if sizes.trained == sizes.parameters else f", {sizes.trained / 1e6:,.1f} M of them are trained"
+        self.report.lines.append(("model", f"{sizes.parameters / 1e6:,.1f} M parameters{trained}"))
+        saves = self.recipe.save_strategy != "no" or self.recipe.save_minutes
+        return dataclasses.replace(
+            needs, state_bytes=sizes.state if on_gpu else None, host_bytes=sizes.host * launch.local_world_size,
+            checkpoint_bytes=sizes.checkpoint if saves and not self.recipe.save_only_model else None,
+        )  # fmt: skip
+
+    def of_machine(self) -> None:
+        """The machine, and whether it has what the launch asks for."""
+        report, needs = self.report, self.needs
+        if self.launch is None:
+            try:
+                check_devices()
+            except UserError as error:
+                report.add(ERROR, error.problems)
+        machine = inspect_machine(self._folders(), looks_at_deepspeed=needs.deepspeed or not needs.examined)
+        variables = self.launch.environment if self.launch else self.shell
+        report.findings += judge(machine, needs, variables)
+        report.lines += machine.lines()
+        report.machine |= dataclasses.asdict(machine)
+
+    def _folders(self) -> dict[tuple[str, str], Path]:
+        """{(what it is for, what sets it): folder into which a run writes}."""
+        from huggingface_hub.constants import HF_HOME
+
+        folders = {("HF cache", "HF_HOME"): Path(HF_HOME)}
+        if self.needs.operations or not self.needs.examined:
+            folders["extensions", "TORCH_EXTENSIONS_DIR"] = Path(extensions_folder())
+        if self.task:
+            folders = {("output", "--output_dir"): output_folder(self.task, self.recipe)} | folders
+        return folders
+
+
+def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
+    """The recipe alone: what the doctor's options set is no part of a run."""
+    fields = [field.name for field in dataclasses.fields(cls)]
+    recipe = cls(**{name: getattr(options, name) for name in fields if hasattr(options, name)})
+    sources = {name: options.source(name) for name in (*fields, "config")}
+    recipe.strategy = sources["strategy"] = None
+    recipe.remember_sources({name: source for name, source in sources.items() if source})
+    return recipe
+
+
+def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
+    """Weights and tokenizers that the recipe names and that are not here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    findings = []
+    files = {"model_name_or_path": "config.json", "config_name": "config.json"}
+    for option, file in {**files, "tokenizer_name": "tokenizer_config.json"}.items():
+        name = getattr(recipe, option)
+        if not name or Path(name).expanduser().exists() or is_missing_folder(name):
+            continue
+        if option == "config_name" and name.lower() in known_architectures():
+            continue
+        with contextlib.suppress(HFValidationError):
+            if isinstance(try_to_load_from_cache(name, file), str):
+                continue
+        offline = [
+            variable for variable in OFFLINE if variables.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+        ]
+        what = f"{option} = {name!r} is not on this machine"
+        findings.append(
+            Finding(ERROR, f"{what}, and {offline[0]} = {variables[offline[0]]} forbids the download",
+                    f"unset {offline[0]}, or name a folder") if offline else
+            Finding(NOTE, f"{what}: the run downloads it", f"To have it before: hf download {name}")
+        )  # fmt: skip
+    return findings
+
+
+def operations_of(config: dict[str, Any] | None) -> tuple[str, ...]:
+    """The operations of DeepSpeed that a configuration compiles (runtime/engine.py, _configure_basic_optimizer)."""
+    optimizer, disk = (config or {}).get("optimizer") or {}, ()
+    if config and keeps_optimizer_on_disk(config["zero_optimization"]):
+        disk = ("async_io",)
+    if str(optimizer.get("type", "")).lower() not in ADAMS or optimizer.get("params", {}).get("torch_adam"):
+        return disk
+    offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+    return ("cpu_adam" if offload != "none" else "fused_adam", *disk)

@@ -1,0 +1,215 @@
+"""What `accelerate launch` would do: its own code, up to the point where it starts processes."""
+
+import argparse
+import contextlib
+import io
+import logging
+import shlex
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.parsing import read_yaml
+from zerofit.strategy.named import environment_of
+from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding
+from zerofit.tools.rank_environment import RANKS, environment_replaced, without_launcher
+
+STANDARD = "standard"  # the launcher of several machines that this program is started with
+NOBODY = "127.0.0.1"  # in place of machine 0, whose address is not known here
+
+
+@dataclass
+class Launch:
+    """A launch that is only looked at.
+
+    Attributes:
+        config_file: the accelerate YAML; None: there is none.
+        content: of the YAML.
+        world_size, local_world_size, num_machines: processes of all machines, those of this one, machines.
+        environment: variables of a process.
+        sources: {num_processes, num_machines: who set it}.
+        devices: those that `gpu_ids` leaves; None: all.
+        leftovers: variables of accelerate that an earlier launch has left in the shell, and that reach the processes.
+    """
+
+    config_file: str | None
+    content: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    local_world_size: int = 1
+    num_machines: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    devices: int | None = None
+    leftovers: dict[str, str] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+
+
+Chosen = dict[str, tuple[int, str]]  # {num_processes, num_machines: (how many, who has chosen that)}
+
+
+def look_at_torchrun(chosen: Chosen, shell: Mapping[str, str]) -> Launch:
+    """A launch by torchrun, where the program's own command line names the DeepSpeed JSON."""
+    launch = Launch(None, environment=dict(shell))
+    _count(launch, chosen, 0)
+    several = launch.num_machines > 1
+    words = ["--nproc_per_node", str(launch.local_world_size), *(["--nnodes", str(launch.num_machines)] * several)]
+    launch.command = ["torchrun", *words]
+    return launch
+
+
+def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: Mapping[str, str]) -> Launch:
+    """A launch by accelerate.
+
+    Args:
+        chosen: what overrides the YAML.
+        num_devices: of this machine, where nobody says how many processes there are.
+        shell: the environment in which the launch would be typed.
+
+    Raises:
+        UserError: the YAML cannot be read.
+    """
+    launch = Launch(str(config_file), _read(config_file))
+    _count(launch, chosen, num_devices)
+    words = ["--config_file", str(config_file), "--num_processes", str(launch.world_size)]
+    if "num_machines" in chosen or launch.num_machines > 1:
+        words += ["--num_machines", str(launch.num_machines), "--machine_rank", "0"]
+    address = launch.content.get("main_process_ip")
+    several = launch.num_machines > 1
+    launch.command = ["accelerate", "launch", *words, *(["--main_process_ip", address or "MACHINE_0"] * several)]
+    words += ["--main_process_ip", address or NOBODY] if several else []
+    made, clean = {}, {name: value for name, value in without_launcher(shell).items() if name not in RANKS}
+    with environment_replaced(clean | {"HF_HUB_OFFLINE": "1"}):
+        try:
+            made = _of_accelerate(launch, words)
+        except (Exception, SystemExit) as error:  # whatever it is, the launch would end with it
+            launch.findings.append(Finding(
+                ERROR, f"accelerate launch refuses {config_file}: {_said(error)}",
+                "The files in accelerate_configs/ are accepted; `accelerate config` writes a new one"))  # fmt: skip
+            with contextlib.suppress(UserError):
+                made = environment_of(launch.content, str(config_file))
+    launch.environment = {**shell, **made}
+    launch.findings += _leftovers(launch, shell, made)
+    return launch
+
+
+def _read(config_file: Path) -> dict[str, Any]:
+    content = read_yaml(config_file)
+    if not isinstance(content, dict):
+        raise UserError(f"{config_file}: expected `key: value` lines, as in accelerate_configs/ddp.yaml")
+    if not isinstance(content.get("deepspeed_config") or {}, dict):
+        raise UserError(f"{config_file}: deepspeed_config = {content['deepspeed_config']!r}: expected indented "
+                        "`key: value` lines, e.g. deepspeed_config_file: ds_configs/zero2.json")  # fmt: skip
+    return content
+
+
+def _count(launch: Launch, chosen: Chosen, num_devices: int) -> None:
+    """How many processes and machines there are, and who says so."""
+    file = launch.config_file or ""
+    for name, field_name, default in (("num_processes", "world_size", max(1, num_devices)),
+                                      ("num_machines", "num_machines", 1)):  # fmt: skip
+        of_yaml = launch.content.get(name)
+        of_file = (of_yaml, file) if isinstance(of_yaml, int) and of_yaml > 0 else (default, "default")
+        value, launch.sources[name] = chosen.get(name, of_file)
+        setattr(launch, field_name, value)
+        if of_yaml not in (None, value) and launch.sources[name].startswith("--"):
+            launch.findings.append(
+                Finding(NOTE, f"{file}: {name} = {of_yaml} has no effect: --{name} {value} overrides the file")
+            )
+    if launch.world_size % launch.num_machines:
+        fits = launch.num_machines * max(1, launch.world_size // launch.num_machines)
+        launch.findings.append(Finding(
+            ERROR, f"num_processes = {launch.world_size} on {launch.num_machines} machines: each has the same number",
+            f"Use --num_processes {fits}"))  # fmt: skip
+    launch.local_world_size = max(1, launch.world_size // launch.num_machines)
+
+
+def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
+    """The variables that accelerate's launcher gives to processes (accelerate/commands/launch.py, 1.15)."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch as utils
+
+    printed = io.StringIO()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            arguments = launch_command_parser().parse_args([*words, "train.py"])
+            arguments, defaults, precision_of_file = _validate_launch_command(arguments)
+            _look_at_arguments(launch, arguments)
+            if arguments.use_deepspeed and not arguments.cpu:
+                fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_of_file else [])]
+                arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+                made = utils.prepare_deepspeed_cmd_env(arguments)[1]
+            elif any((arguments.use_fsdp, arguments.use_megatron_lm, arguments.multi_gpu)) and not arguments.cpu:
+                made = utils.prepare_multi_gpu_env(arguments)
+            else:
+                made = utils.prepare_simple_launcher_cmd_env(arguments)[1]
+                _of_one_process(launch)
+    except SystemExit:
+        raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    for message in {str(one.message) for one in warned if "already in use" in str(one.message)}:
+        port = message.split("`")[1]
+        launch.findings.append(Finding(
+            NOTE, f"port {port} of this machine is in use: accelerate launch takes another one",
+            "To have no warning, say --main_process_port 0"))  # fmt: skip
+    ours = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", *VISIBLE)
+    return {name: value for name, value in made.items() if name.startswith(ours)}
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
+
+
+def _of_one_process(launch: Launch) -> None:
+    """accelerate starts a single process, whatever num_processes says."""
+    if launch.world_size > 1:
+        kind = launch.content.get("distributed_type")
+        launch.findings.append(Finding(
+            ERROR, f"{launch.config_file}: distributed_type = {kind}: accelerate launch starts one process, and "
+            f"num_processes = {launch.world_size} ({launch.sources['num_processes']})",
+            "Use --strategy ddp, which also runs without a GPU, or --num_processes 1"))  # fmt: skip
+    launch.world_size = launch.local_world_size = 1
+
+
+def _look_at_arguments(launch: Launch, arguments: argparse.Namespace) -> None:
+    """What accelerate accepts, and what then goes wrong."""
+    several, name = launch.num_machines > 1, "deepspeed_multinode_launcher"
+    kind = getattr(arguments, name, None)
+    if several and arguments.use_deepspeed and kind != STANDARD:
+        launch.findings.append(Finding(
+            WARNING, f"{launch.config_file}: {name} = {kind}: on several machines accelerate starts the `deepspeed` "
+            "command, which needs a hostfile and ssh", f"Write {name}: {STANDARD}"))  # fmt: skip
+    ids = getattr(arguments, "gpu_ids", None)
+    launch.devices = len(str(ids).split(",")) if ids not in (None, "all") else None
+
+
+def _leftovers(launch: Launch, shell: Mapping[str, str], made: Mapping[str, str]) -> list[Finding]:
+    """Variables that an earlier launch has left in the shell, and that reach the processes."""
+    launch.leftovers = {name: value for name, value in sorted(shell.items())
+                        if name.startswith("ACCELERATE_") and name not in made}  # fmt: skip
+    findings = [
+        Finding(WARNING, f"{name} = {value!r} is set in this shell and reaches every process, whatever the YAML says",
+                f"unset {name}")
+        for name, value in launch.leftovers.items()
+    ]  # fmt: skip
+    ranks = {name: shell[name] for name in RANKS if name in shell}
+    if ranks and launch.world_size == 1 and launch.content.get("distributed_type", "NO") == "NO":
+        shown = ", ".join(f"{name} = {value}" for name, value in ranks.items())
+        findings.append(Finding(
+            ERROR, f"{shown}: set in this shell, they reach the single process, which takes itself for one of "
+            "several and waits for the others", f"unset {' '.join(ranks)}"))  # fmt: skip
+    return findings
+
+
+def _said(error: BaseException) -> str:
+    name = "" if isinstance(error, (ValueError, AssertionError, ConnectionError)) else f"{type(error).__name__}: "
+    return name + first_line(error).rstrip(".")
+
+
+def shown_command(launch: Launch, program: list[str]) -> str:
+    return shlex.join([*launch.command, *program])

@@ -1,0 +1,230 @@
+"""A file of prompts is answered: in this process, or in several that are launched. A run that was killed goes on.
+
+Prompts of similar length are answered together; batches do not depend on the number of processes, and neither do
+answers. Each process appends its answers to the journal, which becomes the output when all are there.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.data.rendering import Prompt, Renderer
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.words import counted
+from zerofit.record.terminal import StatusLine, duration
+from zerofit.strategy.gpus import num_devices
+from zerofit.strategy.host_memory import usable_cores
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.generate.journal import Journal
+from zerofit.tools.generate.messages import say
+from zerofit.tools.generate.model import Source, check_shares, load
+from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.generate.writer import Positions, Writer
+from zerofit.tools.launch.launch import layout_of
+from zerofit.tools.launch.schedulers import Machines
+from zerofit.tools.launches import LAUNCHER, ending_in_order, failure, launched, mistake
+
+PART = "ZEROFIT_GENERATE"  # a launched process is told with it who has asked, and what was answered before
+SETTINGS = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_k", "top_p", "precision")
+SHOWN_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who answers what: all that is known without the weights."""
+
+    source: Source
+    renderer: Renderer
+    prompts: list[Prompt]
+
+
+def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
+    """Answer all prompts. Returns the exit code.
+
+    Args:
+        argv: the command line, for processes that are launched.
+
+    Raises:
+        UserError: so many processes cannot share the work here; the journal is that of another run.
+    """
+    check_processes(asked, options)
+    rows, cut = Positions(asked.source.config).rows(asked.prompts, asked.renderer)
+    if any(cut):
+        say(f"note: {sum(map(bool, cut))} of {len(rows)} prompts do not fit into a source, and are cut")
+    journal = Journal(Path(options.output).expanduser())
+    if options.samples and options.seed is None:
+        options.seed = (journal.header or {}).get("seed", int.from_bytes(os.urandom(3)))
+        argv = [*argv, "--seed", str(options.seed)]
+    size = journal.start(_described(asked.source, options, rows))
+    before = len(journal.lines)
+    if before:
+        say(f"{before} of {len(rows)} prompts are answered already: {journal.path}")
+    progress = Progress(journal, len(rows))
+    try:
+        if before == len(rows):
+            code = 0
+        elif options.processes > 1:
+            code = _launch(options, argv, journal, size, progress)
+        else:
+            writer = Writer(load(asked.source, options), asked.source.tokenizer, options, asked.renderer.end_of_turn())
+            answer_share(writer, rows, options, journal, after=progress.show)
+            code = 0
+    finally:
+        progress.close()
+        if len(journal.lines) < len(rows):
+            say(f"{len(journal.lines)} of {len(rows)} prompts are answered; the same command goes on with the others")
+    if code == 0:
+        journal.finish([prompt.record for prompt in asked.prompts])
+        say(f"{options.output}: {progress.summary}")
+    return code
+
+
+def answer_share(
+    writer: Writer, rows: list[list[int]], options: GenerateOptions, journal: Journal, share=(0, 1), writes=True,
+    after=lambda: None,
+) -> None:  # fmt: skip
+    """Answer each n-th of the batches that are left.
+
+    Args:
+        share: (which of them, n).
+        writes: whether this process notes the answers, of those that compute the same.
+        after: called after each batch.
+    """
+    batches = left_batches(batches_of(rows, writer, options.batch_size), journal, options.samples)
+    if writes:
+        journal.begin(time.time())
+    for batch in batches[share[0] :: share[1]]:
+        answers = writer.write_batch([rows[number] for number in batch], batch[0])
+        if writes:
+            journal.add(batch, answers)
+        after()
+
+
+def batches_of(rows: list[list[int]], writer: Writer, batch_size: int) -> list[list[int]]:
+    """The numbers of the prompts of each batch, the longest prompts first. All of a batch may be given as many tokens.
+
+    In the order of their length the last batches are short ones, and what does not fit into memory shows at once.
+    """
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+    groups = [list(group) for _, group in itertools.groupby(order, key=lambda number: writer.limit(len(rows[number])))]
+    return [group[at : at + batch_size] for group in groups for at in range(0, len(group), batch_size)]
+
+
+def left_batches(batches: list[list[int]], journal: Journal, samples: bool) -> list[list[int]]:
+    """The batches without what is answered already. What a batch draws depends on all of its rows."""
+    left = [[number for number in batch if number not in journal.lines] for batch in batches]
+    return [batch if samples else rest for batch, rest in zip(batches, left) if rest]
+
+
+def check_processes(asked: Asked, options: GenerateOptions) -> None:
+    """Raises UserError where processes have no device each, or cannot share the layers of the model."""
+    devices, processes = num_devices(), options.processes
+    if 0 < devices < processes:
+        raise UserError(
+            f"num_processes = {processes}: this machine has {counted(devices, 'device')}. "
+            f"Use --num_processes {devices}"
+        )
+    if options.tensor_parallel > 1:
+        check_shares(asked.source, options)
+
+
+def _described(source: Source, options: GenerateOptions, rows: list[list[int]]) -> dict[str, Any]:
+    """What answers depend on, for the journal: not on the number of processes."""
+    folders = [Path(source.name), *([source.adapter.path] if source.adapter else [])]
+    state = [(str(file.name), file.stat().st_size, file.stat().st_mtime_ns)
+             for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]  # fmt: skip
+    drawn = {"seed": options.seed, "batch_size": options.batch_size} if options.samples else {}
+    return {
+        "prompts": _digest(rows), "model": _digest([list(map(str, folders)), state]),
+        **{name: getattr(options, name) for name in SETTINGS}, **drawn,
+    }  # fmt: skip
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _launch(options: GenerateOptions, argv: list[str], journal: Journal, size: int, progress: "Progress") -> int:
+    """Let launched processes answer, and show how far they are. Returns the exit code.
+
+    Raises:
+        UserError: what a process has refused.
+    """
+    yaml, log = find_strategies(["ddp"])["ddp"], journal.path.with_suffix(".log")
+    layout = layout_of(yaml, options.processes, Machines(1, None), 0)
+    command = [*LAUNCHER, *layout, "--module", "zerofit.tools.generate.rank", *argv]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // options.processes))
+    environment = {PART: json.dumps({"pid": os.getpid(), "size": size}), "OMP_NUM_THREADS": threads,
+                   "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}  # fmt: skip
+    shared = f", {options.tensor_parallel} share each layer" if options.tensor_parallel > 1 else ""
+    drawn = f", drawn with seed {options.seed}" if options.samples else ""
+    say(f"{counted(options.processes, 'process')}{shared}{drawn}; their output is {log}")
+
+    def watched(launch) -> bool:
+        time.sleep(SHOWN_EVERY_S)
+        progress.show()
+        return False
+
+    with ending_in_order(), launched(command, journal.path.parent, log, environment=environment) as launch:
+        how = launch.wait(math.inf, watched)
+    progress.show()
+    problem = mistake(launch) or failure(launch, how)
+    if mistake(launch):
+        raise UserError(problem)
+    if problem:
+        print(f"error: the launch {problem}", file=sys.stderr, flush=True)
+        return 1
+    log.unlink()
+    return 0
+
+
+class Progress:
+    """How far the answers are: prompts, time left, tokens/s since the first process began to answer."""
+
+    def __init__(self, journal: Journal, total: int):
+        self.journal, self.total, self.line = journal, total, StatusLine()
+        self.before, self.ended = set(journal.lines), time.time()
+
+    def show(self) -> None:
+        """Read the journal, and show it if it is time to."""
+        self.journal.poll()
+        self.ended = time.time()
+        if self.journal.began and self.line.is_due():
+            self.line.show(self._pieces())
+
+    def _pieces(self) -> list[str]:
+        done = len(self.journal.lines)
+        new = done - len(self.before)
+        left = [f"{duration(self.seconds / new * (self.total - done))} left"] if new else []
+        return [f"{done:,}/{self.total:,} prompts", *left, self._rate]
+
+    @property
+    def seconds(self) -> float:
+        return max(1e-9, self.ended - min(self.journal.began, default=self.ended))
+
+    @property
+    def tokens(self) -> int:
+        """Those of this run."""
+        return sum(line["tokens"] for number, line in self.journal.lines.items() if number not in self.before)
+
+    @property
+    def _rate(self) -> str:
+        return f"{self.tokens / self.seconds:,.0f} tokens/s"
+
+    @property
+    def summary(self) -> str:
+        """For the end."""
+        if len(self.before) == self.total:
+            return f"{self.total:,} prompts answered"
+        return f"{self.total:,} prompts answered, {self.tokens:,} tokens in {self.seconds:.1f} s ({self._rate})"
+
+    def close(self) -> None:
+        self.journal.poll()
+        self.line.close()

@@ -1,0 +1,146 @@
+"""The model of `zerofit generate`: found and checked without its weights first, then loaded onto its device."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
+from zerofit.model.adapter_loading import load_with_adapter
+from zerofit.model.folders import is_adapter, model_folder
+from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_tokenizer
+from zerofit.recipe.errors import UserError
+from zerofit.tools.generate.messages import say
+from zerofit.tools.generate.options import GenerateOptions
+
+NOT_WRITERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+               "ForMaskedLM")  # fmt: skip
+NAMED_WITH = "--model BASE --adapter FOLDER"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model comes from: its folder or hub name, or that of its base, and its adapter."""
+
+    name: str
+    adapter: AdapterFolder | None
+    config: Any
+    tokenizer: Any
+
+
+def find_model(options: GenerateOptions) -> Source:
+    """Find the model, its adapter and its tokenizer; the weights are not loaded.
+
+    Raises:
+        UserError: they cannot be loaded, or the model does not write texts.
+    """
+    name, trust = model_folder(options.model), options.trust_remote_code
+    if not (is_adapter(name) or options.adapter):
+        config = read_config("model", name, trust)
+        _auto_class(config, name)
+        return Source(name, None, config, read_tokenizer("model", name, config, trust))
+    names_adapter = is_adapter(name)
+    if names_adapter and options.adapter:
+        raise UserError(
+            f"model = {name!r} is an adapter itself, and adapter = {options.adapter!r} another: name the base as "
+            "--model, or remove --adapter"
+        )
+    adapter = open_adapter(name if names_adapter else options.adapter, "model" if names_adapter else "adapter")
+    option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
+    if adapter.settings.get("task_type") == "SEQ_CLS":
+        raise UserError(
+            f"{str(adapter.path)!r} is the adapter of a classifier: it classifies texts and does not write any"
+        )
+    _auto_class(config, base)
+    where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
+    return Source(base, adapter, config, read_tokenizer(*where, config, trust))
+
+
+def check_shares(source: Source, options: GenerateOptions) -> None:
+    """Raises UserError unless the processes of tensor_parallel can share the layers of the model."""
+    from zerofit.model.tensor_parallel.split import split_problem
+
+    degree, instead = options.tensor_parallel, f"Use --num_processes {options.processes} without it"
+    problem = split_problem(source.config, degree, instead)
+    if source.adapter:
+        problem = f": an adapter's layers cannot be shared. Merge it first (zerofit merge), or: {instead.lower()}"
+    elif getattr(source.config, "quantization_config", None) is not None:
+        problem = f": quantised layers cannot be shared. {instead}"
+    if problem:
+        raise UserError(f"tensor_parallel = {degree}{problem}")
+
+
+def load(source: Source, options: GenerateOptions, tensor=None):
+    """The model on its device, with its adapter if there is one.
+
+    Args:
+        tensor: the ranks that share each layer (a TensorGroup): this one keeps its share.
+
+    Raises:
+        UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
+    """
+    import torch
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    how = {
+        "precision": options.precision or ("fp32" if device.type == "cpu" else None),
+        "trust_remote_code": options.trust_remote_code,
+    }
+    if source.adapter:
+        adapted = load_with_adapter(
+            source.adapter, source.name if options.adapter else None, base_option="model", named_with=NAMED_WITH,
+            quantised="keep", **how,
+        )  # fmt: skip
+        for note in adapted.notes:
+            say(note)
+        model = adapted.model.get_base_model()
+        if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
+    elif tensor is not None:
+        model = _read_share(source, tensor, **how)
+    else:
+        model = _read(source, **how)
+    if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
+        model.to(device)
+    adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
+    say(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    return model
+
+
+def _read(source: Source, **how):
+    model, missing = read_model(_auto_class(source.config, source.name), "model", source.name, source.config, **how)
+    if missing:
+        raise UserError(
+            f"model = {source.name!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
+            f"{missing[0]}, or has them in another shape: it would write random texts"
+        )
+    return model
+
+
+def _read_share(source: Source, tensor, precision: str | None, trust_remote_code: bool):
+    """Read the weights as they are stored, which takes no memory yet, and keep this rank's share of them."""
+    import torch
+
+    from zerofit.model.tensor_parallel.read import read_share
+    from zerofit.model.tensor_parallel.split import split_model
+
+    model = _read(source, precision=None, trust_remote_code=trust_remote_code)
+    dtype = model.dtype if precision is None else getattr(torch, DTYPES[precision])
+    return read_share(lambda _: model, partial(split_model, tensor=tensor), model.dtype, dtype)
+
+
+def _auto_class(config, name: str):
+    """The transformers class for a model that writes. Raises UserError if this one does not."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
+    unknown = type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map")
+    if non_writers or unknown:
+        kind = non_writers[0] if non_writers else config.model_type
+        raise UserError(
+            f"model = {name!r} is a {kind}: it classifies or represents texts, and does not write any. Name a causal "
+            "language model or an encoder-decoder"
+        )
+    return auto_class

@@ -1,0 +1,131 @@
+"""The options of `zerofit generate`."""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.fields import option
+from zerofit.recipe.options import Recipe
+from zerofit.tools.tool_recipe import PRECISIONS
+
+
+@dataclass
+class WriterOptions(Recipe):
+    """Who writes, and what about"""
+
+    model: str | None = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
+    adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
+    prompt: list[str] | None = option(None, "Texts to continue, each for itself.")  # noqa: RUF009
+    prompt_file: str | None = option(
+        None, ".txt with a prompt in each line, or .jsonl with a `prompt` or `messages` in each record."
+    )
+    chat: bool = option(
+        False, "Talk with the model, a line at a time; /reset forgets what was said, an empty line ends."
+    )
+    system_prompt: str | None = option(
+        None, "What a conversation begins with: a system message, or what an encoder-decoder reads first (a persona).",
+        aliases=("context",),
+    )  # fmt: skip
+    chat_template: str | None = option(
+        None, "How conversations are written: a .jinja file or a known name; by default the tokenizer's own."
+    )
+    raw: bool = option(False, "Give the prompts to the model as they are, not through the chat template.")
+    precision: str | None = option(
+        None, "Precision to compute in; by default that of the weights on a GPU, and fp32 without.", choices=PRECISIONS
+    )
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
+    output: str | None = option(None, "A .jsonl file for prompts and generated texts; replaced if it is there.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.model:
+            problems.append("no model: set --model to a folder or a hub name")
+        given = [name for name in ("prompt", "prompt_file", "chat") if getattr(self, name)]
+        if not given:
+            problems.append("nothing to continue: give --prompt TEXT, --prompt_file FILE or --chat")
+        if len(given) > 1:
+            problems.append(f"{' and '.join(f'--{name}' for name in given)}: keep one of them")
+        if self.output and self.chat:
+            problems.append(f"output = {self.output!r}: it goes with --prompt and --prompt_file, not with --chat")
+        for name in ("chat", "system_prompt", "chat_template"):
+            if self.raw and getattr(self, name):
+                problems.append(
+                    f"--raw takes prompts as they are, and --{name} the chat template: keep one of the two"
+                )
+        return problems
+
+
+@dataclass
+class FileOptions(Recipe):
+    """How the prompts of a file are answered: with --prompt_file and --output"""
+
+    batch_size: int = option(8, "Prompts that are answered at once in a process.", positive=True)
+    num_processes: int | None = option(
+        None, "Processes that share the prompts; by default as many as share a layer.", positive=True
+    )
+    tensor_parallel: int = option(1, "Processes that share each layer of the model.", positive=True)
+
+    @property
+    def processes(self) -> int:
+        return self.num_processes or self.tensor_parallel
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        for name in ("batch_size", "num_processes", "tensor_parallel"):
+            if self.is_changed(name) and not (self.prompt_file and self.output):
+                problems.append(f"{name} = {getattr(self, name)}: it goes with --prompt_file and --output")
+        if self.processes % self.tensor_parallel:
+            few, many = (self.processes // self.tensor_parallel + more for more in (0, 1))
+            usable = " or ".join(str(each * self.tensor_parallel) for each in (few, many) if each)
+            problems.append(
+                f"num_processes = {self.processes}: tensor_parallel = {self.tensor_parallel} does not divide it. Use "
+                f"--num_processes {usable}"
+            )
+        return problems
+
+
+@dataclass
+class SamplingOptions(Recipe):
+    """How the next token is chosen"""
+
+    max_new_tokens: int = option(
+        256, "Write at most this many tokens; an encoder-decoder as many as in training.", positive=True
+    )
+    num_beams: int | None = option(
+        None, "Beams of the search; by default an encoder-decoder's own number, else 1.", positive=True
+    )
+    do_sample: bool | None = option(
+        None, "Draw the next token, in place of the likeliest; by default if temperature, top_k or top_p is given."
+    )
+    temperature: float | None = option(None, "Below 1 likely tokens are drawn more often, above 1 less.", minimum=0)
+    top_k: int | None = option(None, "Draw from this many likeliest tokens.", positive=True)
+    top_p: float | None = option(None, "Draw from the likeliest tokens that have this probability.", positive=True)
+    seed: int | None = option(None, "Seeds the drawing; by default another one each time, which is shown.", minimum=0)
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.do_sample or self.sampling)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Those of temperature, top_k and top_p that were given."""
+        names = ("temperature", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.temperature == 0:
+            problems.append("temperature = 0: the likeliest token is what is taken without it; leave it out")
+        if self.top_p is not None and self.top_p > 1:
+            problems.append(f"top_p = {self.top_p:g}: a probability is at most 1")
+        useless = [*self.sampling, *(["seed"] if self.seed is not None else [])]
+        if self.do_sample is False and useless:
+            problems.append(f"do_sample = false and {useless[0]} = {getattr(self, useless[0]):g}: keep one of the two")
+        elif not (self.do_sample or self.sampling) and useless:
+            problems.append(
+                f"seed = {self.seed}: nothing is drawn, add --do_sample, --temperature, --top_k or --top_p"
+            )
+        return problems
+
+
+@dataclass
+class GenerateOptions(SamplingOptions, FileOptions, WriterOptions):
+    """Let a model write."""

@@ -1,0 +1,179 @@
+"""Writing: a model continues one prompt after another, token by token onto stdout, or several at once."""
+
+import json
+import sys
+from contextlib import nullcontext
+
+from zerofit.data.rendering import Prompt, Renderer
+from zerofit.recipe.errors import UserError, printable
+from zerofit.tools.generate.messages import say
+from zerofit.tools.generate.options import GenerateOptions
+
+EMPTY = "[empty]"  # shown to a person in place of an empty answer
+
+
+class Positions:
+    """The room that a model has for a prompt and for what it writes.
+
+    Args:
+        config: the model's.
+    """
+
+    def __init__(self, config):
+        from zerofit.model.configuration import usable_positions
+
+        self.positions, self.has_encoder = usable_positions(config), config.is_encoder_decoder
+
+    def room(self, length: int) -> int | None:
+        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
+        prompt is too long."""
+        if self.positions is None:
+            return None
+        if self.has_encoder:
+            return self.positions - 1 if length <= self.positions else 0
+        return self.positions - length
+
+    def too_long(self, length: int) -> str:
+        return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
+
+    def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
+        """(token ids of each prompt, number of tokens that were cut from each).
+
+        Raises:
+            UserError: a prompt is too long.
+        """
+        rows, cut = [], []
+        for prompt in prompts:
+            rows.append(renderer.ids(prompt))
+            cut.append(renderer.left_out)
+        for number, ids in enumerate(rows, 1):
+            room = self.room(len(ids))
+            if room is not None and room <= 0:
+                which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
+                raise UserError(f"{which}{self.too_long(len(ids))}")
+        return rows, cut
+
+
+class Writer(Positions):
+    """Lets a model write.
+
+    Args:
+        stops: token ids that end a text, besides those of the model and its tokenizer.
+    """
+
+    def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
+        import torch
+
+        from zerofit.model.tokenizer import padding_token
+
+        super().__init__(model.config)
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens = options.max_new_tokens
+        defaults = model.generation_config
+        ends = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
+        self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
+        samples = options.samples
+        self.settings = {
+            "do_sample": samples, "num_beams": options.num_beams or 1, "use_cache": True,
+            "eos_token_id": self.ends or None, "pad_token_id": padding_token(tokenizer), **options.sampling,
+        }  # fmt: skip
+        if self.has_encoder:  # generates as in training
+            if defaults.max_new_tokens and not options.source("max_new_tokens"):
+                self.max_new_tokens = defaults.max_new_tokens
+            if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
+                self.settings["num_beams"] = defaults.num_beams
+                say(f"note: a search with {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
+        self.seed = options.seed
+        if samples:
+            self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
+            usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
+            used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
+            say(f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}")
+
+    def limit(self, length: int) -> int:
+        """The most tokens that are written after a prompt of `length`."""
+        room = self.room(length)
+        return self.max_new_tokens if room is None else min(room, self.max_new_tokens)
+
+    def write(self, ids: list[int], number: int = 0) -> str:
+        """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text.
+
+        Args:
+            number: of the prompt; each has its own seed.
+        """
+        import torch
+        from transformers import TextStreamer
+
+        room = self.room(len(ids))
+        if room is not None and room <= 0:
+            raise UserError(self.too_long(len(ids)))
+        if self.settings["do_sample"]:
+            torch.manual_seed(self.seed + number)
+        limit = self.limit(len(ids))
+        inputs = torch.tensor([ids], device=self.model.device)
+        streams = self.settings["num_beams"] == 1
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+        if streams and sys.stdout.isatty():
+            show = streamer.on_finalized_text
+            streamer.on_finalized_text = lambda text, stream_end=False: show(printable(text), stream_end)
+        with torch.no_grad():
+            written = self.model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=limit,
+                **self.settings,
+                streamer=streamer,
+            )[0].tolist()
+        new = written[1:] if self.has_encoder else written[len(ids) :]
+        if limit < self.max_new_tokens and len(new) >= limit and new[-1] not in self.ends:
+            say(f"note: the model's {self.positions:,} positions are used up")
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        empty = not text.strip() and sys.stdout.isatty()
+        if empty or not streams:
+            print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
+        return text
+
+    def write_batch(self, rows: list[list[int]], number: int) -> list[tuple[str, int]]:
+        """Continue prompts for which `limit` is the same, all at once. Returns (text, its tokens) for each.
+
+        Args:
+            number: of the first one, which gives the seed.
+        """
+        import numpy as np
+        import torch
+
+        from zerofit.data.collate import PromptCollator, multiple_for
+
+        if self.settings["do_sample"]:
+            torch.manual_seed(self.seed + number)
+        device, left = self.model.device, not self.has_encoder
+        collate = PromptCollator(self.settings["pad_token_id"], left=left, multiple=multiple_for(device))
+        inputs = collate([({"input_ids": np.array(ids)}, index) for index, ids in enumerate(rows)]).to(device).inputs
+        with torch.no_grad():
+            written = self.model.generate(
+                inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=self.limit(len(rows[0])),
+                **self.settings,
+            )[:, 1 if self.has_encoder else inputs["input_ids"].shape[1] :].tolist()  # fmt: skip
+        new = [row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), None)]
+               for row in written]  # fmt: skip
+        return [(self.tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
+
+
+def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:
+    """Continue each prompt by itself, and write a record of each to `output` if there is one.
+
+    Raises:
+        UserError: a prompt is too long; raised before any is continued.
+    """
+    rows, cut = writer.rows(prompts, renderer)
+    with output or nullcontext():
+        for number, (prompt, ids) in enumerate(zip(prompts, rows)):
+            if len(prompts) > 1:
+                shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+                say(f"[{number + 1}/{len(prompts)}] {shown}")
+            if cut[number]:
+                say(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
+            text = writer.write(ids, number)
+            if output:
+                output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")
+                output.flush()

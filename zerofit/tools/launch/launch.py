@@ -1,0 +1,183 @@
+"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch` (agent.py), whose line it
+prints.
+
+    zerofit launch recipes/clm/stdlib-gpt2.yaml
+    zerofit launch --strategy zero2 train/clm.py --config recipes/clm/stdlib-gpt2.yaml --learning_rate 1e-4
+
+There is one process for each accelerator of all machines. The machines are those that a scheduler or a cloud's console
+has named.
+"""
+
+import dataclasses
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.help import wants_help
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.places import recipe_named, script
+from zerofit.strategy.gpus import check_devices, num_devices
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.launch.options import LaunchOptions
+from zerofit.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
+from zerofit.tools.launch.supervise import Supervisor
+from zerofit.tools.tool_recipe import TASKS
+
+WHAT = "zerofit launch recipes/clm/NAME.yaml, or zerofit launch train/clm.py --config FILE"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the devices, the machines and the command line, and run it. Returns the exit code of the run."""
+    argv = list(argv or [])
+    with Supervisor(argv) as supervisor:
+        return launch(argv, supervisor)
+
+
+def launch(argv: list[str], supervisor: Supervisor) -> int:
+    """The same, watched over by a supervisor.
+
+    Raises:
+        UserError: a mistake in the options; the machines cannot be told.
+    """
+    options, program = read_options(argv)
+    machines = choose_machines(options)
+    check_devices()
+    devices = num_devices()
+    processes = options.num_processes or max(1, devices) * machines.count
+    if processes % machines.count:
+        raise UserError(f"--num_processes {processes} on {machines.count} machines: each has the same number. Use "
+                        f"--num_processes {machines.count * max(1, processes // machines.count)}")  # fmt: skip
+    strategy = options.strategy or ("ddp" if processes > 1 else "single")
+    if strategy == "single" and processes > 1:
+        raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
+    layout = layout_of(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
+    if machines.count > 1:
+        layout += ["--rdzv_conf", f"timeout={60 * options.rendezvous_minutes:.0f}"]
+    devices_text = f"{devices} on this machine" if devices else "no accelerator (more processes: --num_processes N)"
+    others = f", {machines.count} machines" if machines.count > 1 else ""
+    print(f"devices   {devices_text}{others}: {processes} process{'es' if processes > 1 else ''}")
+    print(f"machines  {machines.count}: {machines.source}")
+    print(shlex.join(["accelerate", "launch", *layout, *program]), flush=True)
+    if options.dry_run:
+        return 0
+    return supervisor.run(layout, program, environment_of_launcher())
+
+
+def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
+    """(options of this command, the program and its options). The former may come before and after the program.
+
+    Raises:
+        UserError: there is no recipe and no program; anything that parse_recipe raises.
+    """
+    launch_words, rest, passed_on, words = [], [], [], list(argv)
+    names = {field.name for field in dataclasses.fields(LaunchOptions)}
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and name in names:
+            takes_value = not equals and words and not words[0].startswith("--") and name != "dry_run"
+            taken = [word, *([words.pop(0)] if takes_value else [])]
+            launch_words += taken
+            if name == "rendezvous_minutes":  # of the machines here, of the ranks there
+                passed_on += taken
+        else:
+            rest.append(word)
+    if wants_help(argv):
+        launch_words.append("--help")
+    options = parse_recipe(
+        LaunchOptions, launch_words, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
+    )
+    return options, program_of([*rest, *passed_on] if rest else [], options.task)
+
+
+def program_of(words: list[str], task: str | None = None) -> list[str]:
+    """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`.
+
+    Args:
+        task: None: the name of the recipe's folder.
+
+    Raises:
+        UserError: there is no such file, or the task is unknown.
+    """
+    if not words:
+        raise UserError(f"nothing to train: {WHAT}")
+    first, *options = words
+    if task is not None and (first.endswith(".py") or first in TASKS):
+        raise UserError(f"--task {task} and {first}: name one of them")
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise UserError(f"{first!r}: there is no such file. {WHAT}")
+        return words
+    if first in TASKS:
+        return [_shown(script(first)), *options]
+    if first.startswith("--") and task is not None:
+        return [_shown(script(task)), *words]
+    if first.startswith("--"):
+        if "--config" not in words[:-1]:
+            raise UserError(f"{first} is where a recipe or a program was expected: {WHAT}")
+        recipe, options = words[words.index("--config") + 1], words
+    else:
+        recipe, options = first, ["--config", first, *options]
+    if not Path(recipe).is_file() and (found := recipe_named(recipe)):
+        options = [str(found) if word == recipe else word for word in options]
+        recipe = str(found)
+    if not Path(recipe).is_file():
+        raise UserError(f"{recipe!r}: there is no such recipe. {WHAT}")
+    task = task or Path(recipe).resolve().parent.name
+    if task not in TASKS:
+        raise UserError(
+            f"{recipe!r} does not say the task: its folder is {task!r}, and not one of {', '.join(TASKS)}. Use --task"
+        )
+    return [_shown(script(task)), *options]
+
+
+def choose_machines(options: LaunchOptions) -> Machines:
+    """The machines from the environment, or from the options where --num_machines is given.
+
+    Raises:
+        UserError: of several machines, the number of this one or the address of the first is missing or wrong.
+    """
+    machines = read_machines(os.environ) if options.num_machines is None else Machines(1, None)
+    given = {"count": options.num_machines, "rank": options.machine_rank, "address": options.main_process_ip}
+    given = {name: value for name, value in given.items() if value is not None}
+    machines = dataclasses.replace(machines, **given, **({"source": "--num_machines"} if "count" in given else {}))
+    needed = {"--machine_rank N": machines.rank, "--main_process_ip": machines.address} if machines.count > 1 else {}
+    lacking = [option for option, value in needed.items() if value is None]
+    described = f"{machines.count} machines ({machines.source})"
+    problems = [f"{described}: set {' and '.join(lacking)} as well"] if lacking else []
+    if machines.rank is not None and machines.rank >= machines.count:
+        problems.append(f"machine_rank {machines.rank} of {described}: the first is 0")
+    if problems:
+        raise UserError(problems)
+    return machines
+
+
+def layout_of(config: Path, processes: int, machines: Machines, port: int | None) -> list[str]:
+    """The options of `accelerate launch`; without a port any free one, on one machine."""
+    words = ["--config_file", str(config), "--num_processes", str(processes)]
+    several = machines.count > 1
+    if several:
+        words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank),
+                  "--main_process_ip", machines.address]  # fmt: skip
+    else:
+        words += ["--num_machines", "1", "--machine_rank", "0"]  # also where the YAML has several
+    port = port if port is not None else ((machines.port or PORT) if several else 0)
+    return [*words, "--main_process_port", str(port)]
+
+
+def environment_of_launcher() -> dict[str, str]:
+    """This environment without WORLD_SIZE and the like, which torchrun's processes would read as numbers of processes,
+    and with the programs of this Python on PATH (DeepSpeed builds with ninja)."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
+    if programs not in path.split(os.pathsep):
+        environment["PATH"] = os.pathsep.join((programs, path))
+    return environment
+
+
+def _shown(program: Path) -> str:
+    """Relative to the current folder where it lies below."""
+    folder = Path.cwd()
+    return str(program.relative_to(folder) if program.is_relative_to(folder) else program)

@@ -1,0 +1,111 @@
+"""The parent of a launch: it passes signals on to the ranks, and ends with the exit code of the run."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS
+from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from zerofit.recipe.help import wants_help
+from zerofit.record.exit_code import ExitCode, find_folder
+from zerofit.tools.launches import LAUNCHER
+from zerofit.tools.tool_recipe import TASKS
+
+NUMBERS = ("RANK", "SLURM_NODEID")  # of this machine, as schedulers name it
+
+
+def exit_code_of(argv: list[str]) -> ExitCode:
+    """Where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
+    named = next((word for word in argv if not word.startswith("--")), "")
+    path = Path(named)
+    task = next((task for task in TASKS if task in (named, path.stem, path.resolve().parent.name)), "clm")
+    number = next((os.environ[name] for name in NUMBERS if name in os.environ), "0")
+    for word, following in pairwise(argv):
+        number = following if word == "--machine_rank" else number
+    recipe = ["--config", named] if path.suffix in (".yaml", ".yml") and "--config" not in argv else []
+    return ExitCode(find_folder(task, [*recipe, *argv]), {"RANK": number})
+
+
+class Supervisor:
+    """Around everything that `zerofit launch` does: the code of the launch before is removed at once, mistakes and
+    signals are on record. Only machine 0 keeps the record.
+
+    Args:
+        argv: the command line.
+    """
+
+    def __init__(self, argv: list[str]):
+        self._exit_code = exit_code_of(argv)
+        self._process: subprocess.Popen | None = None
+        self._is_starting = False
+        self._stopped: int | None = None  # before there was a rank
+        self._is_launch = not wants_help(argv) and "--dry_run" not in argv
+
+    def __enter__(self) -> "Supervisor":
+        if self._is_launch:
+            self._exit_code.forget()
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._is_launch:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            if isinstance(error, UserError):
+                self._write(EXIT_USER_ERROR, error.report())
+
+    def run(self, layout: list[str], program: list[str], environment: dict[str, str]) -> int:
+        """Launch a program and wait for its end. Returns the exit code on record, or the launcher's where there is
+        none and on machines but the first.
+
+        Args:
+            layout: the options of `accelerate launch`.
+        """
+        command = [*LAUNCHER, *layout, *program]
+        # A session of its own: Ctrl-C at a terminal reaches this process only, which passes it on once.
+        self._is_starting = True
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        if self._stopped is not None:
+            self._receive(self._stopped, None)
+        code = self._process.wait()
+        recorded = self._exit_code.read().get("exit_code") if self._exit_code.is_main else None
+        if recorded is not None:
+            return recorded
+        if self._stopped is not None:
+            return self._leave()
+        if code == EXIT_USER_ERROR:
+            self._write(code, "the launcher has refused to start")
+        return code if code >= 0 else 128 - code
+
+    def _receive(self, number: int, frame) -> None:
+        """Pass a signal on to the ranks, which are the launcher's children. It ends by itself when they have."""
+        if self._process is None:
+            self._stopped = number
+            if not self._is_starting:
+                raise SystemExit(self._leave())
+            return
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if ranks := psutil.Process(self._process.pid).children():
+                for rank in ranks:
+                    rank.send_signal(number)
+            else:
+                self._stopped = number
+                os.killpg(self._process.pid, signal.SIGTERM)
+
+    def _leave(self) -> int:
+        """The exit code of a launch that was stopped before it had ranks."""
+        code = EXIT_INTERRUPTED if self._stopped == signal.SIGINT else EXIT_TO_BE_RESUMED
+        message = f"stopped by {SIGNALS[signal.Signals(self._stopped)].text} before its processes were started"
+        print(message, file=sys.stderr, flush=True)
+        self._write(code, message)
+        return code
+
+    def _write(self, code: int, reason: str) -> None:
+        if self._exit_code.is_main:
+            self._exit_code.write(code, reason)

@@ -1,0 +1,238 @@
+"""Real launches of training runs. Each can be ended at any moment, with every process that it has started."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from zerofit.recipe.places import PACKAGE, script
+from zerofit.strategy.build_locks import abandoned_locks
+
+LAUNCHER = (sys.executable, "-P", str(PACKAGE / "tools" / "launch" / "agent.py"))  # `accelerate launch`
+MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
+TRACEBACK = "Traceback (most recent call last)"
+UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training run that can be launched again and again, with any number of processes.
+
+    Args:
+        config_file: the strategy's accelerate YAML.
+        recipe: the recipe's file.
+        output: the run's folder.
+        flags: further flags of the recipe.
+        program: launched in place of train/<task>.py, as words for accelerate.
+    """
+
+    task: str
+    config_file: Path
+    recipe: Path
+    output: Path
+    flags: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()
+
+    def command(self, num_processes: int) -> list[str]:
+        """The command line of a launch."""
+        layout = ["--config_file", str(self.config_file), "--num_processes", str(num_processes)]
+        program = self.program or (str(script(self.task)),)
+        options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
+        return [*LAUNCHER, *layout, "--main_process_port", "0", *program, *options]
+
+
+class Launch:
+    """One launch. Use `launched`, which ends it in any case.
+
+    Args:
+        command: its command line.
+        output: the run's folder.
+        log: the file for its output.
+        mark: of its processes; by default a new one. With the mark of an earlier launch, `kill` ends its processes.
+        environment: further environment variables of its processes.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        output: Path,
+        log: Path,
+        mark: str | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        self.command, self.output, self.log = command, output, log
+        self.mark, self.process, self.began = mark or uuid.uuid4().hex, None, time.monotonic()
+        self.environment = environment or {}
+        self.newest_update = 0  # the last that this launch has printed
+        self.began_at, self.locks = time.time(), []  # locks of builds that it left when it was killed
+        self._read, self._before = 0, self._partials()
+
+    def start(self) -> None:
+        """Start it, away from this terminal's Ctrl-C."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **self.environment, MARK: self.mark},
+            )  # fmt: skip
+        self.began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self.began
+
+    def wait(self, limit_s: float, until: Callable[["Launch"], bool] | None = None) -> str:
+        """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
+        while self.process.poll() is None:
+            if self.seconds > limit_s:
+                return "late"
+            if until is not None:
+                self._read_log()
+                if until(self):
+                    return "until"
+            time.sleep(0.05 if until is None else 0.002)
+        return "ended"
+
+    def _read_log(self) -> None:
+        """Read what it has printed since the last call."""
+        if self.log.stat().st_size <= self._read + 1:
+            return
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            text = log.read()
+        lines = text.rpartition(b"\n")[0]
+        updates = UPDATE.findall(lines)
+        self._read += len(lines)  # without the line break, which begins the next line
+        self.newest_update = int(updates[-1]) if updates else self.newest_update
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this launch is writing a checkpoint."""
+        return bool(self._partials() - self._before)
+
+    def _partials(self) -> set[tuple[str, int]]:
+        partials = set()
+        for path in (self.output / "checkpoints").glob("update_*.partial"):
+            with suppress(OSError):
+                partials.add((path.name, path.stat().st_mtime_ns))
+        return partials
+
+    def kill(self) -> None:
+        """SIGKILL for every process of the launch. Returns when all are gone."""
+        quiet, dying, until = 0, set(), time.monotonic() + 60
+        with _signals_blocked():
+            while quiet < 2:  # a process that has just been started has no mark yet
+                members = set(self.members())
+                for member in members:
+                    with suppress(OSError):
+                        os.kill(member.pid, signal.SIGKILL)
+                if self.process is not None:
+                    self.process.wait()
+                dying = {process for process in dying | members if _is_alive(process)}
+                quiet = 0 if members or dying else quiet + 1
+                if time.monotonic() > until:
+                    raise RuntimeError(f"processes {dying} cannot be killed")
+                time.sleep(0.01)
+            self.locks += abandoned_locks(self.began_at)
+
+    def members(self) -> Iterator[psutil.Process]:
+        """The processes of the launch that are alive. (One that is ending has no mark any more.)"""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and _is_alive(process):
+                    yield process
+
+    @property
+    def text(self) -> str:
+        """Its output so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it can still hold resources such as files. A zombie holds none."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextmanager
+def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[Launch]:
+    """A launch that is started now. All its processes are killed when the block is left, also by an error.
+
+    Args:
+        kwargs: further arguments of Launch.
+    """
+    launch = Launch(command, output, log, **kwargs)
+    try:
+        launch.start()
+        yield launch
+    finally:
+        launch.kill()
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Signals that would end this process are delivered after the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit in this block, so that no launch outlives it."""
+
+    def leave(number: int, frame) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def failure(launch: Launch, how: str) -> str | None:
+    """Why a launch failed, with its last lines; None if it did not.
+
+    Args:
+        how: the result of `wait`.
+    """
+    code, text = launch.process.poll(), launch.text
+    if how == "late":
+        problem = f"has not ended in {launch.seconds / 60:.1f} minutes"
+    elif code:
+        problem = f"ended with exit code {code}"
+    elif TRACEBACK in text:
+        problem = "ended well, but printed a traceback"
+    else:
+        return None
+    last = "\n".join(f"  | {line}" for line in _without_the_launchers(text).splitlines()[-12:])
+    return f"{problem}. Its output is {launch.log}, and ends with\n{last}"
+
+
+def mistake(launch: Launch) -> str | None:
+    """The message of a run that refused its recipe; None if its output has no such message."""
+    text = _without_the_launchers(launch.text)
+    message = re.search(r"^error: (.*(?:\n .*)*)", text, re.MULTILINE)  # the lines of a list are indented
+    return message[1].strip() if message else None
+
+
+def _without_the_launchers(text: str) -> str:
+    """The output without accelerate's own traceback, which it prints whenever a rank has failed."""
+    start = text.rfind(TRACEBACK)
+    return text[:start] if "accelerate/commands/launch.py" in text[start:] and start > 0 else text

@@ -1,0 +1,151 @@
+"""Meta's tokenizer.model as a tokenizer of transformers: sentencepiece's (Llama 1 and 2) or tiktoken's (Llama 3).
+
+Sources of Llama 3's special tokens: tokenizer.py of github.com/meta-llama/llama3 and llama-models.
+"""
+
+import base64
+import binascii
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError, first_line
+
+RESERVED = "<|reserved_special_token_{}|>"
+LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", RESERVED, RESERVED, RESERVED, RESERVED, "<|start_header_id|>",
+           "<|end_header_id|>", RESERVED, "<|eot_id|>")  # fmt: skip
+LLAMA_3_1 = ("<|begin_of_text|>", "<|end_of_text|>", RESERVED, RESERVED, "<|finetune_right_pad_id|>", RESERVED,
+             "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>")  # fmt: skip
+ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+SENTENCE = "The quick brown fox jumps over 13 lazy dogs, naïve as they are."
+
+
+@dataclass
+class Converted:
+    """A tokenizer of transformers, or none.
+
+    Args:
+        ends: ids of the beginning and the end(s) of a text.
+        notes: for the terminal.
+    """
+
+    tokenizer: Any
+    ends: tuple[int, int | list[int]]
+    notes: list[str]
+    source: Path | None = None
+
+    def save(self, folder: Path, positions: int) -> None:
+        """Write it, with Meta's own file: tiktoken's in original/, so that it is not read as sentencepiece's."""
+        if self.tokenizer is None:
+            return
+        self.tokenizer.model_max_length = positions
+        self.tokenizer.save_pretrained(folder)
+        kept = folder / "original" if isinstance(self.ends[1], list) else folder
+        kept.mkdir(exist_ok=True)
+        shutil.copyfile(self.source, kept / "tokenizer.model")
+
+
+def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
+    """tokenizer.model of a checkpoint, or of the folder above it, for several checkpoints. None: --tokenizer none."""
+    if chosen == "none":
+        return None
+    places = [Path(chosen).expanduser()] if chosen else [folder, folder.resolve().parent]
+    for place in places:
+        file = place / "tokenizer.model" if place.is_dir() else place
+        if file.is_file():
+            return file
+    where = f"tokenizer = {chosen!r}: there is" if chosen else f"input = {str(folder)!r} and the folder above it have"
+    raise UserError(f"{where} no tokenizer.model. Name it with --tokenizer FILE, or use --tokenizer none")
+
+
+def convert_tokenizer(file: Path | None, vocab: int, version: str) -> Converted:
+    """Convert a tokenizer file of Meta's.
+
+    Args:
+        vocab: rows of the embeddings.
+        version: of the model, from `version_of`; Llama 3's special tokens depend on it.
+
+    Raises:
+        UserError: the file is not a tokenizer, or has more tokens than the model.
+    """
+    if file is None:
+        ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
+        return Converted(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
+    ranks = tiktoken_ranks(file)
+    made = _of_tiktoken(file, ranks, vocab, version) if ranks else _of_sentencepiece(file)
+    made.source = file
+    size = max(made.tokenizer.get_vocab().values()) + 1
+    if size > vocab:
+        raise UserError(
+            f"{file} has {size} tokens, and the model {vocab}: it is another model's. Name this model's tokenizer"
+        )
+    return made
+
+
+def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
+    """{token: rank} of lines `base64 rank`; None: the file has another format."""
+    try:
+        lines = [line.split() for line in file.read_bytes().splitlines() if line]
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines} or None
+    except (ValueError, binascii.Error):
+        return None
+
+
+def _of_sentencepiece(file: Path) -> Converted:
+    from sentencepiece import SentencePieceProcessor
+    from transformers import LlamaTokenizer
+
+    try:
+        pieces = SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"{file} is neither sentencepiece's nor tiktoken's: {first_line(error)}") from None
+    with tempfile.TemporaryDirectory() as folder:  # other files beside it would be read instead
+        shutil.copyfile(file, Path(folder) / "tokenizer.model")
+        tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
+    ids, expected = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"], pieces.encode(SENTENCE)
+    notes = []
+    if ids != expected:
+        notes.append("warning: transformers' tokenizer splits a test sentence differently from sentencepiece")
+    return Converted(tokenizer, (pieces.bos_id(), pieces.eos_id()), notes)
+
+
+def special_tokens(version: str, number: int) -> list[str]:
+    """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
+    names = LLAMA_3_1 if version == "3.1" else LLAMA_3
+    tokens, numbered = [], 0
+    for name in (*names, *[RESERVED] * (number - len(names))):
+        tokens.append(name.format(numbered))
+        numbered += name is RESERVED
+    return tokens[:number]
+
+
+def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> Converted:
+    from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    class Converter(TikTokenConverter):
+        @staticmethod
+        def load_tiktoken_bpe(_):
+            return ranks  # transformers' own needs the package tiktoken to read the same lines
+
+    names = special_tokens(version, vocab - len(ranks))
+    if len(names) < len(LLAMA_3):
+        raise UserError(
+            f"{file} has {len(ranks)} tokens, and the model {vocab} with special ones: it belongs to another model"
+        )
+    bpe = Converter(vocab_file=str(file), extra_special_tokens=names).converted()
+    start = len(ranks)
+    begin = TemplateProcessing(single=f"{names[0]} $A", pair=f"{names[0]} $A {names[0]}:1 $B:1",
+                               special_tokens=[(names[0], start)])  # fmt: skip
+    bpe.post_processor = Sequence([ByteLevel(trim_offsets=False), begin])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=names[0], eos_token=names[1],
+        model_input_names=["input_ids", "attention_mask"], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    ends = [start + names.index(name) for name in ENDS if name in names]
+    note = ("note: Meta's files have no chat template; for an instruct model, take it from the published tokenizer; "
+            "generation ends at any of " + ", ".join(name for name in ENDS if name in names))  # fmt: skip
+    return Converted(tokenizer, (start, ends), [note])

@@ -1,0 +1,103 @@
+"""The speeds and links of the device that is planned for: measured, the user's, or the maker's."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
+from zerofit.tools.plan.calibration import cpu_name, read_calibration
+from zerofit.tools.plan.links import Links, MeasuredLinks
+from zerofit.tools.plan.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
+from zerofit.tools.plan.speeds import Curve, Speeds
+from zerofit.tools.plan.time_constants import (
+    ATTENTION_OF_PEAK,
+    ATTENTION_OF_PEAK_NEWER,
+    BEST_OF_PEAK,
+    BEST_OF_PEAK_OTHERS,
+    CONTENTION,
+    GPUS_OF_A_HOST,
+    HOST_ADAM,
+    NETWORK,
+    NEWER,
+    OF_BEST_BY_FLOPS,
+    OF_MEMORY_BY_BYTES,
+    OF_PCIE,
+    OPERATION_S,
+)
+
+CALIBRATE = "zerofit plan --calibrate"
+OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
+STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
+
+
+def device_speeds(
+    options: Any, gpu: Gpu | None, on_gpu: bool
+) -> tuple[Speeds | None, Links | MeasuredLinks | None, str]:
+    """(speeds, links, why one of them is missing, or what they rest on).
+
+    Args:
+        options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
+    """
+    local = min(options.num_gpus, options.gpus_per_node)
+    network = _network(options, gpu)
+    device = cpu_name() if not on_gpu else gpu.model if gpu is not None else ""
+    calibration = read_calibration(device) if device and not _overrides(options) else None
+    if calibration is not None:
+        speeds = calibration.speeds(local, gpu and gpu.half)
+        links = calibration.links_of(network)
+        if links is None and local > 1 and gpu is not None:
+            links = _links(options, gpu, network)
+        if links is None and options.num_gpus > 1:
+            return speeds, None, f"not known: links were not measured; run {CALIBRATE} --num_gpus {local}"
+        return speeds, links, speeds.source
+    if not on_gpu:
+        return None, None, f"not known: this machine was not measured; run {CALIBRATE} --num_gpus {local}"
+    speeds, missing = _of_maker(options, gpu)
+    links = _links(options, gpu, network)
+    if links is None and local > 1:
+        missing = missing or "--link_bandwidth, in GB/s"
+    if speeds is None or missing:
+        subject, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
+        return speeds, links, f"not known{subject}: set {missing}{other}"
+    between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
+    return speeds, links, f"{speeds.source}{between}"
+
+
+def stand_in_speeds(options: Any) -> tuple[Speeds, Links | MeasuredLinks]:
+    """(speeds, links) to rank layouts with where the device's own are not known."""
+    plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
+    speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
+    return speeds, links
+
+
+def _overrides(options: Any) -> bool:
+    return any(getattr(options, name) for name in OVERRIDES)
+
+
+def _network(options: Any, gpu: Gpu | None) -> float:
+    return (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network) or NETWORK
+
+
+def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
+    link = (options.link_bandwidth or 0) * GIGA or (gpu and gpu.link)
+    return Links(link, network, over_pcie=gpu is not None and link == gpu.pcie) if link else None
+
+
+def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
+    """The maker's peaks, with stated efficiencies."""
+    model = gpu.model if gpu else ""
+    half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half)
+    memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory)
+    if not half or not memory:
+        lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
+        return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]
+    best = BEST_OF_PEAK.get(model, BEST_OF_PEAK_OTHERS)
+    shape, moved = Curve(OF_BEST_BY_FLOPS), Curve(OF_MEMORY_BY_BYTES).times(memory)
+    rates = {(kind, width): moved for kind in (MEMORY, MATH, RANDOM) for width in (False, True)}
+    rates[MATRIX, True] = shape.times(half * best)
+    rates[ATTENTION, True] = Curve(((1.0, half * (ATTENTION_OF_PEAK_NEWER if model in NEWER else ATTENTION_OF_PEAK)),))
+    if gpu is not None and gpu.single:
+        rates[MATRIX, False] = rates[ATTENTION, False] = shape.times(gpu.single * best)
+    pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
+    source = "makers' peaks and published efficiencies (docs/plan.md); not measured"
+    adam = HOST_ADAM * min(1.0, min(options.num_gpus, options.gpus_per_node) / GPUS_OF_A_HOST)
+    return Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source), ""

@@ -1,0 +1,159 @@
+"""What a strategy exchanges in an update, what it copies to and from the host, and what its optimizer moves.
+
+Sources: torch's DDP; DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, with the resolved configuration.
+Bytes are of the full buffers; sizes are of one process otherwise.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.tools.plan.constants import NORM_BYTES
+from zerofit.tools.plan.links import Exchange
+from zerofit.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from zerofit.tools.plan.states import offload_device
+from zerofit.tools.plan.time_constants import ADAM_BYTES, DISK_BYTES, MOVED_BYTES
+from zerofit.tools.plan.weights import Weights
+
+DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The communication of an update.
+
+    Attributes:
+        forward: in the forward pass of each micro-batch, hidden behind it if `hidden`.
+        backward: in the backward pass of each.
+        last_backward: in the backward pass of the last one only.
+        step: with the optimizer's step, which waits for them.
+        hidden: communication runs beside computation.
+        down, up: bytes copied to the host and from it, in each micro-batch.
+        step_up: bytes copied from the host after the step.
+        micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
+        step_moved: the same in the step, the optimizer's included.
+        adam: elements that the host's Adam moves.
+        disk: bytes that are read from a disk and written to it, in an update.
+    """
+
+    forward: list[Exchange] = field(default_factory=list)
+    backward: list[Exchange] = field(default_factory=list)
+    last_backward: list[Exchange] = field(default_factory=list)
+    step: list[Exchange] = field(default_factory=list)
+    hidden: bool = True
+    down: float = 0.0
+    up: float = 0.0
+    step_up: float = 0.0
+    micro_moved: float = 0.0
+    step_moved: float = 0.0
+    adam: float = 0.0
+    disk: float = 0.0
+
+
+def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str = "adamw") -> Exchanges:
+    """DDP, whose gradients are reduced in buckets once an update; or one process. Gradients are fp32."""
+    size = 4 * weights.trained
+    is_ddp = world_size > 1
+    norm = size + (0 if on_gpu else 2 * NORM_BYTES * weights.trained)
+    reduced = [Exchange(ALL_REDUCE, size, max(1, math.ceil(size / DDP_BUCKET)))] if is_ddp else []
+    return Exchanges(
+        last_backward=reduced,
+        micro_moved=3 * size if is_ddp else 0,  # added to the bucket
+        # Norm, clipping, the optimizer; DDP's buckets are set to zero.
+        step_moved=norm + 2 * size + MOVED_BYTES[optim] * weights.trained + (size if is_ddp else 0),
+    )
+
+
+def fully_sharded_exchanges(
+    weights: Weights, world_size: int, width: int, reshards: bool, divided: frozenset[str] = frozenset()
+) -> Exchanges:
+    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32.
+
+    Args:
+        width: bytes of an element of the weights that are gathered.
+        divided: names of weights of experts, which are neither gathered nor reduced: what travels to them is in the
+            trace.
+    """
+    gathered = [one for one in weights.all if one.name not in divided]
+    total, half = sum(one.size for one in gathered), width < 4
+    trained = sum(one.size for one in gathered if one.trained)
+    in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if reshards else 0
+    groups = len({weights.place_of(one.name) for one in gathered})
+    shard = weights.trained / world_size
+    return Exchanges(
+        forward=[Exchange(ALL_GATHER, width * total, groups, half)],
+        backward=[Exchange(ALL_GATHER, width * in_blocks, groups, half)] * bool(in_blocks)
+        + [Exchange(REDUCE_SCATTER, 4 * trained, groups)] * bool(trained),
+        micro_moved=2 * width * (total + in_blocks) + (width + 4) * trained,  # out of flat tensors, and into them
+        step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
+    )
+
+
+def deepspeed_exchanges(
+    weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool, keeps_layers: bool = True
+) -> Exchanges:
+    """ZeRO of any stage.
+
+    Args:
+        width: bytes of an element of weights and gradients.
+        keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (gathered.py).
+    """
+    if int(zero.stage) == 3:
+        return _third_stage(weights, zero, world_size, width, keeps_layers)
+    return _first_stages(weights, zero, world_size, width, accumulates)
+
+
+def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
+    trained, shard, half = weights.trained, weights.trained / world_size, width < 4
+    size = width * trained
+    buckets = max(1, math.ceil(trained / int(zero.reduce_bucket_size)))
+    # use_multi_rank_bucket_allreduce: an all-reduce, of which each rank keeps its shard.
+    reduced = [Exchange(ALL_REDUCE, size, buckets, half)]
+    gathers = max(1, math.ceil(trained / int(zero.allgather_bucket_size)))
+    in_each = int(zero.stage) == 2
+    common = {
+        "backward": reduced if in_each else [],
+        "last_backward": [] if in_each else reduced,
+        "step": [Exchange(ALL_GATHER, size, gathers, half)],
+        "hidden": bool(zero.overlap_comm),
+        "micro_moved": 6 * size,  # into the bucket, divided, and out of it
+    }
+    if offload_device(zero.offload_optimizer) != "none":
+        kept = width * shard if accumulates else 0  # what was accumulated goes up, is added to, and comes down
+        return Exchanges(down=4 * shard + kept, up=kept, step_up=width * shard, adam=shard, **common)
+    moved = (
+        2 * width + (2 * width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
+    )  # flat, fp32, norm, clipped, cast
+    return Exchanges(step_moved=moved * shard, **common)
+
+
+def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
+    threshold, half = int(zero.param_persistence_threshold), width < 4
+    total, trained_shard = sum(one.size for one in weights.all if one.size > threshold), weights.trained / world_size
+    count = sum(weight.size > threshold for weight in weights.all)
+    near = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
+    in_layers = sum(one.size for one in weights.all if one.name.startswith(weights.stacks) and one.size > threshold)
+    kept = near if keeps_layers else min(near, total - in_layers)  # from the forward to the backward pass
+    again = (total - kept) / total if total else 0  # of the weights; the others are gathered once
+    gathered = Exchange(ALL_GATHER, width * total, max(1, count), half)
+    within = int(zero.zero_hpz_partition_size)  # ZeRO++: from the copies within a machine
+    within_machine = within if within > 1 else 0
+    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half, within_machine)
+    buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
+    persistent = sum(size for size in weights.sizes.values() if size <= threshold)
+    fetched = width * total / world_size * (1 + again) if offload_device(zero.offload_param) != "none" else 0
+    common = {
+        "forward": [gathered] if total else [],
+        "backward": [regathered, Exchange(REDUCE_SCATTER, width * weights.trained, buckets, half)],
+        "step": [Exchange(ALL_GATHER, width * persistent, 1, half)] if persistent else [],
+        "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
+        "up": fetched,
+        "micro_moved": 2 * width * total * (1 + again) + 6 * width * weights.trained,
+    }
+    if offload_device(zero.offload_optimizer) != "none":
+        up = 0 if offload_device(zero.offload_param) != "none" else width * trained_shard
+        on_disk = offload_device(zero.offload_optimizer) == "nvme"
+        disk = DISK_BYTES * trained_shard if on_disk else 0
+        return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, disk=disk, **common)
+    moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
+    return Exchanges(step_moved=moved * trained_shard, **common)

@@ -1,0 +1,205 @@
+"""What FSDP2 holds during the passes: torch's fully_shard, with one group for each block and one for what is in none.
+
+A group's weights are gathered as its forward pass begins; the flat tensor that they arrive in is kept until the next
+group has arrived. In the backward pass each group fetches the one before it ahead. The weights that are in no block
+stay from the forward pass to the end of the backward pass. Experts that ranks divide (`ep`) are in no group: none of
+them is gathered, and their gradients, of all ranks' tokens, stay where the backward pass has made them.
+
+Sources: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, post_backward),
+_fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; zerofit/strategy/fsdp_engine.py.
+"""
+
+from dataclasses import dataclass
+
+from zerofit.tools.plan.constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
+from zerofit.tools.plan.engines import Engine
+from zerofit.tools.plan.states import States
+from zerofit.tools.plan.steps import Step
+from zerofit.tools.plan.weights import Place, Weight, Weights
+
+
+@dataclass(frozen=True)
+class FullyShards:
+    """FSDP2's settings.
+
+    Attributes:
+        reshards: the forward pass forgets the weights of blocks that it has gathered.
+        divides_experts: each rank has some experts of a mixture in full.
+    """
+
+    reshards: bool
+    divides_experts: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sizes of what is gathered, and reduced, together; in bytes.
+
+    Attributes:
+        full: all of its weights as they are computed with, filled up to as many rows for each rank; so large is the
+            flat tensor that they arrive in, too.
+        cast: of a rank's shards in the dtype that is gathered.
+        reduced: of the gradients in fp32, as they are brought together.
+        shard: of a rank's part of them.
+    """
+
+    full: int
+    cast: int
+    reduced: int
+    shard: int
+
+
+def fully_sharded_states(
+    weights: Weights, world_size: int, dtype, on_gpu: bool, reshards: bool, divided: frozenset[str] = frozenset()
+) -> States:
+    """
+    Args:
+        dtype: that weights are gathered in, and frozen ones are stored in; those that are trained are stored in fp32.
+        divided: names of weights of experts, of which each rank has its own and gathers none.
+    """
+
+    def shard_of(trained: bool) -> int:
+        return sum(one.padded(world_size) // world_size for one in weights.all if one.trained is trained)
+
+    trained, largest = shard_of(True), max((one.padded(world_size) for one in weights.all if one.trained), default=0)
+    held = MASTER_BYTES * trained + dtype.itemsize * shard_of(False)
+    return States(
+        weights=held,
+        optimizer=MOMENTS_BYTES * trained,
+        engine=lambda rank: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided),
+        step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
+        load=held,
+    )  # fmt: skip
+
+
+class FullyShardedEngine(Engine):
+    """FSDP2's groups, on one rank."""
+
+    def __init__(
+        self, weights: Weights, width: int, world_size: int, reshards: bool, divided: frozenset[str] = frozenset()
+    ):
+        super().__init__(weights, width)
+        self.reshards, self.place_of, self.world_size, self.divided = reshards, weights.place_of, world_size, divided
+        members: dict[Place | None, list[Weight]] = {None: []}
+        for weight in weights.all:
+            if weight.name not in divided:
+                members.setdefault(self.place_of(weight.name), []).append(weight)
+        self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
+        self.kept = 0  # shards of gradients
+
+    @property
+    def gathered(self) -> int:
+        """Weights of other ranks, and what they arrive in."""
+        return sum(self.groups[place].full for place in self.here) + self.arrived + self.arriving
+
+    def begin(self, first, last):
+        if first:
+            self.kept = 0
+        self.first, self.gradients, self.buffers = first, self.kept, 0
+        self.here: set[Place | None] = set()
+        self.arrived = self.arriving = 0  # flat tensors: of the group that came last, and of the one that comes next
+        self.next: Place | None = None  # which is on its way
+        self.order: list[Place] = []  # of the forward pass
+        self.completed: dict[Place | None, int] = {}  # gradients that are not reduced yet
+        self.place, self.backward = None, False
+
+    def enter(self, step: Step) -> int:
+        backward, most = step.phase == "backward", self.held
+        place = step.place if step.place in self.groups else None
+        if not self.here:  # the pass begins
+            most = self._gather(None)
+        if (place, backward) == (self.place, self.backward):
+            return most
+        most = max(most, self._leave())
+        if backward and not self.backward:
+            self.arrived = 0
+            most = max(most, self._fetch_ahead(len(self.order)))
+        self.place, self.backward = place, backward
+        if place is None:
+            return most
+        if not backward:
+            self.order.append(place)
+            return max(most, self._gather(place))
+        return max(most, self._wait(place))
+
+    def _gather(self, place: Place | None) -> int:
+        """In the forward pass. Returns the most that is held meanwhile."""
+        group = self.groups[place]
+        most = self.held + group.cast + group.full
+        self.arrived = group.full
+        self.here.add(place)
+        return max(most, self.held)
+
+    def _wait(self, place: Place) -> int:
+        """In the backward pass, for what was fetched ahead; then the next one is."""
+        group, most = self.groups[place], self.held
+        if place not in self.here:
+            if self.next != place:
+                most = max(most, self.held + group.cast + group.full)
+                self.arriving = group.full
+            self.here.add(place)
+            most = max(most, self.held)
+            self.arriving = 0
+        return max(most, self._fetch_ahead(self.order.index(place)))
+
+    def _fetch_ahead(self, place: int) -> int:
+        """The group before this place of the order."""
+        if place == 0 or self.order[place - 1] in self.here:
+            return self.held
+        self.next = self.order[place - 1]
+        group = self.groups[self.next]
+        self.arriving = group.full
+        return self.held + group.cast
+
+    def _leave(self) -> int:
+        if self.place is None:
+            return self.held
+        if self.backward:
+            return self._reduce(self.place)
+        if self.reshards:
+            self.here.discard(self.place)
+        return self.held
+
+    def complete(self, name):
+        if name in self.divided:
+            return self._complete_experts(MASTER_BYTES * self.sizes[name] // self.world_size)
+        place, size = self.place_of(name), self.width * self.sizes[name]
+        self.completed[place] = self.completed.get(place, 0) + size
+        self.gradients += size
+        return self.held - size  # it stays where backward has made it
+
+    def _complete_experts(self, size: int) -> int:
+        """The rank's own, in fp32 as they are stored: the first one is kept as it is, later ones are added to it."""
+        if not self.first:
+            return self.held
+        self.kept += size
+        self.gradients += size
+        return self.held - size
+
+    def _reduce(self, place: Place | None) -> int:
+        """A group's gradients; those of the group before it are free now."""
+        group = self.groups[place]
+        self.here.discard(place)
+        self.buffers = group.reduced
+        most = self.held
+        self.gradients -= self.completed.pop(place, 0)
+        most = max(most, self.held + group.shard)
+        if self.first:
+            self.kept += group.shard
+            self.gradients += group.shard
+        return most
+
+    def finish(self):
+        most = self._leave()
+        for place in [*self.here]:  # what is in no block, and blocks into which no gradient goes back
+            most = max(most, self._reduce(place))
+        self.arrived = self.arriving = self.buffers = 0
+        self.place = None
+        return most
+
+
+def _group(weights: list[Weight], width: int, world_size: int) -> Group:
+    full = width * sum(one.padded(world_size) for one in weights)
+    reduced = MASTER_BYTES * sum(one.padded(world_size) for one in weights if one.trained)
+    cast = full // world_size if width < MASTER_BYTES else 0
+    return Group(full, cast, reduced, reduced // world_size)

@@ -1,0 +1,140 @@
+"""The layouts that a pair may have: its degrees of tensor, pipeline and sequence parallelism, and others instead.
+
+The degrees stand in the pair's DeepSpeed JSON. A pair that has some is planned for each number of ranks that divides
+the GPUs of a machine, so that ranks which share layers or rows are on one machine. What a model, its heads above all,
+does not allow is refused as a run would refuse it (resolve.py).
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import parse_json, read_yaml
+from zerofit.recipe.places import place
+from zerofit.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.strategy.pairs import find_strategies
+
+FILE = "deepspeed_config_file"  # of an accelerate YAML
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks share each layer (tensor), how many stages there are (pipeline), and how many ranks split each
+    row (sequence)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+
+    @property
+    def label(self) -> str:
+        """Of those that are more than one: 4, or 2x4."""
+        return "x".join(str(degree) for degree in (self.tensor, self.pipeline, self.sequence) if degree > 1)
+
+
+def labelled(strategy: str, degrees: Degrees) -> str:
+    """tp with 4 ranks a layer: tp x4."""
+    return f"{strategy} x{degrees.label}" if degrees.label else strategy
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An accelerate YAML and its DeepSpeed JSON, as they stand in their files.
+
+    Attributes:
+        source: the YAML's file.
+        config: the JSON; None: the YAML names none.
+    """
+
+    source: Path
+    content: dict[str, Any]
+    config: dict[str, Any] | None
+    json_file: Path | None
+
+    @property
+    def degrees(self) -> Degrees:
+        config = self.config or {}
+        found = {"tensor": _of_section(config.get(TENSOR), "autotp_size"), "sequence": config.get(SEQUENCE),
+                 "pipeline": _of_section(config.get(PIPELINE), "stages")}  # fmt: skip
+        return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
+
+    def with_degrees(self, degrees: Degrees) -> "Pair":
+        """The same with these degrees, in place of those that it has."""
+        if degrees == self.degrees:
+            return self
+        return replace(self, config=with_degrees(self.config, **vars(degrees)))
+
+    def write(self, yaml_file: Path, head: str = "", changes: dict[str, Any] | None = None) -> None:
+        """Write NAME.yaml, and NAME.json beside it where there is one.
+
+        Args:
+            changes: of the YAML's keys.
+        """
+        content = {**self.content, **(changes or {})}
+        if self.config is not None:
+            json_file = yaml_file.with_suffix(".json")
+            json_file.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            content["deepspeed_config"] = {**content["deepspeed_config"], FILE: str(json_file)}
+        yaml_file.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def read_pair(name: str) -> Pair:
+    """A pair by its name in accelerate_configs/, or by its .yaml file.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    source = find_strategies([name])[name]
+    content = read_yaml(source) or {}
+    named = (content.get("deepspeed_config") or {}).get(FILE)
+    if not named:
+        return Pair(source, content, None, None)
+    json_file = _find_json(named, source)
+    try:
+        config = parse_json(json_file.read_text(encoding="utf-8"))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{json_file}: expected an object with DeepSpeed's settings, as JSON")
+    return Pair(source, content, config, json_file)
+
+
+def _find_json(name: str, source: Path) -> Path:
+    """The DeepSpeed JSON that a pair names: from here, or beside the pair's folder as a run finds it."""
+    files = (Path(name), source.resolve().parents[1] / name, place(name))
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise UserError(f"{source}: {FILE} = {name!r}: there is no such file")
+    return found
+
+
+def _of_section(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else None
+
+
+def possible_degrees(name: str, pair: Pair, num_ranks: int, local_ranks: int, num_layers: int) -> list[Degrees]:
+    """The degrees to plan a pair with. A .yaml file is planned as it is.
+
+    Args:
+        num_ranks, local_ranks: processes of all machines, and of one.
+        num_layers: of the model: no pipeline has more stages.
+    """
+    own = pair.degrees
+    if own == Degrees() or name.endswith((".yaml", ".yml")):
+        return [own]
+    found = [own]
+    for kind in ("tensor", "sequence"):
+        if getattr(own, kind) > 1:
+            found = [replace(one, **{kind: count}) for one in found for count in _divisors(local_ranks, local_ranks)]
+    if own.pipeline > 1:
+        found = [replace(one, pipeline=count) for one in found
+                 for count in _divisors(num_ranks // one.tensor, num_layers)]  # fmt: skip
+    return found or [own]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [count for count in range(2, min(number, most) + 1) if number % count == 0]

@@ -1,0 +1,149 @@
+"""Counts the bytes of tensors that are alive while a model runs on fake tensors, segment by segment.
+
+A fake tensor has a shape, a dtype and a storage of the right size that holds no memory, so the count takes
+milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no backward pass in a CPU build of torch.
+"""
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerofit.tools.plan.operations import Operation, operation_of
+from zerofit.tools.plan.visits import Visit
+
+
+@dataclass
+class Segment:
+    """One part of a pass. All sizes are in bytes; `start` and `end` are what is alive then.
+
+    Attributes:
+        peak: the most that is alive in it.
+        completed: the name of the parameter whose gradient is completed at its end, and released; empty: none is.
+        gradient: bytes of that gradient.
+        operations: what is computed in it, in order.
+        visit: the visit of a module that it begins with; None: it begins with another thing.
+        offloaded: bytes that leave for the host.
+    """
+
+    name: Hashable
+    start: int
+    peak: int = 0
+    end: int = 0
+    completed: str = ""
+    gradient: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    visit: Visit | None = None
+    offloaded: int = 0
+
+    @property
+    def delta(self) -> int:
+        """What stays alive after it, or (negative) what it has released."""
+        return self.end - self.start
+
+    @property
+    def rise(self) -> int:
+        """How far the peak is above the start."""
+        return self.peak - self.start
+
+
+class Ledger(TorchDispatchMode):
+    """Follows every storage that an operation makes, from its first tensor to the release of its last one.
+
+    Args:
+        rounding: an allocation takes a multiple of this (512 for CUDA's caching allocator).
+        thin_masks: dropout keeps a byte an element, as torch's fused one does on devices other than a CPU. There it
+            keeps a mask in the dtype of its input (aten/src/ATen/native/Dropout.cpp).
+    """
+
+    def __init__(self, rounding: int = 1, thin_masks: bool = False):
+        super().__init__()
+        self.rounding, self.thin_masks, self.live, self.peak = rounding, thin_masks, 0, 0
+        self.segments: list[Segment] = []
+        self._known: dict[int, int] = {}
+
+    def exclude(self, tensors) -> None:
+        """Do not count these: weights, which are accounted for elsewhere."""
+        for tensor in tensors:
+            self._follow(tensor.untyped_storage(), 0)
+
+    def include(self, tensors) -> None:
+        """Count these, which were there before: inputs."""
+        for tensor in tensors:
+            self._follow(tensor.untyped_storage(), self._rounded(tensor.untyped_storage().nbytes()))
+
+    def mark(self, name: Hashable) -> None:
+        """A segment begins."""
+        self._close()
+        self.segments.append(Segment(name, self.live, self.live))
+
+    def visit(self, visit: Visit) -> None:
+        """A module is met: another segment of the same name begins."""
+        self.mark(self.segments[-1].name)
+        self.segments[-1].visit = visit
+
+    def gradient_completed(self, name: str, parameter: torch.Tensor) -> None:
+        """A gradient is complete: it is released here, and what follows is another segment of the same name."""
+        segment, before = self.segments[-1], self.live
+        parameter.grad = None
+        segment.completed, segment.gradient = name, before - self.live
+        self.mark(segment.name)
+
+    def offloaded(self, size: int) -> None:
+        """So many bytes leave for the host."""
+        self.segments[-1].offloaded += size
+
+    def close(self) -> list[Segment]:
+        self._close()
+        return self.segments
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "prim":  # a question, such as on which device a tensor is: two of three calls
+            return result
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._follow(storage, self._rounded(storage.nbytes()))
+        if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
+            self._resize(result.untyped_storage(), self._rounded(result.numel()))
+        self.note(operation_of(function, args, kwargs or {}, result))
+        return result
+
+    def note(self, operation: Operation | None) -> None:
+        """An operation was computed now; None: one that costs nothing."""
+        if operation and self.segments:
+            self.segments[-1].operations.append(operation)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.rounding) * self.rounding
+
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = size
+        self.live += size
+        weakref.finalize(storage, self._release, key)
+        self._note()
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.live += size - self._known[storage._cdata]
+        self._known[storage._cdata] = size
+
+    def _release(self, key: int) -> None:
+        self.live -= self._known.pop(key, 0)
+
+    def _note(self) -> None:
+        self.peak = max(self.peak, self.live)
+        if self.segments:
+            segment = self.segments[-1]
+            segment.peak = max(segment.peak, self.live)
+
+    def _close(self) -> None:
+        if self.segments:
+            self.segments[-1].end = self.live

@@ -1,0 +1,211 @@
+"""The predicted peak of a strategy: the largest of the moments of an update, with its parts and its phase."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerofit.tools.plan.constants import (
+    CPU_PROGRAM_BYTES,
+    CUBLAS_WORKSPACE_BYTES,
+    CUDA_CONTEXT_BYTES,
+    FRAGMENTATION,
+    NCCL_BYTES,
+)
+from zerofit.tools.plan.engines import Engine
+from zerofit.tools.plan.states import States
+from zerofit.tools.plan.steps import Step
+
+ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of an update, and what is on the device then."""
+
+    phase: str
+    components: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A predicted peak of one process.
+
+    Attributes:
+        allocated: as torch.cuda.max_memory_allocated; on a CPU, what a process takes beyond what it took before the
+            model.
+        reserved: as torch.cuda.max_memory_reserved.
+        device: as the driver shows it: with context and communication buffers.
+        host: of one process, beside the program itself.
+        disk: of one process, what is offloaded to a disk.
+    """
+
+    phase: str
+    components: dict[str, int]
+    allocated: int
+    reserved: int
+    device: int
+    host: int
+    disk: int = 0
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a stage of a pipeline holds beside the micro-batch that it works on; sizes in bytes.
+
+    Attributes:
+        micro_batches: of which it holds what their backward passes need, this one included.
+        received: of each, beside the activations.
+        buffers: for what is received and sent.
+    """
+
+    micro_batches: int
+    received: int
+    buffers: int
+
+
+def find_peak(
+    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, program: int = CPU_PROGRAM_BYTES,
+    on_host: int = 0,
+) -> Peak:  # fmt: skip
+    """The peak over the moments.
+
+    Args:
+        num_groups: groups of processes that this one communicates in; 0: it is alone.
+        program: on a CPU, bytes beside tensors.
+        on_host: bytes on the host beside the states.
+    """
+    host = sum(states.host.values()) + on_host
+    if not on_gpu:  # offloaded states lie in the same memory
+        beside = {"offloaded": host, "program": program}
+        moments = [Moment(one.phase, one.components | beside) for one in moments]
+    largest = max(moments, key=lambda moment: moment.total)
+    components = {name: size for name, size in largest.components.items() if size}
+    if not on_gpu:
+        return Peak(largest.phase, components, largest.total, largest.total, largest.total, host, states.disk)
+    allocated = largest.total + CUBLAS_WORKSPACE_BYTES
+    components[WORKSPACE] = components.get(WORKSPACE, 0) + CUBLAS_WORKSPACE_BYTES
+    reserved = int(allocated * (1 + FRAGMENTATION))
+    context = CUDA_CONTEXT_BYTES + NCCL_BYTES * num_groups
+    return Peak(largest.phase, components, allocated, reserved, reserved + context, host, states.disk)
+
+
+def training_moments(
+    states: States, training: list[Step], accumulation: int, in_flight: InFlight | None = None
+) -> Iterator[Moment]:
+    """
+    Args:
+        training: the forward and backward pass of a micro-batch.
+        in_flight: of a stage of a pipeline.
+    """
+    yield Moment("start", {"weights": states.load})
+    yield Moment("optimizer step", _sum(_held(states), states.step))
+    for rank in states.ranks:
+        yield from _passes(states, states.engine(rank), training, accumulation, in_flight)
+
+
+def evaluation_moments(
+    states: States, training: list[Step], evaluation: list[Step], generated: dict[str, int]
+) -> Iterator[Moment]:
+    """They are the same on every rank.
+
+    Args:
+        evaluation: the forward pass of an evaluation batch.
+        generated: what is on the device beside weights while texts are generated for it; empty: none are.
+    """
+    held, engine = _held(states), states.engine(states.ranks[0])
+    engine.begin(first=True, last=True)
+    most_gathered = 0
+    for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
+        at_first += engine.enter(step) - engine.gradients
+        most_gathered = max(most_gathered, at_first)
+        rise = max(0, gathered + engine.gathered + step.rise - at_first)
+        parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
+        yield Moment("evaluation", _sum(held, parts))
+    if generated:
+        yield Moment("generation", _sum(held, generated | {"gathered weights": most_gathered,
+                                                           "gradients": engine.gradients}))  # fmt: skip
+
+
+def pinned(sizes: list[int]) -> int:
+    """Bytes of page-locked memory: torch rounds each block up to a power of two (CachingHostAllocator)."""
+    return sum(1 << (size - 1).bit_length() for size in sizes)
+
+
+def _held(states: States) -> dict[str, int]:
+    """All the time."""
+    return {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer,
+            "buffers": states.buffers}  # fmt: skip
+
+
+def _passes(
+    states: States, engine: Engine, training: list[Step], accumulation: int, in_flight: InFlight | None
+) -> Iterator[Moment]:
+    """The moments of a rank's passes."""
+    held = _held(states)
+    for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
+        is_last = in_flight is None and (number == accumulation - 1 or number == 1)
+        engine.begin(first=number == 0, last=is_last)
+        moment = _largest_of_pass(states, engine, training)
+        yield Moment(moment.phase, _sum(held, moment.components, _others(in_flight, training, accumulation, number)))
+    if in_flight:  # gradients are exchanged when all passes are done
+        engine.begin(first=False, last=True)
+        exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
+        yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
+
+
+def _others(in_flight: InFlight | None, training: list[Step], accumulation: int, number: int) -> dict[str, int]:
+    """What a pipeline's stage holds for micro-batches other than the one that is in its backward pass."""
+    if in_flight is None:
+        return {}
+    kept = next((step.start for step in training if step.phase == "backward"), 0) + in_flight.received
+    others = min(in_flight.micro_batches, accumulation - number) - 1
+    return {ACTIVATIONS: others * kept + in_flight.received, "buffers": in_flight.buffers}
+
+
+def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Moment:
+    """The moment of a forward and backward pass at which most is held beside the states."""
+    most, largest, gathered = -1, None, 0
+    for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
+        entering = engine.enter(step)
+        total = at_first + entering + step.start
+        if total > most:
+            most, largest = total, (step, at_first, *engine.by_kind, step.start, entering - engine.held)
+        total = gathered + engine.held + step.start + step.rise
+        if total > most:
+            most, largest = total, (step, gathered, *engine.by_kind, step.start, step.rise)
+        if step.completed:
+            exchanged = engine.complete(step.completed)
+            total = gathered + exchanged + step.end + step.gradient
+            if total > most:
+                most, parts = total, (engine.gathered, engine.gradients + step.gradient, engine.buffers)
+                largest = (step, gathered, *parts, step.end, exchanged - engine.held)
+    exchanged = engine.finish()
+    if gathered + exchanged + steps[-1].end > most:
+        largest = (steps[-1], gathered, *engine.by_kind, steps[-1].end, exchanged - engine.held)
+    return _moment(*largest)
+
+
+def _gathered(states: States, training: list[Step], evaluation: list[Step] | None = None) -> list[tuple[int, int]]:
+    steps = training if evaluation is None else evaluation
+    return states.gathered.follow(training, evaluation) if states.gathered else [(0, 0)] * len(steps)
+
+
+def _moment(step: Step, at_hand: int, gathered: int, gradients: int, buffers: int, alive: int, rise: int) -> Moment:
+    """`at_hand`: weights that ZeRO-3 has gathered; what follows is the engine's."""
+    in_loss = step.phase == "loss"
+    head = min(step.head, alive)
+    return Moment(step.phase, {
+        "gathered weights": at_hand + gathered, "gradients": gradients, "buffers": buffers, ACTIVATIONS: alive - head,
+        HEAD: head + (rise if in_loss else 0), WORKSPACE: 0 if in_loss else rise,
+    })  # fmt: skip
+
+
+def _sum(*parts: dict[str, int]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, size in part.items():
+            total[name] = total.get(name, 0) + size
+    return total

@@ -1,0 +1,166 @@
+"""The options of `zerofit plan`, beside those of the recipe."""
+
+import os
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.fields import option
+from zerofit.tools.lengths import length_problems
+from zerofit.tools.tool_recipe import StrategiesOptions, parse_bytes
+
+NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
+MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
+
+
+@dataclass
+class DevicesOptions(Recipe):
+    """How many devices there are"""
+
+    num_gpus: int = option(
+        1,
+        "GPUs of all machines together, one process each; also --world_size.",
+        positive=True,
+        aliases=("num_processes", "world_size"),
+        common=True,
+    )
+    calibrate: bool = option(
+        False,
+        "Measure this machine first (matrix products, memory, links, the host's Adam; under a minute), with num_gpus "
+        "processes. Later plans for this device use the result. It needs no recipe.",
+        common=True,
+    )
+
+
+@dataclass
+class SpeedOptions(Recipe):
+    """What the device reaches beside peak_tflops, where its maker's figures are not known or not wanted"""
+
+    memory_bandwidth: float | None = option(None, "Bandwidth of the GPU's memory, GB/s.", positive=True)
+    link_bandwidth: float | None = option(
+        None, "Bandwidth of one GPU to the others of its machine, in one direction, GB/s.", positive=True
+    )
+    network_bandwidth: float | None = option(
+        None,
+        "Bandwidth of one GPU to other machines, in one direction, GB/s; by default that of the machine which the "
+        "GPU's maker builds, else 12.5 (100 Gbit/s).",
+        positive=True,
+    )
+
+
+@dataclass
+class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
+    """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
+
+    strategies: list[str] = option(  # noqa: RUF009
+        ["all"],
+        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3; all: every pair there is.",
+        common=True,
+    )
+    gpus_per_node: int = option(
+        8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
+    )
+    gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
+    gpu_memory: str | None = option(
+        None,
+        "Memory of one GPU, e.g. 80GiB; by default the environment's DEVICE_MEMORY_GB, else that of --gpu.",
+        common=True,
+    )
+    host_memory: str | None = option(
+        None, "Memory of one machine, e.g. 1TiB; by default host memory is predicted and not checked.", common=True
+    )
+    batch_sizes: list[str] = option(  # noqa: RUF009
+        ["auto"], "auto: find the largest micro-batch; or the micro-batches to predict: 1,8,40.", common=True
+    )
+    lengths: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Find the longest rows that fit with the recipe's per_device_train_batch_size, or 1: auto (multiples of "
+        "1024 up to the model's positions), or the lengths to try: 8k,16k,32k.",
+        common=True,
+    )
+    max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
+    max_global_batch_size: int | None = option(
+        None, "Find each strategy's fastest global batch of at most this many samples.", positive=True, common=True
+    )
+    tokens: float | None = option(
+        None, "Add the days and GPU-hours of training on this many tokens: 100e9.", positive=True, common=True
+    )
+    mean_length: float | None = option(
+        None,
+        "Mean length of rows that are padded, for the time; memory takes the recipe's maximum. Of pairs: source and "
+        "target together.",
+        positive=True,
+    )
+    architecture: str | None = option(
+        None,
+        "The model's shape, where the recipe's weights are not at hand: a name that is known offline, or a folder "
+        "with a config.json.",
+    )
+    top: int = option(10, "Rows of the table.", positive=True)
+    write: str | None = option(
+        None,
+        "Write an accelerate YAML, a DeepSpeed JSON (of ZeRO) and the command of each row of the table into this "
+        "folder.",
+        common=True,
+    )
+    json: str | None = option(None, "Write the predictions to this file; - for standard output.")
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """The micro-batches that were named, in order; None: auto."""
+        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
+        return None if texts == ["auto"] else sorted({int(text) for text in texts})
+
+    @property
+    def device_memory(self) -> tuple[str, str] | None:
+        """(size of one device, what states it); None: it is that of the named GPU."""
+        told = os.environ.get(MEMORY_VARIABLE)
+        if self.gpu_memory:
+            return self.gpu_memory, f"gpu_memory = {self.gpu_memory}"
+        return (f"{told}GB", f"{MEMORY_VARIABLE}={told} of the environment") if told else None
+
+    def problems(self) -> list[str]:
+        found = [problem for problem in super().problems() if not problem.startswith(NOT_NEEDED)]
+        found += [
+            f"{source}: expected a size such as {example}"
+            for text, source, example in self._sizes_of_memory() if not _is_size(text)
+        ]  # fmt: skip
+        given = " ".join(self.batch_sizes)
+        try:
+            is_wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
+        except ValueError:
+            is_wrong = True
+        if is_wrong:
+            found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
+        if not self.gpu and not self.device_memory:
+            found.append("no device: set --gpu, e.g. --gpu h100-80gb, or --gpu_memory, e.g. --gpu_memory 80GiB")
+        if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
+            found.append(
+                f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}: set "
+                f"--num_gpus {self.num_gpus // self.gpus_per_node * self.gpus_per_node} or another --gpus_per_node"
+            )
+        for name in ("global_batch_size", "gradient_accumulation_steps"):
+            if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
+                found.append(f"--{name} and --max_global_batch_size: keep one of the two")
+        found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
+        if self.mean_length and not self._pads:
+            found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
+        return found
+
+    @property
+    def _pads(self) -> bool:
+        return self.task != "clm" or (
+            getattr(self, "packing", "none") == "none" and not getattr(self, "data_path", None)
+        )
+
+    def _sizes_of_memory(self) -> list[tuple[str, str, str]]:
+        known = [(*self.device_memory, "80GiB, 800MiB or 24GB")] if self.device_memory else []
+        return known + (
+            [(self.host_memory, f"host_memory = {self.host_memory!r}", "1TiB")] if self.host_memory else []
+        )
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return parse_bytes(text) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,179 @@
+r"""`zerofit plan`: what fits and how fast, predicted without a GPU, without data and without weights.
+
+    zerofit plan --config recipes/clm/llama2-7b-continual.yaml --architecture llama-2-7b --num_gpus 8 --gpu h100-80gb
+    zerofit plan --config recipes/clm/llama-long-context.yaml --gpu h100-80gb --num_gpus 8 --lengths auto
+    zerofit plan --calibrate --num_gpus 2
+    zerofit plan --config recipes/clm/compare-small.yaml --gpu cpu --gpu_memory 1GiB --num_gpus 2
+    zerofit plan --task clm --config_name gpt2-xl --precision bf16 --gpu a100-40gb --num_gpus 4 --batch_sizes 1,8
+
+One layer, the embedding, the head and the loss of the model that would be trained are traced with fake tensors; the
+states follow from the strategy pair as a run would resolve it. docs/plan.md says how well that agrees with runs.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.help import wants_help
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.places import configs
+from zerofit.record.terminal import say, screen_width, size
+from zerofit.strategy.devices import bf16_slowdown
+from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
+from zerofit.strategy.gpus import num_devices
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.lengths import possible_lengths
+from zerofit.tools.plan.calibrate import calibrate
+from zerofit.tools.plan.constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
+from zerofit.tools.plan.device_speeds import STAND_IN, device_speeds, stand_in_speeds
+from zerofit.tools.plan.layouts import Degrees, read_pair
+from zerofit.tools.plan.lengths import LengthPlanner
+from zerofit.tools.plan.options import DevicesOptions, PlanOptions
+from zerofit.tools.plan.parallel import find_all
+from zerofit.tools.plan.planner import Planner
+from zerofit.tools.plan.prediction import Budget, Outcome
+from zerofit.tools.plan.remedies import find_remedies
+from zerofit.tools.plan.report import Report, wrapped
+from zerofit.tools.plan.resolve import Resolved
+from zerofit.tools.plan.subject import Subject, read_subject
+from zerofit.tools.plan.timing import Timing
+from zerofit.tools.plan.write import write_pairs
+from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
+
+SINGLE = "single"  # the pair of one process
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if only_calibrates(argv):
+        _calibrate(parse_recipe(DevicesOptions, argv, prog="zerofit plan --calibrate", tool=True))
+        return 0
+    options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
+    gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
+    on_gpu = options.gpu != CPU
+    budget = make_budget(options, gpu, on_gpu)
+    names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
+    if options.calibrate:
+        _calibrate(options)
+    subject = read_subject(options, options.task, on_gpu)
+    planner = Planner(options, subject, budget)
+    check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
+    outcomes = [one for name in names for one in planner.layouts(name, check)]
+    halves = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
+    planner.timing, known = _timing(options, subject, budget, gpu, halves)
+    lengths = possible_lengths(options.lengths, subject.config) if options.lengths else None
+    find = (
+        LengthPlanner(planner, lengths).find
+        if lengths
+        else partial(planner.find, sizes=options.sizes, max_batch_size=options.max_batch_size)
+    )
+    find_all(subject, outcomes, find)
+    if all(outcome.refused for outcome in outcomes):
+        raise UserError(_reasons(outcomes))
+    remedies = {} if lengths else find_remedies(planner, outcomes, check)
+    report = Report(outcomes, planner, remedies, lengths, bool(options.sizes))
+    scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
+    found = json.dumps(report.to_json(), indent=2)
+    if options.json == "-":
+        print(found)
+        return 0
+    if options.json:
+        Path(options.json).write_text(found + "\n", encoding="utf-8")
+    said = {
+        "model": report.describe_model(),
+        "machine": f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each",
+        "speed": known,
+    }
+    if not on_gpu and True in halves and (times := bf16_slowdown()):
+        said["note"] = f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32"
+    width = screen_width()
+    say(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
+    say(report.for_terminal(options.top, width, options.tokens))
+    say(*(f"written   {script}" for script in scripts))
+    return 0
+
+
+def make_budget(options, gpu: Gpu | None, on_gpu: bool) -> Budget:
+    """What there is, from the options.
+
+    Raises:
+        UserError: a process takes more before there is a model; a CPU's memory is not known.
+    """
+    host = options.host_memory and parse_bytes(options.host_memory)
+    stated = options.device_memory
+    if stated:
+        device = parse_bytes(stated[0])
+    elif gpu is not None:
+        device = gpu.usable_bytes
+    elif host:
+        device = host // min(options.num_gpus, options.gpus_per_node)
+    else:
+        raise UserError(
+            "gpu = cpu: its memory is not known. Set --gpu_memory (of one process), e.g. --gpu_memory 4GiB"
+        )
+    taken, by = (CUDA_CONTEXT_BYTES, "the CUDA context") if on_gpu else (CPU_PROGRAM_BYTES, "buffers of its libraries")
+    if device <= taken:
+        raise UserError(
+            f"{stated[1] if stated else f'host_memory = {options.host_memory}'}: a process takes about {size(taken)} "
+            f"before there is a model ({by}). Set --gpu_memory to what one {'GPU' if on_gpu else 'process'} has, e.g. "
+            f"--gpu_memory {'24GiB' if on_gpu else '2GiB'}"
+        )
+    return Budget(device, host, options.num_gpus, options.gpus_per_node)
+
+
+def only_calibrates(argv: list[str]) -> bool:
+    """Whether nothing is to be planned: neither a recipe nor a task is named."""
+    given = {word.partition("=")[0] for word in argv}
+    return "--calibrate" in given and not given & {"--config", "--task"} and not wants_help(argv)
+
+
+def _calibrate(options: DevicesOptions) -> None:
+    local = min(options.num_gpus, getattr(options, "gpus_per_node", options.num_gpus))
+    calibrate(local if options.source("num_gpus") else num_devices() or 2)
+
+
+def _reasons(outcomes: list[Outcome]) -> list[str]:
+    """Why nothing is possible: each reason once, with the strategies that have it."""
+    reasons: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        reasons.setdefault(outcome.refused, []).append(outcome.label)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def usual_pairs(num_gpus: int) -> list[str]:
+    """All in accelerate_configs/ that mean something on so many processes. On one, `single` comes first, and nothing
+    is shared; the others may still differ in precision or offload."""
+    names = sorted(path.stem for path in configs().glob("*.yaml"))
+    if num_gpus > 1:
+        return [name for name in names if name != SINGLE]
+    return [SINGLE, *(name for name in names if name != SINGLE and read_pair(name).degrees == Degrees())]
+
+
+def _timing(
+    options: PlanOptions, subject: Subject, budget: Budget, gpu: Gpu | None, halves: set[bool]
+) -> tuple[Timing, str]:
+    """(the time of updates, what it rests on).
+
+    Args:
+        halves: whether strategies compute in half precision.
+    """
+    speeds, links, known = device_speeds(options, gpu, subject.on_gpu)
+    has_links = links is not None or budget.num_gpus == 1
+    is_known = speeds is not None and has_links and all(map(speeds.computes, halves))
+    if not is_known:
+        if speeds is not None and has_links:
+            known = f"not known of {options.gpu} in fp32"
+        speeds, links = stand_in_speeds(options)
+        known = f"{known} (ranked as on {STAND_IN.name})"
+    return Timing(subject, budget, speeds, links, options.mean_length, is_known), known
+
+
+def _objection(resolved: Resolved, gpu: Gpu | None, on_gpu: bool) -> str:
+    """Why a strategy cannot run on this device; empty if it can."""
+    if resolved.precision == "bf16" and gpu is not None and not gpu.has_bf16:
+        return f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"
+    if resolved.precision == "fp16" and not on_gpu:
+        return "precision = fp16 needs a GPU. Use --precision bf16 or fp32"
+    return ""

@@ -1,0 +1,207 @@
+"""For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.tools.plan.constants import (
+    CPU_DEEPSPEED_BYTES,
+    CPU_GROUP_BYTES,
+    CPU_GROUPS,
+    CPU_PROGRAM_BYTES,
+    MASTER_BYTES,
+)
+from zerofit.tools.plan.generation import Cache, cache_of
+from zerofit.tools.plan.layouts import possible_degrees, read_pair
+from zerofit.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
+from zerofit.tools.plan.prediction import Budget, Outcome, Prediction, Speed
+from zerofit.tools.plan.resolve import Resolved, resolve_with
+from zerofit.tools.plan.search import search
+from zerofit.tools.plan.stages import Stage
+from zerofit.tools.plan.steps import host_inputs
+from zerofit.tools.plan.subject import DTYPES, Subject
+from zerofit.tools.plan.timing import Timing
+
+FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
+
+
+class Planner:
+    """Predicts; the same trace serves every strategy that computes alike.
+
+    Args:
+        timing: None: memory is predicted, and no time.
+    """
+
+    def __init__(self, recipe, subject: Subject, budget: Budget, timing: Timing | None = None):
+        self.recipe, self.subject, self.budget, self.timing = recipe, subject, budget, timing
+
+    def layouts(self, name: str, check: Callable[[Resolved], str]) -> list[Outcome]:
+        """Those that a strategy can have, without predictions.
+
+        Args:
+            check: says what stands against a resolved strategy on this device; empty if nothing does.
+        """
+        pair, recipe, budget = read_pair(name), self._resolved_recipe(), self.budget
+        outcomes = []
+        tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.subject.num_layers)
+        for degrees in tried:
+            outcome = Outcome(name, degrees)
+            outcomes.append(outcome)
+            try:
+                outcome.resolved = resolve_with(
+                    name, pair, degrees, recipe, self.subject, budget.num_gpus, budget.gpus_per_node
+                )
+            except UserError as error:
+                outcome.refused = "; ".join(error.problems)
+            outcome.refused = outcome.refused or check(outcome.resolved)
+        return outcomes
+
+    def find(self, outcome: Outcome, sizes: list[int] | None, max_batch_size: int) -> None:
+        """Add the predictions of the named micro-batches, or of the largest that fits and the fastest; or why there
+        are none."""
+        replicas = outcome.resolved.layout.data_size
+        candidates = self.possible(sizes or range(1, max_batch_size + 1), replicas)
+        if not candidates:
+            outcome.refused = self.no_batch(sizes, outcome.resolved.layout)
+        elif sizes:
+            outcome.predictions = [self.predict(outcome.resolved, size) for size in candidates]
+        else:
+            predict = partial(self.predict, outcome.resolved)
+            outcome.predictions = search(candidates, predict, self.budget.device)
+            self._add_fastest(outcome, candidates)
+
+    def predict(self, resolved: Resolved, micro_batch: int) -> Prediction:
+        """One micro-batch under one strategy."""
+        layout = resolved.layout
+        accumulation = self.accumulation(micro_batch, layout.data_size)
+        peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.subject.stages(layout)]
+        peak, on_gpu = max(peaks, key=lambda one: one.device), self.subject.on_gpu
+        host = peak.host * self.budget.local_ranks
+        lacking = max(0, peak.device - self.budget.device)
+        if self.budget.host is not None and on_gpu:
+            lacking = max(lacking, host - self.budget.host)
+        return Prediction(
+            resolved.name, resolved.precision, layout, micro_batch, accumulation,
+            self.recipe.gradient_checkpointing, peak, host, peak.disk * self.budget.local_ranks, lacking == 0, lacking,
+            self.subject.rows.length, self._speed(resolved, micro_batch),
+        )  # fmt: skip
+
+    def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
+        subject, layout = self.subject, resolved.layout
+        states = resolved.states(subject, accumulation > 1, stage)
+        about = resolved.precision, resolved.sharding, layout, stage
+        training = subject.steps(*about, micro_batch)
+        in_flight = None
+        if layout.pipeline > 1:
+            hidden = subject.hidden_bytes(resolved.precision, layout, micro_batch)
+            in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
+                                 hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
+        moments = [*training_moments(states, training, accumulation, in_flight)]
+        rest = _num_groups(layout), subject.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
+        peak = find_peak(states, moments, *rest)
+        if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
+            return peak
+        evaluation = subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
+        generated = self._generated(resolved.precision)
+        return find_peak(states, [*moments, *evaluation_moments(states, training, evaluation, generated)], *rest)
+
+    def _generated(self, precision: str) -> dict[str, int]:
+        """{part: bytes} beside weights while texts are generated for an evaluation batch; empty where none are."""
+        recipe, config = self.recipe, self.subject.config
+        if not getattr(recipe, "predict_with_generate", False):
+            return {}
+        beams = recipe.num_beams or getattr(config, "num_beams", None) or 1
+        return self._cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
+
+    @cached_property
+    def _cache(self) -> Cache:
+        return cache_of(self.subject.full)
+
+    def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
+        if self.timing is None:
+            return None
+        accumulation = self.accumulation(micro_batch, resolved.layout.data_size)
+        return self.timing.predict(resolved, micro_batch, accumulation)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        weights = self.subject.weights
+        return MASTER_BYTES * weights.trained + weights.state_bytes(self.recipe.optim)
+
+    # -------------------------------------------------------------------------------------------------- global batches
+
+    def accumulation(self, micro_batch: int, replicas: int) -> int:
+        """Micro-batches of an update: what the recipe says, or what makes the global batch."""
+        if self._total is None:
+            return self.recipe.gradient_accumulation_steps or 1
+        return self._total // (micro_batch * replicas)
+
+    @property
+    def _total(self) -> int | None:
+        """The global batch, or the limit to it."""
+        return self.recipe.max_global_batch_size or self.recipe.global_batch_size
+
+    def _resolved_recipe(self):
+        """Without the recipe's own global batch where there is only a limit to it."""
+        if not self.recipe.max_global_batch_size:
+            return self.recipe
+        recipe = self.recipe.draft()
+        for name in ("global_batch_size", "gradient_accumulation_steps"):
+            recipe.reset_option(name)
+        return recipe
+
+    def possible(self, sizes, replicas: int) -> list[int]:
+        """Those that make the global batch, if there is one, or stay within its limit."""
+        total, most = self.recipe.global_batch_size, self.recipe.max_global_batch_size
+        if most:
+            return [size for size in sizes if size * replicas <= most]
+        return [size for size in sizes if total is None or total % (size * replicas) == 0]
+
+    def no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
+        minimum = layout.data_size * (sizes[0] if sizes else 1)
+        several = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
+        holders = f"{layout.data_size} GPUs" if layout.replica_size == 1 else several
+        if self.recipe.max_global_batch_size:
+            return (
+                f"max_global_batch_size = {self.recipe.max_global_batch_size}: micro-batches of "
+                f"{sizes[0] if sizes else 1} on {holders} exceed it. Set --max_global_batch_size to at least "
+                f"{minimum}, or a smaller --num_gpus"
+            )
+        return (
+            f"global_batch_size = {self.recipe.global_batch_size} cannot be divided into "
+            f"{'micro-batches of ' + ', '.join(map(str, sizes)) if sizes else 'whole micro-batches'} on "
+            f"{holders}: set --global_batch_size to a multiple of {minimum}"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- search
+
+    def _add_fastest(self, outcome: Outcome, candidates: list[int]) -> None:
+        """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
+        those of sizes that were traced; so where all sizes accumulate alike, one of those is the fastest."""
+        if outcome.largest is None or outcome.largest.speed is None or self._total is None:
+            return
+        made = {one.micro_batch for one in outcome.predictions}
+        smaller = [size for size in candidates if size < outcome.largest.micro_batch]
+        speeds = {size: self._speed(outcome.resolved, size).tokens_per_s for size in smaller}
+        best = outcome.best.speed.tokens_per_s
+        for size in sorted(speeds, key=lambda size: (-speeds[size], -size))[:FASTEST_TRIED]:
+            if speeds[size] <= best or size in made:
+                return
+            found = self.predict(outcome.resolved, size)
+            outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
+            if found.fits:
+                return
+
+
+def _program_on_cpu(resolved: Resolved) -> int:
+    """Bytes of a process of the CPU beside its tensors, as constants.py has them."""
+    if resolved.zero is None:
+        return CPU_PROGRAM_BYTES
+    groups = [count for degree, count in CPU_GROUPS.items() if getattr(resolved.layout, degree) > 1]
+    return CPU_PROGRAM_BYTES + CPU_DEEPSPEED_BYTES + CPU_GROUP_BYTES * max(groups, default=0)
+
+
+def _num_groups(layout: ParallelLayout) -> int:
+    """Groups of processes that each one communicates in."""
+    return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))

@@ -1,0 +1,169 @@
+"""What there is, and what was predicted for a strategy."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.tools.plan.layouts import Degrees, labelled
+from zerofit.tools.plan.memory import Peak
+from zerofit.tools.plan.resolve import Resolved
+from zerofit.tools.plan.update_time import UpdateTime
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a device and a machine have.
+
+    Attributes:
+        device: bytes of one device; on a CPU, of one process.
+        host: bytes of one machine; None: it is not checked.
+    """
+
+    device: int
+    host: int | None
+    num_gpus: int
+    gpus_per_node: int
+
+    @property
+    def local_ranks(self) -> int:
+        return min(self.num_gpus, self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The time of an update.
+
+    Attributes:
+        tokens_per_s: of all replicas, padding not counted.
+        mfu: the model's FLOPs of these tokens over the peak of all devices; None where the peak is not known.
+        is_known: it is the device's; else another device's, which only ranks layouts.
+    """
+
+    time: UpdateTime
+    tokens_per_s: float
+    mfu: float | None
+    is_known: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds_per_update": self.time.seconds,
+            "seconds": self.time.parts,
+            "bound": self.time.bound,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+        }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A micro-batch under a strategy; sizes in bytes, of the process that needs most.
+
+    Attributes:
+        speed: None where no time is predicted.
+    """
+
+    strategy: str
+    precision: str
+    layout: ParallelLayout
+    micro_batch: int
+    accumulation: int
+    recomputed: bool | str | int  # gradient_checkpointing
+    peak: Peak
+    host_bytes: int  # of a machine
+    disk_bytes: int  # of a machine: what is offloaded to it
+    fits: bool
+    lacking: int  # bytes, of device or host; 0 where it fits
+    length: int  # tokens of a row; of pairs, of a source
+    speed: Speed | None = None
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.layout.tensor, self.layout.pipeline, self.layout.sequence)
+
+    @property
+    def label(self) -> str:
+        """The strategy, with its degrees where it has some."""
+        return labelled(self.strategy, self.degrees)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the time is known, and not only the rank."""
+        return self.speed is not None and self.speed.is_known
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.layout.data_size
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """What is searched: among predictions of one strategy, lengths or micro-batches differ."""
+        return self.length, self.micro_batch
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The place among others of its strategy: the fastest first, then the largest."""
+        return (-self.speed.tokens_per_s if self.speed else 0.0, -self.micro_batch)
+
+    def to_dict(self) -> dict[str, Any]:
+        peak, layout = asdict(self.peak), self.layout
+        unknown = dict.fromkeys(("seconds_per_update", "seconds", "bound", "tokens_per_s", "mfu"))
+        return {
+            "strategy": self.strategy,
+            "precision": self.precision,
+            "layout": {"data": layout.data_size, "tensor": layout.tensor, "pipeline": layout.pipeline,
+                       "sequence": layout.sequence},
+            "length": self.length,
+            "per_device_train_batch_size": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "global_batch_size": self.global_batch,
+            "gradient_checkpointing": self.recomputed,
+            "peak_allocated_bytes": peak["allocated"],
+            "peak_reserved_bytes": peak["reserved"],
+            "device_bytes": peak["device"],
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "phase": peak["phase"],
+            "components": peak["components"],
+            **(self.speed.to_dict() if self.is_timed else unknown),
+            "fits": self.fits,
+        }  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What was found of one strategy in one layout.
+
+    Attributes:
+        largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
+            smallest do.
+        best: the fastest that fits.
+        smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
+        refused: why this is not possible at all.
+    """
+
+    strategy: str
+    degrees: Degrees = field(default_factory=Degrees)
+    resolved: Resolved | None = None
+    predictions: list[Prediction] = field(default_factory=list)
+    refused: str = ""
+
+    @property
+    def label(self) -> str:
+        return labelled(self.strategy, self.degrees)
+
+    @property
+    def largest(self) -> Prediction | None:
+        return max(self._fitting, key=lambda one: one.size, default=None)
+
+    @property
+    def best(self) -> Prediction | None:
+        return min(self._fitting, key=lambda one: one.rank, default=None)
+
+    @property
+    def smallest_misfit(self) -> Prediction | None:
+        misfits = [one for one in self.predictions if not one.fits]
+        return min(misfits, key=lambda one: one.size, default=None)
+
+    @property
+    def _fitting(self) -> list[Prediction]:
+        return [one for one in self.predictions if one.fits]

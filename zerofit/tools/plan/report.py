@@ -1,0 +1,210 @@
+"""What `zerofit plan` prints: the ranked table, what does not fit and what would help, and what is not possible."""
+
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from zerofit.model.configuration import usable_positions
+from zerofit.record.terminal import rounded, size, table
+from zerofit.tools.plan.planner import Planner
+from zerofit.tools.plan.prediction import Outcome, Prediction
+from zerofit.tools.plan.remedies import Remedy
+
+DAY_S = 86400
+_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours")
+_FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
+
+
+def wrapped(text: str, width: int | None, indent: int) -> str:
+    """A text on lines of this width; those after the first are indented."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+@dataclass
+class Report:
+    """Everything that was found.
+
+    Attributes:
+        remedies: {label of a strategy that nothing fits of: what would let it fit}.
+        lengths: of rows, that were searched; None: micro-batches were.
+        is_named: the user named the micro-batches, and hears of each that does not fit.
+    """
+
+    outcomes: list[Outcome]
+    planner: Planner
+    remedies: dict[str, list[Remedy]]
+    lengths: list[int] | None = None
+    is_named: bool = False
+
+    @property
+    def best(self) -> list[Prediction]:
+        """The prediction to show of each strategy that fits, the fastest first; where lengths were searched the
+        longest rows, the longest of all first."""
+        if self.lengths is None:
+            return sorted((one.best for one in self.outcomes if one.best), key=lambda one: one.rank)
+        longest = [one.largest for one in self.outcomes if one.largest]
+        return sorted(longest, key=lambda one: (-one.length, one.rank))
+
+    @cached_property
+    def _groups(self) -> list[list[Prediction]]:
+        return _alike(self.best)
+
+    @property
+    def rows(self) -> list[Prediction]:
+        """Those of the table: of strategies that do the same, the first one."""
+        return [group[0] for group in self._groups]
+
+    def for_terminal(self, top: int, width: int | None, tokens: float | None) -> str:
+        """The whole report. Sizes and times are predicted."""
+        lines, shown = [], self._groups[:top]
+        if shown:
+            lines += ["what fits, predicted, of the process that needs most:", ""]
+            lines += [self._table([group[0] for group in shown], width, tokens), ""]
+            lines += [f"  {', '.join(one.label for one in group[1:])}: the same as {group[0].label}"
+                      for group in shown if len(group) > 1] + [""]  # fmt: skip
+            lines += self._bound([group[0] for group in shown])
+            lines += self._parts(shown[0][0])
+        lines += self._misfits() + self._refusals()
+        offloaded = [one for one, *_ in shown if one.disk_bytes]
+        lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
+        lines.append(f"A checkpoint takes {size(self.planner.checkpoint_bytes)} of disk.")
+        text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
+        return re.sub(r"\n{3,}", "\n\n", text)
+
+    def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
+        timed, hosted = any(one.is_timed for one in rows), any(one.host_bytes for one in rows)
+        spans = tokens if timed else None
+        head = ("strategy", *["longest rows"] * bool(self.lengths), "batch", "memory", *["host"] * hosted,
+                *_TIMES * timed, *_SPANS * bool(spans))  # fmt: skip
+        cells = [
+            (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
+             _size(one.peak.device), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
+             *_times(one) * timed, *(_span(one, spans) if spans else ()))
+            for one in rows
+        ]  # fmt: skip
+        legend = "  batch: micro-batch x accumulation; memory: of one device"
+        legend += "; host: of one machine" if hosted else ""
+        return "\n".join((table([head, *cells], width), "", legend))
+
+    def _parts(self, best: Prediction) -> list[str]:
+        """What the first row consists of; --json has that of all."""
+        lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
+        if best.is_timed:
+            spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
+            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}"]
+        return [*lines, ""]
+
+    def _misfits(self) -> list[str]:
+        """The smallest of each strategy that nothing fits of, in the layout that lacks least; of named micro-batches,
+        each layout that one does not fit in."""
+        misfits = [one.smallest_misfit for one in self.outcomes if one.smallest_misfit]
+        if not self.is_named:
+            fitting, nearest = {one.strategy for one in self.outcomes if one.largest}, {}
+            for one in sorted(misfits, key=lambda one: one.lacking):
+                if one.strategy not in fitting:
+                    nearest.setdefault(one.strategy, one)
+            misfits = [one for one in misfits if nearest.get(one.strategy) is one]
+        lines = []
+        for group in _alike(misfits):
+            what = f"rows of {group[0].length:,} tokens" if self.lengths else f"micro-batch {group[0].micro_batch}"
+            lines += [f"  {', '.join(one.label for one in group)}, {what}: {_misfit(group[0])}"]
+            remedies = self.remedies.get(group[0].label)
+            lines += [f"    fits with {', or with '.join(map(str, remedies))}"] if remedies else []
+        return ["does not fit:", *lines, ""] if lines else []
+
+    def _refusals(self) -> list[str]:
+        """Each reason once, whatever its numbers are, with the strategies that have it."""
+        reasons: dict[str, tuple[str, list[str]]] = {}
+        for one in self.outcomes:
+            if one.refused:
+                reason = _FILE.sub("", one.refused)
+                reasons.setdefault(re.sub(r"\d+", "", reason), (reason, []))[1].append(one.label)
+        lines = [f"  {', '.join(labels)}: {reason}" for reason, labels in reasons.values()]
+        return ["not possible:", *lines, ""] if lines else []
+
+    def _bound(self, longest: list[Prediction]) -> list[str]:
+        """A line on those that hold the longest rows of all that were searched."""
+        names = [one.label for one in longest if self.lengths and one.length == self.lengths[-1]]
+        if not names:
+            return []
+        by_positions = usable_positions(self.planner.subject.config) == self.lengths[-1]
+        why = "the model's max_position_embeddings" if by_positions else "the longest of --lengths"
+        return [f"Not memory but {self.lengths[-1]:,} tokens ({why}) limit: {', '.join(names)}.", ""]
+
+    def describe_model(self) -> str:
+        """One line: the model's shape and rows."""
+        weights, rows = self.planner.subject.weights, self.planner.subject.rows
+        total, config = weights.trained + weights.frozen, self.planner.subject.config
+        trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
+        target = f" and {rows.target_length:,}" if rows.target_length else ""
+        length = f"{rows.length:,}{target}"
+        if self.lengths:
+            length = " to ".join(f"{one:,}" for one in dict.fromkeys((self.lengths[0], self.lengths[-1])))
+        which = self.planner.recipe.gradient_checkpointing
+        recomputed = {False: "", True: ", recomputed"}.get(which, f", recomputed ({which})")
+        return f"{config.model_type}, {total:,} parameters{trained}, rows of {length} tokens{recomputed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """{predictions, best, largest, refused, remedies, ...}. Where lengths were searched, `best` and `largest` are
+        the longest rows."""
+        weights, best = self.planner.subject.weights, self.best
+        by_rank = sorted((one for one in self.outcomes if one.best), key=lambda one: one.best.rank)
+        largest = best if self.lengths else [one.largest for one in by_rank]
+        return {
+            "predictions": [one.to_dict() for outcome in self.outcomes for one in outcome.predictions],
+            "best": [_place(one) for one in best],
+            "largest": [_place(one) for one in largest],
+            "refused": {one.label: one.refused for one in self.outcomes if one.refused},
+            "remedies": {
+                label: [{"options": one.options, "per_device_train_batch_size": one.micro_batch} for one in several]
+                for label, several in self.remedies.items()
+            },
+            "checkpoint_bytes": self.planner.checkpoint_bytes,
+            "parameters": weights.trained + weights.frozen,
+            "trained_parameters": weights.trained,
+        }
+
+
+def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
+    """Those that need the same in the same time are together; the first one of each stands for them."""
+    groups: dict[tuple, list[Prediction]] = {}
+    for one in predictions:
+        seconds = one.speed.time.seconds if one.speed else None
+        key = (one.size, one.accumulation, one.peak.device, one.host_bytes, one.disk_bytes, seconds, one.degrees)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _place(one: Prediction) -> dict[str, Any]:
+    found = one.to_dict()
+    return {name: found[name] for name in ("strategy", "layout", "length", "per_device_train_batch_size")}
+
+
+def _size(count: float) -> str:
+    """In the table, which 80 columns hold."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 10 * 2**30 else size(count)
+
+
+def _times(one: Prediction) -> tuple[str, ...]:
+    mfu = "-" if one.speed.mfu is None else f"{one.speed.mfu:.0%}"
+    return rounded(one.speed.time.seconds), rounded(one.speed.tokens_per_s), mfu
+
+
+def _span(one: Prediction, tokens: float) -> tuple[str, str]:
+    """(days, GPU-hours) until so many tokens."""
+    seconds = tokens / one.speed.tokens_per_s
+    return rounded(seconds / DAY_S), rounded(seconds / 3600 * one.layout.world_size)
+
+
+def _listed(parts: dict[str, float], text) -> str:
+    """Parts in words, the largest first."""
+    return ", ".join(f"{name} {text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _misfit(one: Prediction) -> str:
+    largest = dict(sorted(one.peak.components.items(), key=lambda item: -item[1])[:3])
+    return f"{size(one.peak.device)}, exceeds the limit by {size(one.lacking)} ({_listed(largest, size)})"

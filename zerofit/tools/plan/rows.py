@@ -1,0 +1,82 @@
+"""The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss of them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+TASKS = {"clm": "AutoModelForCausalLM", "cls": "AutoModelForSequenceClassification",
+         "seq2seq": "AutoModelForSeq2SeqLM"}  # fmt: skip
+LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one task.
+
+    Args:
+        length: tokens of a row; of seq2seq, of a source.
+        target_length: tokens of a target; 0 for other tasks.
+        masked: packed documents are told apart by a mask (B, 1, T, T), which sdpa needs.
+        loss_kind: chunked or full, of clm and seq2seq.
+    """
+
+    task: str
+    length: int
+    target_length: int = 0
+    masked: bool = False
+    loss_kind: str = "chunked"
+
+    def install(self, model: torch.nn.Module) -> None:
+        """Give the model the loss that it is trained with."""
+        from zerofit.model.loss import install_loss  # it imports torch's compiler, which takes two seconds
+
+        if self.task != "cls":
+            install_loss(model, self.loss_kind)
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The summed loss of a batch, as the task computes it."""
+        from zerofit.model.loss import loss_of_examples
+
+        if self.task == "cls":
+            labels = inputs["labels"]
+            return loss_of_examples(model(**{name: one for name, one in inputs.items() if name != "labels"}).logits,
+                                    labels)  # fmt: skip
+        return model(**inputs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row, padding included."""
+        return self.length + self.target_length
+
+    def shortened(self, mean_length: float) -> "Rows":
+        """Rows of this length; of pairs, source and target keep their proportion."""
+        part = min(1.0, mean_length / self.tokens)
+        target = max(1, round(part * self.target_length)) if self.target_length else 0
+        return replace(self, length=max(1, round(part * self.length)), target_length=target)
+
+
+def make_inputs(config, rows: Rows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
+    """Inputs of a pass; call it inside a fake tensor mode.
+
+    Args:
+        makes_masks: rows are split, and the mask of packed documents is made of their positions
+            (zerofit/strategy/sequence.py).
+
+    Shapes: input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or (B, 1, T, T).
+    """
+    shape = (batch_size, rows.length)
+    inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+    if rows.task == "clm":
+        inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
+        if rows.masked or not makes_masks:
+            inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
+        if rows.masked and not makes_masks:
+            inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=torch.bool)
+        return inputs
+    inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    if rows.task == "cls":
+        kind = torch.float32 if getattr(config, "num_labels", 2) == 1 else torch.int64
+        inputs["labels"] = torch.zeros(batch_size, dtype=kind)
+    else:
+        inputs["labels"] = torch.zeros((batch_size, rows.target_length), dtype=torch.int64)
+    return inputs

@@ -1,0 +1,178 @@
+"""What a strategy keeps on a device and on the host: weights, optimizer, buffers, gathered weights, and its step.
+
+Sources: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, read with the resolved configuration;
+zerofit/strategy/torch_engine.py for DDP and one process. Sizes are in bytes of one process, the one that holds most.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.tools.plan.constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
+from zerofit.tools.plan.engines import DistributedEngine, Engine, FlatEngine, ShardedEngine
+from zerofit.tools.plan.gathered import Gathered
+from zerofit.tools.plan.weights import FlatGroup, Weights, kept_by_rank
+
+MOST_FOLLOWED = 8  # ranks
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of one strategy, and what its engine takes in each phase.
+
+    Attributes:
+        weights, gradients, optimizer, buffers: always on the device.
+        engine: (rank) -> what follows the gradients of a backward pass on that rank.
+        ranks: those that are followed; the first one keeps most gradients.
+        gathered: weights of other processes, during the passes; None: there are none.
+        step: on the device during the optimizer's step, beside weights and optimizer: the largest of its moments.
+        load: on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy
+            on the device if it has room for that, and else on the host: the copy does not decide what fits.
+        host: on the host, of this process: {name: bytes}.
+        disk: on a disk of the machine, of this process, in bytes; checkpoints are not meant.
+    """
+
+    weights: int
+    optimizer: int
+    engine: Callable[[int], Engine]
+    ranks: tuple[int, ...] = (0,)
+    gradients: int = 0
+    buffers: int = 0
+    gathered: Gathered | None = None
+    step: dict[str, int] = field(default_factory=dict)
+    load: int = 0
+    host: dict[str, int] = field(default_factory=dict)
+    disk: int = 0
+
+
+def torch_states(
+    weights: Weights, world_size: int, trained_dtype, frozen_dtype, on_gpu: bool, optim: str = "adamw"
+) -> States:
+    """DDP, whose buckets hold the gradients all the time; or one process, where backward makes them."""
+    width = trained_dtype.itemsize
+    held = width * weights.trained + weights.frozen_bytes(frozen_dtype)
+    taken = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
+    kind = DistributedEngine if world_size > 1 else Engine
+    return States(
+        weights=held,
+        optimizer=weights.state_bytes(optim),
+        engine=lambda rank: kind(weights, width),
+        step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
+        load=held,
+    )
+
+
+def deepspeed_states(
+    weights: Weights, zero: Any, world_size: int, dtype, accumulates: bool, on_gpu: bool, keeps_layers: bool = True
+) -> States:
+    """ZeRO of any stage.
+
+    Args:
+        zero: DeepSpeed's own DeepSpeedZeroConfig of the resolved configuration: defaults are DeepSpeed's.
+        accumulates: an update has more than one micro-batch.
+        keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (gathered.py).
+    """
+    if int(zero.stage) == 3:
+        return _third_stage(weights, zero, world_size, dtype.itemsize, on_gpu, keeps_layers)
+    return _first_stages(weights, zero, world_size, dtype.itemsize, dtype, accumulates, on_gpu)
+
+
+def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) -> States:
+    """ZeRO-1 and ZeRO-2 (stage_1_and_2.py)."""
+    groups = [FlatGroup(group, world_size) for group in weights.groups]
+    shards = [group.partition for group in groups]
+    shard, offload, all_kept = sum(shards), zero.offload_optimizer, kept_by_rank(groups, weights.sizes)
+    ranks = _followed(all_kept, world_size)
+    offloads = offload_device(offload) != "none"
+    held = width * shard * world_size + weights.frozen_bytes(dtype)
+    common = {
+        "weights": held,
+        "load": held,
+        "engine": lambda rank: FlatEngine(weights, zero, groups, rank, width, offloads),
+        "ranks": ranks,
+    }
+    if offloads:
+        host = {
+            "optimizer": _pinned((MASTER_BYTES + MOMENTS_BYTES) * shard, offload, on_gpu, parts=3),
+            "gradients": _pinned(4 * shard, offload, on_gpu) + (width * shard if accumulates else 0),
+            "buffers": _pinned(width * (shard + weights.largest), offload, on_gpu),
+        }
+        return States(optimizer=0, buffers=width * weights.largest, host=host, **common)
+    kept = width * all_kept[ranks[0]]  # grads_in_partition
+    # Step by step: norms in fp64; each group's gradients flat, and again in fp32.
+    slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == ranks[0]]
+    moments = [NORM_BYTES * max(slices, default=0)]
+    moments += [width * one + (MASTER_BYTES * one if width != MASTER_BYTES else 0) for one in shards]
+    if not on_gpu:  # gloo gathers into a tensor of its own, after gradients are gone
+        moments.append(width * max(shards) * world_size - kept)
+    return States(
+        optimizer=(MASTER_BYTES + MOMENTS_BYTES) * shard,
+        step={"gradients": kept, "workspace": max(moments)},
+        **common,
+    )
+
+
+def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> States:
+    """ZeRO-3 (stage3.py)."""
+
+    def shard_of(group) -> int:
+        return sum(-(-weight.size // world_size) for weight in group)
+
+    groups = [shard_of(group) for group in weights.groups]
+    shard, trained = shard_of(weights.all), sum(groups)
+    offloads_weights = offload_device(zero.offload_param) != "none"
+    copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
+    persistent = weights.persistent(int(zero.param_persistence_threshold)) if copies else 0
+    offloads = offload_device(zero.offload_optimizer) != "none"
+    wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
+    host: dict[str, int] = {}
+    if offloads_weights:
+        host["weights"] = _pinned(width * shard, zero.offload_param, on_gpu)
+    largest = max((-(-size // world_size) for size in weights.sizes.values()), default=0)
+    on_disk = offload_device(zero.offload_optimizer) == "nvme"
+    if on_disk:  # what is brought at a time: as many buffers as a sub-group has tensors (SwapBufferManager)
+        brought = min(int(zero.sub_group_size) + largest, max(groups, default=0))
+        host["optimizer"] = int(zero.offload_optimizer.buffer_count) * MASTER_BYTES * brought
+        host["gradients"] = _pinned(width * trained, zero.offload_optimizer, on_gpu)
+    elif offloads:
+        host["optimizer"] = _pinned((MASTER_BYTES + MOMENTS_BYTES) * trained, zero.offload_optimizer, on_gpu, 3)
+        host["gradients"] = _pinned((4 + width) * trained, zero.offload_optimizer, on_gpu, 2)
+    within = int(zero.zero_hpz_partition_size)  # ZeRO++'s copies: _partition_param_sec
+    copied = sum(-(-weight.size // within) for weight in weights.all) if within > 1 else 0
+    gradients = 0 if offloads else width * trained
+    sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
+    return States(
+        weights=width * (persistent + copied + (0 if offloads_weights else shard)),
+        optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
+        engine=lambda rank: ShardedEngine(weights, zero, world_size, width, offloads),
+        gradients=gradients,
+        buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
+        gathered=Gathered(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,
+        step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
+        load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
+        host=host,
+        disk=(MASTER_BYTES + MOMENTS_BYTES + 4) * trained if on_disk else 0,  # gradients too
+    )
+
+
+def _followed(kept: dict[int, int], world_size: int) -> tuple[int, ...]:
+    """The rank that keeps most gradients, and others: of ZeRO-1 one that keeps less may need more, since a gradient
+    that is larger than a bucket, and not its own, stays where backward made it. Of many ranks the first one, which
+    has the embedding, and the last one, whose gradients come first."""
+    fullest = max(kept, key=kept.get)
+    others = range(world_size) if world_size <= MOST_FOLLOWED else (0, world_size - 1)
+    return tuple(dict.fromkeys((fullest, *others)))
+
+
+def offload_device(offload: Any) -> str:
+    """none, cpu or nvme, of one of DeepSpeed's offload sections."""
+    device = getattr(offload, "device", None) or "none"
+    return str(getattr(device, "value", device))
+
+
+def _pinned(size: int, offload: Any, on_gpu: bool, parts: int = 1) -> int:
+    """Host memory that is page-locked: CachingHostAllocator rounds each block up to a power of two."""
+    if not (on_gpu and getattr(offload, "pin_memory", False)) or size < parts:
+        return size
+    return parts * 2 ** math.ceil(math.log2(size / parts))

@@ -1,0 +1,348 @@
+"""The model of a plan: its configuration, its parameters, and how a traced copy of it is built."""
+
+import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
+from zerofit.model.families import family_of
+from zerofit.model.families.family import ALL_LINEAR
+from zerofit.model.lora import split_targets
+from zerofit.model.recomputation import check_recomputation
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.paths import is_missing_folder
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.tools.plan.constants import NF4_BYTES
+from zerofit.tools.plan.every_nth import EveryNth
+from zerofit.tools.plan.experts import divide_experts
+from zerofit.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
+from zerofit.tools.plan.shared import split_layers
+from zerofit.tools.plan.stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
+from zerofit.tools.plan.steps import Step, in_flight
+from zerofit.tools.plan.trace import ATTENTION, Tracer, TraceSettings, reduced_configuration
+from zerofit.tools.plan.trace_cache import TraceCache, model_key
+from zerofit.tools.plan.weights import Weight, Weights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NO_LIMIT = 2**20  # positions
+
+
+@dataclass
+class Subject:
+    """What is trained.
+
+    Args:
+        recipe: the training recipe.
+        full: the model with its adapter, on "meta".
+        cpu_kernels: see TraceSettings.
+    """
+
+    recipe: Any
+    task: str
+    config: Any
+    full: torch.nn.Module
+    rows: Rows
+    on_gpu: bool
+    cpu_kernels: bool = False
+
+    def __post_init__(self):
+        self._tracers: dict[tuple, Tracer | EveryNth] = {}
+        self._shares: dict[tuple[int, Stage], Weights] = {}
+
+    def with_length(self, length: int) -> "Subject":
+        """The same with rows of another length."""
+        other = replace(self, rows=replace(self.rows, length=length))
+        other._shares = self._shares
+        return other
+
+    def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
+        """Those of the rank that has most, or of a stage; before ZeRO shards them."""
+        if stage is None:
+            several = [self.weights_of(layout, one) for one in self.stages(layout)]
+            return max(several, key=lambda weights: weights.trained)
+        key = layout.tensor, stage
+        if key not in self._shares:
+            self._shares[key] = self._weights_of(layout, stage)
+        return self._shares[key]
+
+    def _weights_of(self, layout: ParallelLayout, stage: Stage) -> Weights:
+        if layout.pipeline > 1:
+            plan, body = family_of(self.config).stage_plan, self.full.base_model_prefix
+            return weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
+        return self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
+
+    def stages(self, layout: ParallelLayout) -> list[Stage]:
+        """Those of a pipeline that may need most; one that stands for the model where there is no pipeline."""
+        return stages_of(layout, self.full)
+
+    @property
+    def num_layers(self) -> int:
+        return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
+
+    def hidden_bytes(self, precision: str, layout: ParallelLayout, micro_batch: int) -> int:
+        """Of the hidden states between two layers, of which each rank that shares these has a part of the tokens."""
+        tokens = -(-micro_batch * self.rows.length // layout.tensor)
+        return tokens * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
+
+    def steps(
+        self, precision: str, sharding: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
+        evaluated: bool = False, rows: Rows | None = None,
+    ) -> list[Step]:  # fmt: skip
+        """The passes of a batch through the model, or through a stage of it.
+
+        Args:
+            sharding: DeepSpeed's own DeepSpeedZeroConfig, or FullyShards; None without either.
+        """
+        tracer = self.tracer(precision, sharding, layout, evaluated, rows)
+        if layout.pipeline == 1:
+            return self._with_in_flight(tracer.steps(batch_size), evaluated)
+        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, layout, batch_size)
+        width = self.dtypes(precision, sharding is not None)[0].itemsize
+        embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
+        steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded)
+        return self._with_in_flight(steps, evaluated)
+
+    def _with_in_flight(self, steps: list[Step], evaluated: bool) -> list[Step]:
+        return in_flight(steps) if self.recipe.activation_offload and not evaluated else steps
+
+    def _share_sizes(self, tensor: int) -> dict[str, int]:
+        """{name of a parameter: elements of a rank's share}, of the model with few layers."""
+        with torch.device("meta"):
+            model = make_model(reduced_configuration(self.config), self.task, torch.float32, None, traced=False)
+        split_layers(model, tensor)
+        return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+    @cached_property
+    def weights(self) -> Weights:
+        every = tuple(
+            Weight(
+                name,
+                parameter.numel(),
+                parameter.requires_grad,
+                parameter.dim() > 1,
+                len(parameter) if parameter.dim() else 1,
+                tuple(parameter.shape),
+            )
+            for name, parameter in self.full.named_parameters()
+        )
+        stacks = tuple(name for name, length in _lists(self.full).items() if length > 1)
+        layers = [sum(one.numel() for one in self.full.get_submodule(name)[0].parameters()) for name in stacks]
+        embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
+        untied = outputs is not None and outputs.weight is not embeddings.weight
+        heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
+        quantised, width = 0, NF4_BYTES
+        if self.recipe.quantised:
+            width = NF4_BYTES if self.recipe.quantised == "load_in_4bit" else 1.0
+            head = self.full.get_output_embeddings()
+            quantised = sum(
+                module.weight.numel() for module in self.full.modules()
+                if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
+            )  # fmt: skip
+        return Weights(every, stacks, "".join(heads), max(layers, default=0), quantised, width)
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
+        checked by forward passes before training (gathered.py)."""
+        return self.task == "cls" or self.rows.loss_kind == "full"
+
+    def dtypes(self, precision: str, computes_in_half: bool) -> tuple[torch.dtype, torch.dtype]:
+        """(of what is trained, of what is frozen) in the passes: DeepSpeed and FSDP2 compute with weights in half
+        precision; without them those that are trained stay in fp32."""
+        half = DTYPES[precision]
+        return (half if computes_in_half else torch.float32), half
+
+    def trace_settings(
+        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False
+    ) -> TraceSettings:
+        """Of the passes as they run under a strategy: those that compute alike share their traces."""
+        trained, frozen = self.dtypes(precision, sharding is not None)
+        is_third_stage = int(getattr(sharding, "stage", 0)) == 3
+        autocast = None if sharding is not None or precision == "fp32" else torch.bfloat16
+        return TraceSettings(
+            dtype=frozen if self.recipe.lora else trained,
+            autocast=autocast,
+            on_gpu=self.on_gpu,
+            cpu_kernels=self.cpu_kernels,
+            loss=self.rows.loss_kind,
+            evaluated=evaluated,
+            tensor=layout.tensor,
+            sequence=layout.sequence,
+            keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
+            watched=is_third_stage,
+            offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
+            experts=layout.data_size if getattr(sharding, "divides_experts", False) else 0,
+        )
+
+    def tracer(
+        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
+        rows: Rows | None = None,
+    ) -> Tracer | EveryNth:  # fmt: skip
+        """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
+        settings = self.trace_settings(precision, sharding, layout, evaluated)
+        trained, _ = self.dtypes(precision, sharding is not None)
+        which, rows = self.recipe.gradient_checkpointing, self._rows(rows or self.rows, precision)
+        if evaluated or type(which) is not int:
+            return self._tracer(replace(settings, recomputed=not evaluated and which), rows, trained)
+        if (settings, rows, which) not in self._tracers:
+            both = (self._tracer(replace(settings, recomputed=one), rows, trained) for one in (True, False))
+            self._tracers[settings, rows, which] = EveryNth(*both, which)
+        return self._tracers[settings, rows, which]
+
+    def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
+        key = (settings, rows)
+        if key not in self._tracers:
+            build, cache = self._build(settings, trained, rows), TraceCache((*self._model_key, *key, trained))
+            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings, cache)
+        return self._tracers[key]
+
+    @cached_property
+    def _model_key(self) -> tuple:
+        return model_key(self.recipe, self.config)
+
+    def _rows(self, rows: Rows, precision: str) -> Rows:
+        """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
+        dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+        named = self.recipe.attn_implementation
+        on_gpu = self.on_gpu and not self.cpu_kernels
+        flash = on_gpu and precision != "fp32" and (named not in ("sdpa", "eager") if named else not dropped)
+        return replace(rows, masked=rows.masked and not flash)
+
+    def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows):
+        def build(config):
+            model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
+            add_lora(model, self.recipe, self.task)
+            split_layers(model, settings.tensor)
+            divide_experts(model, settings.experts, settings.dtype)
+            for parameter in model.parameters():
+                if self.recipe.lora and parameter.requires_grad:
+                    parameter.data = parameter.data.to(trained)
+            rows.install(model)
+            return model
+
+        return build
+
+
+def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
+    """The configuration and the full model on "meta".
+
+    Raises:
+        UserError: the configuration is out of reach, or makes no model.
+    """
+    import transformers
+
+    auto_class = getattr(transformers, TASKS[task])
+    has_weights = bool(recipe.model_name_or_path)
+    try:
+        config = load_configuration(_shape_only(recipe), auto_class)
+    except UserError as error:
+        if not has_weights or recipe.architecture:
+            raise
+        similar = similar_architecture(recipe.model_name_or_path)
+        shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
+        raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
+    if task == "cls":
+        config.num_labels = max(1, getattr(config, "num_labels", 2))
+        config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
+    if not has_weights:
+        _set_vocabulary(config, recipe)
+    if task == "seq2seq" and config.decoder_start_token_id is None:
+        config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        full = make_model(config, task, torch.float32, None, traced=False)
+    add_lora(full, recipe, task)
+    if recipe.gradient_checkpointing:
+        check_recomputation(full, recipe.gradient_checkpointing)
+    return Subject(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
+
+
+def _shape_only(recipe):
+    """The recipe for reading the model's shape: attention kernels need not be installed here, and weights that are
+    elsewhere give way to a known architecture.
+
+    Raises:
+        UserError: there are neither the weights nor a shape of that name.
+    """
+    recipe, name = recipe.draft(), recipe.model_name_or_path
+    recipe.reset_option("attn_implementation")
+    shape = recipe.architecture or (name if name and not Path(name).is_dir() else None)
+    if not shape or not (recipe.architecture or shape.lower() in known_architectures()):
+        if name and is_missing_folder(name):
+            raise UserError(f"model_name_or_path = {name!r}: there is no such folder")
+        return recipe
+    for other in ("model_name_or_path", "model_type"):
+        recipe.reset_option(other)
+    recipe.adopt("config_name", shape, "--architecture" if recipe.architecture else "model_name_or_path")
+    return recipe
+
+
+def make_model(config, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
+    """A model with random weights, on the default device."""
+    import transformers
+
+    auto_class, config = getattr(transformers, TASKS[task]), copy.deepcopy(config)
+    model_class = auto_class._model_mapping[type(config)]
+    arguments = {}
+    if attention == "eager":
+        arguments["attn_implementation"] = "eager"
+    elif traced and getattr(model_class, "_supports_sdpa", False):
+        arguments["attn_implementation"] = ATTENTION
+    return auto_class.from_config(config, dtype=dtype, **arguments)
+
+
+def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
+    """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
+    if not recipe.lora:
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
+    targets = chosen or list(family_of(model.config).lora_targets)
+    modules, of_experts = split_targets(model, targets)
+    is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    config = LoraConfig(
+        r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, bias=recipe.lora_bias,
+        use_dora=recipe.use_dora, use_rslora=recipe.use_rslora, fan_in_fan_out=is_conv1d,
+        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else modules,
+        target_parameters=of_experts or None,
+    )  # fmt: skip
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}") from None
+    trained = [name for text in recipe.lora_modules_to_save or () for name in text.split(",") if name]
+    trained += ["classifier", "score"] if task == "cls" else []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in trained:
+            module.requires_grad_(True)
+
+
+def _set_vocabulary(config, recipe) -> None:
+    """From scratch: the vocabulary of the tokenizer that will be trained, and its padding."""
+    size = recipe.train_tokenizer_vocab_size or config.vocab_size
+    multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
+    config.vocab_size = -(-size // multiple) * multiple
+
+
+def _rows_of(recipe, task: str, config, full: torch.nn.Module) -> Rows:
+    if task == "cls":
+        return Rows(task, recipe.max_length)
+    head = full.get_output_embeddings()
+    whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
+    kind = "full" if whole else "chunked"
+    if task == "seq2seq":
+        return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind)
+    positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    length = recipe.block_size or min(positions, LONGEST_BLOCK)
+    masked = recipe.packing == "documents" and not recipe.data_path
+    return Rows(task, length, masked=masked, loss_kind=kind)
+
+
+def _lists(full: torch.nn.Module) -> dict[str, int]:
+    lists = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}

@@ -1,0 +1,329 @@
+"""The memory of one forward and backward pass, traced on the real module with fake tensors, and scaled by layers.
+
+The model that is traced has two layers in each of its stacks; the second one stands for all that follow. The trace is
+cut into segments at the borders of the layers, in the forward and in the backward pass, so the passes of a model of
+any depth are put together from the same segments.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zerofit.model.recomputation import enable_recomputation
+from zerofit.strategy.grid import replaced
+from zerofit.strategy.offloaded_inputs import offload_inputs
+from zerofit.tools.plan.casts import CudaCasts, run_backward
+from zerofit.tools.plan.experts import tokens_exchanged
+from zerofit.tools.plan.ledger import Ledger, Segment
+from zerofit.tools.plan.rows import Rows, make_inputs
+from zerofit.tools.plan.shared import Collectives, rows_split
+from zerofit.tools.plan.steps import Step, compose, extrapolate
+from zerofit.tools.plan.trace_cache import TraceCache, Traces
+from zerofit.tools.plan.visits import watch_modules
+
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+          "num_decoder_layers")  # fmt: skip
+TRACED_LAYERS = 2  # of each stack
+MOST_CHUNKS, MOST_TRACED = 8, 2**20
+ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """What a trace depends on, beside the model's configuration and the batch size.
+
+    Args:
+        autocast: the dtype of autocast, where weights stay in fp32 (DDP, one process); None: computed in `dtype`.
+        dtype: of the weights.
+        on_gpu: blocks of a GPU's allocator, and the casts of its autocast.
+        cpu_kernels: the kernels of a CPU, although the device is another one: a simulated accelerator.
+        tensor: ranks that share each layer; the traced one has the largest share.
+        sequence: ranks that split each row.
+        keeps_inputs: linear layers are those of ZeRO-3, which keep their input also where their weight is frozen.
+        recomputed: False, True or "selective" (zerofit/model/recomputation.py).
+        watched: the visits of modules are noted, for ZeRO-3.
+        offloaded: the inputs of layers that are recomputed wait in the host's memory.
+        experts: ranks that divide the experts of a mixture; 0: they are not divided.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    on_gpu: bool
+    recomputed: bool | str = False
+    loss: str = "chunked"
+    evaluated: bool = False
+    cpu_kernels: bool = False
+    tensor: int = 1
+    sequence: int = 1
+    keeps_inputs: bool = False
+    watched: bool = False
+    offloaded: bool = False
+    experts: int = 0
+
+    @property
+    def gpu_kernels(self) -> bool:
+        return self.on_gpu and not self.cpu_kernels
+
+
+def reduced_configuration(config):
+    """The same model with two layers in each stack."""
+    reduced = copy.deepcopy(config)
+    for name in DEPTHS:
+        if isinstance(getattr(reduced, name, None), int):
+            setattr(reduced, name, min(TRACED_LAYERS, getattr(reduced, name)))
+    if isinstance(getattr(reduced, "layer_types", None), list):
+        reduced.layer_types = reduced.layer_types[:TRACED_LAYERS]
+    return reduced
+
+
+def stacks_of(model: torch.nn.Module, full: torch.nn.Module) -> dict[str, int]:
+    """{name of each stack of layers: layers of it in the full model}."""
+    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    lengths = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    names = [name for name in lists if name in lengths and lists[name] and lengths[name] >= lists[name]]
+    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    layered = [name for name in outer if lists[name] <= TRACED_LAYERS]
+    return {name: lengths[name] for name in layered}
+
+
+class Tracer:
+    """Traces passes of one configuration, and keeps what it has traced.
+
+    Args:
+        build: (configuration) -> the model on "meta", with its adapter if it has one, in the dtype of its weights.
+        full: the full model, on "meta".
+        cache: where traces are kept between runs; None: nowhere.
+    """
+
+    def __init__(
+        self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings,
+        cache: TraceCache | None = None,
+    ):  # fmt: skip
+        self.elsewhere: Elsewhere | None = None
+        self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
+        self.cache, self.kept = cache, cache.read() if cache else Traces()
+        if not self.kept.segments:
+            self.kept.stacks, self.kept.largest = stacks_of(self.model, full), self._largest_traced()
+        self._steps: dict[tuple[int, int | None], list[Step]] = {}
+
+    @functools.cached_property
+    def mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    @functools.cached_property
+    def model(self) -> torch.nn.Module:
+        """The model with few layers, of fake tensors. It is made when it is needed: not where all traces are kept."""
+        with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
+            model = self.build(_with_traced_attention(reduced_configuration(self.config), self.settings.gpu_kernels))
+        with self.mode:
+            _make_fake(model)
+        model.train(not self.settings.evaluated)
+        if self.settings.recomputed and not self.settings.evaluated:
+            drops = self.settings.gpu_kernels and any(getattr(self.config, name, 0) for name in ATTENTION_DROPOUTS)
+            enable_recomputation(model, self.settings.recomputed, is_traced=True, keeps_attention=not drops)
+            if self.settings.offloaded:
+                self.elsewhere = Elsewhere()
+                offload_inputs(model, self.elsewhere)
+        return model
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        return self.kept.stacks
+
+    @property
+    def largest_traced(self) -> int:
+        return self.kept.largest
+
+    def steps(self, batch_size: int, layers: int | None = None) -> list[Step]:
+        """The passes of the full model on `batch_size` rows, segment by segment; with `layers`, of one with so many
+        layers in each stack."""
+        key = batch_size, layers
+        if key not in self._steps:
+            largest = self.largest_traced
+            if batch_size > largest:
+                half = largest // 2
+                self._steps[key] = extrapolate(self.steps(half, layers), half, self.steps(largest, layers), largest,
+                                               batch_size)  # fmt: skip
+            else:
+                stacks = self.stacks if layers is None else dict.fromkeys(self.stacks, layers)
+                self._steps[key] = compose(self._segments(batch_size), stacks)
+        return self._steps[key]
+
+    def _segments(self, batch_size: int) -> list[Segment]:
+        """Those that are kept, or new ones."""
+        if batch_size not in self.kept.segments:
+            self.kept.segments[batch_size] = self.trace(batch_size)
+            if self.cache:
+                self.cache.write(self.kept)
+        return self.kept.segments[batch_size]
+
+    @property
+    def traced_sizes(self) -> list[int]:
+        """The batch sizes of which there is a trace."""
+        return sorted({size for size, _ in self._steps if size <= self.largest_traced})
+
+    def _largest_traced(self) -> int:
+        """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
+        proportion to the batch."""
+        from zerofit.model.loss import chunk_rows
+
+        head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
+        if head is None or self.settings.loss != "chunked":
+            return MOST_TRACED
+        rows = chunk_rows(head.weight.shape[0], self.settings.gpu_kernels)
+        return max(4, MOST_CHUNKS * rows * self.settings.sequence // (self.rows.target_length or self.rows.length))
+
+    def trace(self, batch_size: int) -> list[Segment]:
+        """The segments of the model with two layers."""
+        ledger = Ledger(rounding=512 if self.settings.on_gpu else 1, thin_masks=self.settings.on_gpu)
+        with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
+            inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
+            ledger.exclude([*self.model.parameters(), *self.model.buffers()])
+            ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
+            for handle in watch_modules(self.model, ledger.visit) if self.settings.watched else ():
+                hooks.callback(handle.remove)
+            borders = Borders(ledger)
+            for name in self.stacks:
+                for index, layer in enumerate(self.model.get_submodule(name)):
+                    for handle in borders.watch(name, index, layer):
+                        hooks.callback(handle.remove)
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    completed = functools.partial(ledger.gradient_completed, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(completed).remove)
+            if self.elsewhere:
+                self.elsewhere.offloaded = ledger.offloaded
+            with ledger, torch.set_grad_enabled(not self.settings.evaluated):
+                ledger.mark("before")
+                with self._autocast():
+                    loss = self.rows.loss(self.model, inputs)
+                inputs.clear()
+                if not self.settings.evaluated:
+                    borders.backward = True
+                    ledger.mark("backward of after")
+                    run_backward(loss * 1.0)
+                del loss
+        return ledger.close()
+
+    def _autocast(self):
+        if self.settings.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", self.settings.autocast)
+
+    @contextlib.contextmanager
+    def _as_it_will_run(self, ledger: Ledger) -> Iterator[None]:
+        """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its way of multiplying in the loss
+        and the casts of its autocast. Experts are multiplied by an operator of transformers that has a shape for fake
+        tensors of every dtype: what each of them gets is no matter, all of them together get every choice."""
+        from transformers.integrations import moe
+
+        from zerofit.model import loss as losses
+
+        casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
+        collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
+        linear = linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
+        multiplies = replaced(losses, "has_half_matmul", lambda device: self.settings.gpu_kernels)
+        adds = replaced(losses, "adds_half_products", lambda device: True)
+        rows = rows_split(self.model, self.settings.sequence, ATTENTION)
+        grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
+        tokens = tokens_exchanged(self.settings.experts, ledger.note)
+        with collectives.in_place(), rows, tokens, grouped, linear, multiplies, adds, self.mode, casts:
+            yield
+
+
+class Elsewhere:
+    """The host's memory: what is offloaded there leaves the device at once (in_flight in steps.py has the rest).
+
+    Attributes:
+        offloaded: is told the bytes of each tensor.
+    """
+
+    def __init__(self):
+        self.offloaded: Callable[[int], None] = lambda size: None
+        self._shapes: list[tuple] = []
+
+    def offload_input(self, tensor: torch.Tensor) -> int:
+        self.offloaded(tensor.nbytes)
+        self._shapes.append((tensor.size(), tensor.stride(), tensor.dtype, tensor.device))
+        return len(self._shapes) - 1
+
+    def restore_input(self, number: int) -> torch.Tensor:
+        size, stride, dtype, device = self._shapes[number]
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+class Borders:
+    """Tells a ledger where a layer begins, in the forward and in the backward pass."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger, self.backward = ledger, False
+
+    def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list:
+        def entered(module, args, kwargs):
+            if self.backward:  # it is recomputed
+                return
+            first = _first_tensor((*args, *kwargs.values()))
+            if index == 0 and first is not None and first.requires_grad:
+                first.register_hook(lambda gradient: self.ledger.mark(("backward of before", stack)))
+            self.ledger.mark(("layer", stack, index))
+
+        def left(module, args, kwargs, output):
+            if self.backward:
+                return
+            first = _first_tensor(output if isinstance(output, tuple) else (output,))
+            if first is not None and first.requires_grad:
+                first.register_hook(lambda gradient: self.ledger.mark(("backward of layer", stack, index)))
+            self.ledger.mark(("after", stack))
+
+        return [
+            layer.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
+            layer.register_forward_hook(left, with_kwargs=True),
+        ]
+
+
+def linear_of_zero_3() -> AbstractContextManager:
+    """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    return replaced(torch.nn.functional, "linear", zero3_linear_wrap)
+
+
+def _make_fake(model: torch.nn.Module) -> None:
+    """Turn parameters and buffers on "meta" into fake tensors on the CPU; call it inside a fake tensor mode. Tied
+    parameters stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    made[id(tensor)]._backward_hooks = tensor._backward_hooks
+                held[name] = made[id(tensor)]
+
+
+def _first_tensor(values) -> torch.Tensor | None:
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+
+
+def _with_traced_attention(config, gpu_kernels: bool):
+    """The configuration with sdpa under a name of its own. A GPU's fused kernels keep no mask of dropped weights."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    for name in ATTENTION_DROPOUTS if gpu_kernels else ():
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)
+    return config

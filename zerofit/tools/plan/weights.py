@@ -1,0 +1,148 @@
+"""The parameters of the full model, in elements, and how ZeRO-1 and 2 lay them out over the ranks."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from zerofit.strategy.optimizers import state_bytes
+from zerofit.tools.plan.constants import NF4_BYTES
+
+Place = tuple[str, int]  # (stack, number of the layer)
+ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl_start_alignment_factor)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter. `size` is in elements, `rows` of its first dimension; the optimizer has a group of matrices and one
+    of vectors (decay_groups). `shape` is that of the full parameter."""
+
+    name: str
+    size: int
+    trained: bool = True
+    is_matrix: bool = True
+    rows: int = 1
+    shape: tuple[int, ...] = ()
+
+    def padded(self, world_size: int) -> int:
+        """Its elements with rows filled up, so that each rank has as many."""
+        return -(-self.rows // world_size) * world_size * (self.size // self.rows)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All parameters, in the model's order.
+
+    Attributes:
+        stacks: names of the stacks of layers: the weights of their layer 3 are called STACK.3.SOMETHING.
+        head: the name of the output embeddings' weight where no other module has it; empty: it is shared, or none.
+        layer: elements of one layer, of the largest stack.
+        quantised: elements of frozen matrices that are held in 4 bits, or in 8 (`quantised_bytes` each).
+    """
+
+    all: tuple[Weight, ...]
+    stacks: tuple[str, ...] = ()
+    head: str = ""
+    layer: int = 0
+    quantised: int = 0
+    quantised_bytes: float = NF4_BYTES
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """{name: elements} of those that are trained."""
+        return {weight.name: weight.size for weight in self.all if weight.trained}
+
+    @property
+    def trained(self) -> int:
+        return sum(self.sizes.values())
+
+    @cached_property
+    def frozen(self) -> int:
+        return sum(weight.size for weight in self.all if not weight.trained)
+
+    def state_bytes(self, optim: str) -> int:
+        """What an optimizer keeps of all that is trained, of parameters that are not sharded."""
+        return sum(state_bytes(optim, weight.shape or (weight.size,)) for weight in self.all if weight.trained)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter that is trained."""
+        return max(self.sizes.values(), default=0)
+
+    @cached_property
+    def groups(self) -> list[list[Weight]]:
+        """The optimizer's groups of what is trained: matrices, and vectors."""
+        trained = [weight for weight in self.all if weight.trained]
+        groups = [[weight for weight in trained if weight.is_matrix is kind] for kind in (True, False)]
+        return [group for group in groups if group]
+
+    def shared(self, shares: dict[str, int]) -> "Weights":
+        """Those of one rank of several that share each layer.
+
+        Args:
+            shares: {name: elements}, also of a model with fewer layers: the last one stands for those that follow.
+        """
+        most = {stack: max(number_of(name, stack) for name in shares if name.startswith(f"{stack}."))
+                for stack in self.stacks}  # fmt: skip
+
+        def share_of(weight: Weight) -> int:
+            place = self.place_of(weight.name)
+            if place is None:
+                return shares[weight.name]
+            stack, number = place
+            rest = weight.name.removeprefix(f"{stack}.{number}.")
+            return shares[f"{stack}.{min(number, most[stack])}.{rest}"]
+
+        every = tuple(replace(weight, size=share_of(weight)) for weight in self.all)
+        layers: dict[Place, int] = {}
+        for weight in every:
+            if place := self.place_of(weight.name):
+                layers[place] = layers.get(place, 0) + weight.size
+        return replace(self, all=every, layer=max(layers.values(), default=0))
+
+    def place_of(self, name: str) -> "Place | None":
+        """Of a weight; None: it is in no layer."""
+        stack = next((stack for stack in self.stacks if name.startswith(f"{stack}.")), None)
+        return None if stack is None else (stack, number_of(name, stack))
+
+    def persistent(self, threshold: int) -> int:
+        """Elements of the parameters that ZeRO-3 never shards."""
+        return sum(weight.size for weight in self.all if weight.size <= threshold)
+
+    def frozen_bytes(self, dtype: torch.dtype) -> int:
+        return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * self.quantised_bytes)
+
+
+def number_of(name: str, stack: str) -> int:
+    """Of the layer that a weight belongs to."""
+    return int(name[len(stack) + 1 :].partition(".")[0])
+
+
+class FlatGroup:
+    """A group of the optimizer, flat and cut into one partition a rank (stage_1_and_2.py).
+
+    Attributes:
+        partition: elements of a rank's part.
+        parts: {name of a weight: [(rank, elements of it that are in the rank's part)]}.
+    """
+
+    def __init__(self, group: list[Weight], world_size: int):
+        total = sum(weight.size for weight in group)
+        aligned = -(-total // (ALIGNMENT * world_size)) * ALIGNMENT * world_size
+        self.partition, self.parts, begin = aligned // world_size, {}, 0
+        for weight in group:
+            end = begin + weight.size
+            ranks = range(begin // self.partition, -(-end // self.partition))
+            borders = [max(begin, rank * self.partition) for rank in ranks] + [end]
+            self.parts[weight.name] = [(rank, borders[at + 1] - borders[at]) for at, rank in enumerate(ranks)]
+            begin = end
+
+
+def kept_by_rank(groups: list[FlatGroup], sizes: dict[str, int]) -> dict[int, int]:
+    """{rank: elements of the gradients that it keeps}: whole weights, although the rank may have a part of them."""
+    kept: dict[int, int] = {0: 0}
+    for group in groups:
+        for name, parts in group.parts.items():
+            for rank, _ in parts:
+                kept[rank] = kept.get(rank, 0) + sizes[name]
+    return kept

@@ -1,0 +1,89 @@
+"""`zerofit plan --write DIR`: the pair and the command of what was predicted, to be launched as they are."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError
+from zerofit.record.terminal import rounded, size
+from zerofit.tools.launch.launch import program_of
+from zerofit.tools.plan.layouts import labelled, read_pair
+from zerofit.tools.plan.prediction import Prediction
+
+EACH_MACHINE = "On each of the {} machines, with MACHINE_RANK=0, 1, ... and MAIN_PROCESS_IP, the address of machine 0."
+RENDEZVOUS = (
+    '--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_PROCESS_IP" '
+    '--main_process_port "${MAIN_PROCESS_PORT:-29500}"'
+)
+SET_HERE = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+
+
+def write_pairs(predictions: list[Prediction], folder: Path, options: Any, recipe: type) -> list[Path]:
+    """NAME.yaml, NAME.json (of ZeRO) and NAME.sh of each prediction; NAME has the degrees of parallelism: tp_x4.
+
+    Args:
+        options: of the plan and the recipe, whose flags go into the command.
+        recipe: the type of the task's recipe.
+
+    Returns: the scripts.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"write = {str(folder)!r}: {error.strerror}. Set --write to a folder") from None
+    flags = recipe_flags(options, recipe)
+    return [_write_pair(prediction, folder, options, flags) for prediction in predictions]
+
+
+def _write_pair(prediction: Prediction, folder: Path, options: Any, flags: list[str]) -> Path:
+    pair = read_pair(prediction.strategy)
+    file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
+    if file.resolve() == pair.source.resolve():
+        raise UserError(f"write = {str(folder)!r}: {file} is the strategy itself. Set --write to another folder")
+    machines, said = -(-prediction.layout.world_size // options.gpus_per_node), _said(prediction)
+    processes = {"num_machines": machines, "num_processes": prediction.layout.world_size, "machine_rank": 0}
+    pair.with_degrees(prediction.degrees).write(file, f"# {said}\n", processes)
+    script = file.with_suffix(".sh")
+    program = shlex.join([*program_of([options.task]), *flags, *batch_flags(prediction, options)])
+    script.write_text(_script(said, file, machines, program), encoding="utf-8")
+    script.chmod(0o755)
+    return script
+
+
+def _script(said: str, config: Path, machines: int, program: str) -> str:
+    launch = f"accelerate launch --config_file {shlex.quote(str(config))}"
+    if machines == 1:
+        return f"#!/bin/sh\n# {said}\n{launch} {program}\n"
+    return f"#!/bin/sh\n# {said}\n# {EACH_MACHINE.format(machines)}\n{launch} {RENDEZVOUS} {program}\n"
+
+
+def batch_flags(prediction: Prediction, options: Any) -> list[str]:
+    """The batches that were predicted, and their length where it was searched. A global batch of the recipe's file
+    gives way to the predicted one."""
+    words = ["--per_device_train_batch_size", str(prediction.micro_batch),
+             "--gradient_accumulation_steps", str(prediction.accumulation)]  # fmt: skip
+    words += ["--block_size", str(prediction.length)] if options.lengths else []
+    return [*words, "--global_batch_size", str(prediction.global_batch)] if options.global_batch_size else words
+
+
+def recipe_flags(options: Any, recipe: type) -> list[str]:
+    """`--config FILE` and the flags that were given of the recipe's options, but for batches."""
+    words = ["--config", options.source("config")] if options.source("config") else []
+    for field in dataclasses.fields(recipe):
+        if options.source(field.name) == f"--{field.name}" and field.name not in SET_HERE:
+            value = getattr(options, field.name)
+            values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+            words += [f"--{field.name}", *map(str, values)]
+    return words
+
+
+def _said(one: Prediction) -> str:
+    speed = f", {rounded(one.speed.tokens_per_s)} tokens/s" if one.is_timed else ""
+    return (
+        f"zerofit plan predicts for {one.layout.world_size} processes, micro-batch {one.micro_batch}, accumulation "
+        f"{one.accumulation}: {size(one.peak.device)} of each{speed}"
+    )

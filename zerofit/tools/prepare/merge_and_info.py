@@ -1,0 +1,261 @@
+"""`zerofit prepare merge` and `zerofit prepare info`: join corpora, describe them, and check them completely."""
+
+from pathlib import Path
+
+import numpy as np
+
+from zerofit.data.megatron.corpus import Card, Corpus, open_corpus, tokenizer_fingerprint
+from zerofit.model.pretrained_io import silence_libraries
+from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
+from zerofit.record.terminal import say, size
+from zerofit.tools.prepare.named_tokenizer import named_tokenizer
+from zerofit.tools.prepare.options import InfoOptions, JoinOptions
+from zerofit.tools.prepare.writer import CorpusWriter, check_free
+
+SHOWN_IDS = 200  # of the first document
+
+
+# --------------------------------------------------------------------------------------------------------------- merge
+
+
+def join(options: JoinOptions) -> int:
+    """Write one corpus of several. Returns the exit code.
+
+    Raises:
+        UserError: one is broken, or they differ in tokenizer, type or end of documents. Then no file is left.
+    """
+    prefix = str(Path(options.output_prefix).expanduser())
+    check_free([prefix], options.overwrite)
+    corpora = [open_corpus("input", name) for name in corpora_of(options.input, prefix)]
+    _check_not_read_and_written(corpora, prefix)
+    card = _joined_card(corpora)
+    with CorpusWriter(prefix, np.dtype(corpora[0].dtype).name) as writer:
+        for corpus in corpora:
+            writer.add_corpus(corpus.prefix)
+        writer.finish(card)
+        writer.publish()
+    documents, tokens = sum(one.documents for one in corpora), sum(one.tokens for one in corpora)
+    print(f"{prefix}: {documents:,} documents, {tokens:,} tokens of {len(corpora)} corpora", flush=True)
+    if card is None:
+        print(f"note: none of them has a card, so there is no {prefix}.json", flush=True)
+    return 0
+
+
+def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
+    """The prefixes of the corpora in `inputs`. A folder stands for all its corpora, sorted by name as in Megatron.
+
+    Args:
+        omit: a corpus in a folder that is not input, as it is about to be written.
+
+    Raises:
+        UserError: a folder has no corpus.
+    """
+    prefixes = []
+    for name in inputs:
+        folder = Path(name).expanduser()
+        if not folder.is_dir() or folder.with_name(f"{folder.name}.bin").is_file():
+            prefixes.append(name)
+            continue
+        files = {file.with_suffix("") for ending in (".bin", ".idx") for file in folder.glob(f"*{ending}")}
+        in_folder = [str(file) for file in sorted(files) if not omit or file.resolve() != Path(omit).resolve()]
+        if not in_folder:
+            raise UserError(f"input = {name!r}: the folder has no corpus, no .bin with its .idx")
+        prefixes += in_folder
+    return prefixes
+
+
+def _check_not_read_and_written(corpora: list[Corpus], prefix: str) -> None:
+    if any(Path(f"{one.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for one in corpora):
+        raise UserError(f"output_prefix = {prefix!r} is one of the corpora that are joined. Name another prefix")
+
+
+def _joined_card(corpora: list[Corpus]) -> Card | None:
+    """The card of all; None where none has one.
+
+    Raises:
+        UserError: they differ, or only some have a card.
+    """
+    first = corpora[0]
+    problems = [
+        f"input: {first.prefix} has ids of type {first.dtype.__name__} and {one.prefix} of {one.dtype.__name__}"
+        for one in corpora
+        if one.dtype != first.dtype
+    ]
+    without = [one for one in corpora if one.card is None]
+    if without and len(without) < len(corpora):
+        problems.append(
+            f"input: {without[0].prefix} has no card (.json), and {_with_card(corpora).prefix} has one: nothing says "
+            "whether one tokenizer made both. Prepare it again, or remove all cards if you know that one did"
+        )
+    if without and not problems:
+        return None
+    if not without:
+        problems += [line for one in corpora[1:] for line in _differences(first, one)]
+    if problems:
+        raise UserError(problems)
+    cards = [one.card for one in corpora]
+    from zerofit import __version__
+
+    return Card(
+        tokenizer=cards[0].tokenizer,
+        fingerprint=cards[0].fingerprint,
+        vocab_size=max(card.vocab_size for card in cards),
+        eod=cards[0].eod,
+        documents=sum(card.documents for card in cards),
+        tokens=sum(card.tokens for card in cards),
+        largest_id=max(card.largest_id for card in cards),
+        sources=[one.prefix for one in corpora],
+        made_by=f"zerofit {__version__}",
+    )
+
+
+def _with_card(corpora: list[Corpus]) -> Corpus:
+    return next(one for one in corpora if one.card is not None)
+
+
+def _differences(first: Corpus, other: Corpus) -> list[str]:
+    one, two = first.card, other.card
+    differences = []
+    if one.fingerprint != two.fingerprint:
+        differences.append(
+            f"input: {first.prefix} was made with the tokenizer {one.tokenizer!r} and {other.prefix} with "
+            f"{two.tokenizer!r}, which is another one. Prepare one of them again"
+        )
+    if one.eod != two.eod:
+        ends = " and ".join("no end of documents" if card.eod is None else f"end {card.eod}" for card in (one, two))
+        differences.append(
+            f"input: {first.prefix} and {other.prefix} have {ends}. Prepare both with --append_eod, or both without"
+        )
+    return differences
+
+
+# ---------------------------------------------------------------------------------------------------------------- info
+
+
+def info(options: InfoOptions) -> int:
+    """Describe corpora and check them. Returns the exit code: 2 if something is wrong with one of them."""
+    code = 0
+    for name in corpora_of(options.input):
+        corpus = open_corpus("input", name)
+        wrong = check(corpus)
+        say(*_describe(corpus, options))
+        if wrong:
+            say(*(f"error: {line}" for line in wrong))
+            code = EXIT_USER_ERROR
+        else:
+            print("complete: the index fits the file, and every id was checked", flush=True)
+    return code
+
+
+def check(corpus: Corpus) -> list[str]:
+    """Problems of a corpus with a complete file: pointers, and ids against the card."""
+    wrong = []
+    index, card = f"{corpus.prefix}.idx", corpus.card
+    lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
+    if (lengths < 1).any():
+        wrong.append(f"{index}: sequence {int(np.argmax(lengths < 1)):,} has the length {int(lengths.min())}")
+    pointers = np.cumsum(lengths, dtype=np.int64) * width - lengths.astype(np.int64) * width
+    differ = pointers != corpus.pointers
+    if differ.any():
+        wrong.append(f"{index}: sequence {int(np.argmax(differ)):,} does not begin where the one before it ends")
+    smallest, largest = corpus.id_range()
+    if smallest < 0:
+        wrong.append(f"{corpus.prefix}.bin has the id {smallest}: no token has a number below 0")
+    return wrong + (_against_card(corpus, card, largest) if card else [])
+
+
+def _against_card(corpus: Corpus, card: Card, largest: int) -> list[str]:
+    path, wrong = f"{corpus.prefix}.json", []
+    if largest >= card.vocab_size:
+        wrong.append(f"{corpus.prefix}.bin has the id {largest:,}, and by {path} ids are below {card.vocab_size:,}")
+    actual = {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}
+    for name, number in actual.items():
+        expected = getattr(card, name)
+        if expected != number:
+            wrong.append(f"{path} says {name} = {expected:,}, and it is {number:,}: the files are not of one corpus")
+    return wrong
+
+
+def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
+    lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    per_document = np.diff(ends[corpus.ends])
+    lines = [
+        corpus.prefix,
+        f"  documents    {corpus.documents:,} ({int((per_document == 0).sum()):,} empty), {len(lengths):,} sequences",
+        f"  tokens       {corpus.tokens:,} as {corpus.dtype.__name__}, {size(corpus.tokens * width)}",
+        f"  lengths      mean {per_document.mean():,.1f} tokens, longest {int(per_document.max()):,}",
+    ]
+    card = corpus.card
+    if card:
+        end = "none" if card.eod is None else f"id {card.eod}"
+        lines += [
+            f"  tokenizer    {card.tokenizer} ({card.vocab_size:,} ids, fingerprint {card.fingerprint[:16]})",
+            f"  end          {end}",
+            f"  made by      {card.made_by}, of {_first_few(card.sources)}",
+        ]
+    else:
+        lines.append("  no card      nothing says which tokenizer made it")
+    return [*lines, *_first_document(corpus, per_document, options)]
+
+
+def _first_few(sources: list[str]) -> str:
+    return ", ".join(sources[:3]) + (f" and {len(sources) - 3:,} more" if len(sources) > 3 else "")
+
+
+def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptions) -> list[str]:
+    """The beginning of the first document that is not empty: as text if there is a tokenizer, else as ids."""
+    filled = np.flatnonzero(per_document > 0)
+    number = int(filled[0]) if len(filled) else 0
+    ids = np.fromfile(f"{corpus.prefix}.bin", corpus.dtype, min(SHOWN_IDS, int(per_document[number]))).tolist()
+    more = " ..." if per_document[number] > len(ids) else ""
+    lines = []
+    name = options.tokenizer or (corpus.card.tokenizer if corpus.card else None)
+    tokenizer = None
+    if name:
+        try:
+            tokenizer = _native(name, corpus.card)
+            if tokenizer is None:
+                silence_libraries()
+                tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code)
+        except UserError as error:
+            if options.tokenizer:
+                raise
+            lines.append(f"  note         the tokenizer cannot be loaded here: {error}")
+    if tokenizer is None:
+        return [*lines, f"  document {number}   {' '.join(map(str, ids[:40]))}{more}"]
+    if corpus.card and tokenizer_fingerprint(tokenizer) != corpus.card.fingerprint:
+        lines.append(f"  warning      {name} is another tokenizer than the one that made the corpus")
+    if max(ids) >= len(tokenizer):
+        return [
+            *lines,
+            f"  document {number}   id {max(ids):,} is none of {name}: {' '.join(map(str, ids[:40]))}{more}",
+        ]
+    text = tokenizer.decode(ids)
+    return [*lines, f"  document {number}   {text!r}{more}"]
+
+
+class _Native:
+    """A tokenizer.json, with what a fingerprint and a decoded text need; transformers would import torch."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        self.backend_tokenizer = Tokenizer.from_file(str(path))
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": self.backend_tokenizer.encode(text).ids}
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def decode(self, ids: list[int]) -> str:
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _native(name: str, card: Card | None) -> _Native | None:
+    """The tokenizer.json of a folder, if the corpus was made with it; else None."""
+    path = Path(name).expanduser() / "tokenizer.json"
+    native = _Native(path) if card and path.is_file() else None
+    return native if native and tokenizer_fingerprint(native) == card.fingerprint else None

@@ -1,0 +1,100 @@
+"""The options of `zerofit prepare`: text to corpora in Megatron's format, and what is done with such corpora."""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.data_options import unknown_encoding
+from zerofit.recipe.fields import option
+from zerofit.recipe.model_options import wrong_vocabulary_files
+from zerofit.strategy.host_memory import usable_cores
+
+
+@dataclass
+class PrepareOptions(Recipe):
+    """Text to corpora in Megatron's format"""
+
+    input: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Files, folders and globs (** too): .jsonl, .json (objects, or a list), .csv, .tsv, .parquet, .txt; also .gz.",
+    )
+    output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
+    tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
+    vocab_file: str | None = option(
+        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, in place of tokenizer; with merge_file."
+    )
+    merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
+    append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
+    json_keys: list[str] = option(["text"], "Keys (columns of tables), each of which becomes a corpus.")  # noqa: RUF009
+    workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
+    skip_bad_lines: bool = option(False, "Leave out and count lines that cannot be read; else the first ends the job.")
+    document_separator: str | None = option(
+        None,
+        "Of plain text: line, paragraph, file or a mark; by default <|endoftext|> where a file has it, else file.",
+    )
+    encoding: str | None = option(None, "Encoding of files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ...")
+    overwrite: bool = option(False, "Replace corpora of that name.")
+    word_memo: bool = option(
+        True, "Keep what words became; false: the tokenizer sees each document whole, and slower."
+    )
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
+
+    @property
+    def processes(self) -> int:
+        return self.workers or usable_cores()
+
+    def problems(self) -> list[str]:
+        problems = super().problems() + unknown_encoding(self.encoding)
+        if not self.input:
+            problems.append("no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'")
+        if not self.output_prefix:
+            problems.append("no output: set --output_prefix, e.g. corpora/wiki for corpora/wiki_text_document.bin")
+        if not (self.tokenizer or self.vocab_file or self.merge_file):
+            problems.append("no tokenizer: set --tokenizer to the folder or hub name of the one to train with")
+        problems += wrong_vocabulary_files(self, ["tokenizer"] if self.tokenizer else [])
+        twice = sorted({key for key in self.json_keys if self.json_keys.count(key) > 1})
+        if twice:
+            problems.append(f"json_keys has {', '.join(twice)} more than once: name each key once")
+        if any("/" in key or not key for key in self.json_keys):
+            problems.append(
+                f"json_keys = {' '.join(self.json_keys)!r}: a key is a part of file names, and has no slash"
+            )
+        return problems
+
+
+@dataclass
+class CorporaOptions(Recipe):
+    """Corpora that are there"""
+
+    input: list[str] | None = option(  # noqa: RUF009
+        None, "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names."
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.input:
+            problems.append(
+                "no input: set --input to the prefixes of corpora, what stands before .bin, or to a folder"
+            )
+        return problems
+
+
+@dataclass
+class JoinOptions(CorporaOptions):
+    """Several corpora, one after another, as one"""
+
+    output_prefix: str | None = option(None, "What the new corpus is called, without .bin.")
+    overwrite: bool = option(False, "Replace a corpus of that name.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.output_prefix:
+            problems.append("no output: set --output_prefix to what the new corpus is to be called")
+        return problems
+
+
+@dataclass
+class InfoOptions(CorporaOptions):
+    """What corpora hold, and whether they are whole"""
+
+    tokenizer: str | None = option(None, "Decodes the first document; by default the one that the corpus names.")
+    trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")

@@ -1,0 +1,102 @@
+"""Builds the extension behind the simulated device, once for each version of torch and of the sources.
+
+    eval "$(python -m zerofit.tools.simulate.build)"     # builds, and puts this shell on the simulated device
+
+A build takes about half a minute. It lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR), as DeepSpeed's do.
+"""
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from zerofit.strategy.builds import check_compiled_code
+
+HERE = Path(__file__).resolve().parent
+SOURCES, DEVICE = HERE / "csrc", HERE / "device"
+NAME = "simgpu_c"
+
+
+def missing() -> str | None:
+    """What this machine lacks to build the extension; None: nothing."""
+    if _compiler() is None:
+        return "there is no C++ compiler (looked for $CXX, c++, g++ and clang++)"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.is_file() else f"Python's headers are not installed ({header})"
+
+
+def build() -> Path:
+    """The extension's file, built now if it is not there yet; two processes may ask at the same time.
+
+    Raises:
+        RuntimeError: it does not compile; the message is the compiler's.
+    """
+    check_compiled_code()
+    library = target()
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the system, should the process that builds be killed
+        if not library.is_file():
+            unfinished = library.with_suffix(".unfinished")
+            done = subprocess.run(_command(unfinished), capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{shlex.join(done.args)}\n{done.stderr[-6000:]}")
+            unfinished.rename(library)
+    return library
+
+
+def target() -> Path:
+    """Where the extension lies once it is built."""
+    return _folder() / f"{NAME}-{_key()}.so"
+
+
+def environment(library: Path) -> dict[str, str]:
+    """What puts a Python on the simulated device."""
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(DEVICE)]
+    return {"SIMGPU_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join([str(DEVICE), *others])}
+
+
+def _compiler() -> str | None:
+    names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _folder() -> Path:
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    return Path(root) / NAME
+
+
+def _key() -> str:
+    """Of all that the extension is made from, wherever the sources lie."""
+    import torch
+
+    sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
+    command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
+    about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"
+    return hashlib.sha256(about.encode() + sources).hexdigest()[:16]
+
+
+def _command(library: Path) -> list[str]:
+    import torch
+    from torch.utils import cpp_extension
+
+    headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    libraries = cpp_extension.library_paths()
+    return [
+        _compiler() or "c++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-isystem{path}" for path in headers),
+        str(SOURCES / "simgpu.cpp"), "-o", str(library), *(f"-L{path}" for path in libraries), "-lc10", "-ltorch",
+        "-ltorch_cpu", "-ltorch_python",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    if missing():
+        sys.exit(f"simulated device: {missing()}")
+    for name, value in environment(build()).items():
+        print(f"export {name}={shlex.quote(value)}")

@@ -1,0 +1,267 @@
+"""The simulated device in Python: torch.simgpu, as torch.cuda is of CUDA. Importing this registers the device.
+
+Environment:
+    SIMGPU_LIBRARY: the extension (zerofit/tools/simulate/build.py); sitecustomize.py imports this module where it is
+        set.
+    SIMGPU_MEMORY: bytes of each device, with commas between them ("1000000,2000000" are two devices); one of 16 GiB by
+        default. Processes that share a device have so much each.
+    SIMGPU_NAME: the device's type; simgpu by default. Libraries with lists of the types that they know (accelerate's
+        fp16) let "npu" pass.
+    SIMGPU_MODEL: what the device calls itself.
+    SIMGPU_WITHOUT_DATA: 1: floating-point memory is never touched and reads as zeros, and nothing is computed with it
+        (csrc/without_data.h).
+"""
+
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+NAME = os.environ.get("SIMGPU_NAME", "simgpu")
+WITHOUT_DATA = os.environ.get("SIMGPU_WITHOUT_DATA") == "1"
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("simgpu_c", os.environ["SIMGPU_LIBRARY"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_C = _load()
+_C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")], WITHOUT_DATA)
+
+
+def _index(device=None) -> int:
+    if isinstance(device, int):
+        return device
+    found = None if device is None else torch.device(device).index
+    return _C.current_device() if found is None else found
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+_initialized = True  # torch.utils.checkpoint keeps a device's random state only where this says so
+
+
+def is_available() -> bool:
+    return True
+
+
+is_initialized = is_available
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def _lazy_init() -> None:
+    """torch calls it before anything else."""
+
+
+def device_count() -> int:
+    return _C.device_count()
+
+
+def current_device() -> int:
+    return _C.current_device()
+
+
+def set_device(device) -> None:
+    _C.set_device(_index(device))
+
+
+def synchronize(device=None) -> None:
+    """Nothing is asynchronous here; an observer is told."""
+    torch.accelerator.synchronize(_index(device))
+
+
+def get_device_name(device=None) -> str:
+    return os.environ.get("SIMGPU_MODEL") or f"simulated device {_index(device)}"
+
+
+def get_device_capability(device=None) -> tuple[int, int]:
+    return 9, 0
+
+
+def get_device_properties(device=None) -> SimpleNamespace:
+    major, minor = get_device_capability(device)
+    return SimpleNamespace(
+        name=get_device_name(device), total_memory=_C.total(_index(device)), major=major, minor=minor,
+        multi_processor_count=1,
+    )  # fmt: skip
+
+
+class device:
+    """The context in which a device is the current one."""
+
+    def __init__(self, which):
+        self.index = _index(which)
+
+    def __enter__(self):
+        self.before = _C.current_device()
+        _C.set_device(self.index)
+
+    def __exit__(self, *_):
+        _C.set_device(self.before)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_stats(device=None):
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_allocated(device=None) -> int:
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device=None) -> int:
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device=None) -> int:
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device=None) -> int:
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device=None) -> None:
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+def set_per_process_memory_fraction(fraction: float, device=None) -> None:
+    index = _index(device)
+    _C.set_limit(index, int(_C.total(index) * fraction))
+
+
+def pinned_bytes() -> int:
+    """What pinned tensors take of the host; torch.cuda has it in host_memory_stats."""
+    return _C.pinned_bytes()
+
+
+def peak_host_bytes(reset: bool = False) -> int:
+    """Without data: the peak of what the host's floating-point tensors of a MiB or more would take, since the last
+    reset; page-locked ones are rounded up to a power of two, as torch's allocator does."""
+    return _C.peak_host_bytes(reset)
+
+
+def observe(observer) -> None:
+    """Have a function called with each collective, of tensors of the device or the host, and with each thing that the
+    host of a GPU would wait for; None: with nothing any more.
+
+    Args:
+        observer: called in the thread that does it with the event, bytes, and a collective's process group by name. A
+            collective is named as torch's operator ("c10d::allreduce_"); its bytes are those of the larger side (what
+            an all-gather brings, what a reduce-scatter takes). Waits: "item", "copy to host" and "copy to device" (but
+            not where it is non_blocking and of pinned memory), "synchronize stream", "... device", "... event", "empty
+            cache", and operators whose shape depends on data ("aten::nonzero").
+    """
+    _C.observe(observer)
+
+
+def computed() -> dict[str, str]:
+    """Operators on tensors without data that were computed all the same, and what their meta kernel says to it."""
+    return _C.computed()
+
+
+# ----------------------------------------------------------------------------------------------------- random, streams
+
+default_generators = tuple(_C.default_generator(index) for index in range(_C.device_count()))
+
+
+def manual_seed(seed: int) -> None:
+    default_generators[_C.current_device()].manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in default_generators:
+        generator.manual_seed(int(seed))
+
+
+def initial_seed() -> int:
+    return default_generators[_C.current_device()].initial_seed()
+
+
+def get_rng_state(device=None) -> torch.Tensor:
+    return default_generators[_index(device)].get_state()
+
+
+def set_rng_state(state: torch.Tensor, device=None) -> None:
+    default_generators[_index(device)].set_state(state.cpu())
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in default_generators]
+
+
+def set_rng_state_all(states) -> None:
+    for generator, state in zip(default_generators, states):
+        generator.set_state(state.cpu())
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority=0, **kwargs):
+        return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing=False, **_):
+        return super().__new__(cls, device=torch.device(NAME, _C.current_device()), enable_timing=enable_timing)
+
+
+def current_stream(device=None):
+    return torch.accelerator.current_stream(_index(device))
+
+
+default_stream = current_stream
+
+
+def set_stream(stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+class stream:
+    """The context in which a stream is the current one; None: nothing changes."""
+
+    def __init__(self, which):
+        self.which = which
+
+    def __enter__(self):
+        if self.which is not None:
+            self.before = current_stream()
+            set_stream(self.which)
+
+    def __exit__(self, *_):
+        if self.which is not None:
+            set_stream(self.before)
+
+
+if WITHOUT_DATA and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "Meta"):
+    _shapes = torch.library.Library("aten", "IMPL", "Meta")  # kept: it is taken back with the object
+    _shapes.impl("mm.dtype", lambda a, b, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype))
+
+torch.utils.rename_privateuse1_backend(NAME)
+torch._register_device_module(NAME, sys.modules[__name__])
+torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)

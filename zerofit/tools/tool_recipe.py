@@ -1,0 +1,136 @@
+"""Options of a tool that works on a training recipe: one command line sets both."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.fields import option
+from zerofit.recipe.help import wants_help
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+
+T = TypeVar("T", bound=Recipe)
+# A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
+NOT_KEPT = {
+    "output_dir", "overwrite_output_dir", "resume", "max_hours", "save_strategy", "save_steps", "save_total_limit",
+    "save_keep_every", "save_only_model", "metric_for_best_model", "early_stopping_patience",
+    "early_stopping_threshold", "load_best_model_at_end", "run_name", "report_name", "sample_prompt",
+}  # fmt: skip
+QUIET = {"eval_on_start": False, "save_best": False, "with_tracking": False, "report_to": "none", "sample_tokens": 0,
+         "n_val_batch_generations": 0}  # fmt: skip
+PRECISIONS = ("fp32", "bf16", "fp16")
+TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+
+
+@dataclass
+class StrategiesOptions(Recipe):
+    """Which strategies, and the task"""
+
+    task: str | None = option(
+        None,
+        "The task; by default the name of the recipe's folder.",
+        choices=("clm", "cls", "seq2seq"),
+        common=True,
+    )
+    strategies: list[str] = option(  # noqa: RUF009
+        ["ddp", "zero2", "zero3"],
+        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3.",
+        common=True,
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies, each once."""
+        return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.names:
+            problems.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
+        return problems
+
+
+@dataclass
+class LaunchedStrategiesOptions(StrategiesOptions):
+    """Which strategies are launched"""
+
+    num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
+
+
+def parse_bytes(text: str) -> int:
+    """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be
+    missing, and then G is GiB.
+
+    Raises:
+        ValueError: it is not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
+    if not match or (match[3] and not match[2]):
+        raise ValueError(text)
+    base = 1000 if match[4] and not match[3] else 1024
+    size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise ValueError(text)
+    return size
+
+
+def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TrainingRecipe]]:
+    """(options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type).
+
+    Raises:
+        UserError: the task is unknown; anything that parse_recipe raises.
+    """
+    argv = list(argv or [])
+    task, joined = join_with_recipe(tool, argv, prog)
+    options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]
+    if options.strategy or options.deepspeed_config:
+        raise UserError(f"{prog} takes --strategies: --strategies {options.strategy or 'NAME,NAME'}")
+    if not options.trains:
+        raise UserError(f"{prog} trains: remove evaluate_only and predict_file")
+    options.task = task
+    return options, cls
+
+
+def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, type[T]]:
+    """(the task, the options of the tool and of the task's recipe in one type).
+
+    Raises:
+        UserError: the task is unknown.
+        SystemExit: code 0 after `--help`, which shows the options of a task where one is named.
+    """
+    task = _given(argv, "task") or _task_of(_given(argv, "config"))
+    if task not in TASKS:
+        if wants_help(argv):
+            parse_recipe(tool, argv, prog=prog, tool=True)
+        raise UserError(
+            "the task is unknown: recipes in folders called clm, cls or seq2seq have one; for others, and without "
+            f"--config, set --task to one of {', '.join(TASKS)}"
+        )
+    return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
+
+
+def recipe_values(options, cls: type[TrainingRecipe], omit: set[str], replace: dict[str, object]) -> dict[str, object]:
+    """{option: value} of all options of the recipe that were set, without those in `omit`, and with the values of
+    `replace` for options that the task has."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    values = {name: getattr(options, name) for name in names if options.source(name) and name not in omit}
+    return values | {name: value for name, value in replace.items() if name in names}
+
+
+def _given(argv: list[str], name: str) -> str | None:
+    for word, following in zip(argv, [*argv[1:], ""]):
+        if word == f"--{name}":
+            return following
+        if word.startswith(f"--{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _task_of(config: str | None) -> str | None:
+    names = [part.name for part in Path(config).resolve().parents] if config else []
+    return next((name for name in names[:1] if name in TASKS), None)

@@ -1,0 +1,135 @@
+"""A run that is killed with SIGKILL and launched again until it ends, as on a machine that fails."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from random import Random
+
+from zerofit.tools.launches import TRACEBACK, Launch, Trial, failure, launched
+
+Moment = Callable[[Launch], bool]  # called every few milliseconds: whether the moment has come
+
+
+def after_update(update: int, delay_s: float = 0.0) -> Moment:
+    """This long after an update was printed; or a later one, where an earlier launch printed it."""
+    printed = []
+
+    def come(launch: Launch) -> bool:
+        if not printed and launch.newest_update >= update:
+            printed.append(launch.seconds)
+        return bool(printed) and launch.seconds - printed[0] >= delay_s
+
+    return come
+
+
+def while_saving(update: int) -> Moment:
+    """While the next checkpoint after an update is being written."""
+    return lambda launch: launch.newest_update >= update and launch.is_saving
+
+
+def after_seconds(seconds: float) -> Moment:
+    """This long after the launch."""
+    return lambda launch: launch.seconds >= seconds
+
+
+def within_the_rest(part: float, num_updates: int, update_s: float) -> Moment:
+    """After this part of the time from a launch's first update to the run's last update."""
+    first = []
+
+    def come(launch: Launch) -> bool:
+        if not first and launch.newest_update:
+            first.append((launch.newest_update, launch.seconds))
+        if not first:
+            return False
+        update, seconds = first[0]
+        return launch.seconds - seconds >= part * (num_updates - update + 1) * update_s
+
+    return come
+
+
+def spread_moments(num_kills: int, num_updates: int, update_s: float, random: Random) -> list[Moment]:
+    """One moment in each of `num_kills` equal parts of a run; every second one is during a save.
+
+    Args:
+        update_s: seconds that an update takes.
+    """
+    moments = []
+    for index in range(num_kills):
+        low = 1 + (num_updates - 1) * index / num_kills
+        place = random.uniform(low, low + (num_updates - 1) / num_kills)
+        update = min(int(place), num_updates - 1)
+        saving = index % 2 == 1
+        moments.append(while_saving(update) if saving else after_update(update, (place % 1) * update_s))
+    return moments
+
+
+@dataclass
+class Killed:
+    """The result of a run that was killed several times."""
+
+    processes: list[int] = field(default_factory=list)  # of each launch
+    kills: int = 0
+    kills_while_saving: int = 0
+    kills_while_starting: int = 0  # before the launch's first update: while it loads, builds, resumes
+    locks: int = 0  # left by builds that were killed
+    resumes: int = 0  # launches that resumed from a checkpoint; the others started anew
+    failure: str | None = None  # the failure of a launch that was not killed, or a traceback before a kill
+
+
+def run_and_kill(
+    trial: Trial,
+    logs: Path,
+    moments: Iterable[Moment],
+    processes: Iterable[int],
+    limit_s: float,
+    say: Callable[[str], None],
+) -> Killed:
+    """Launch a trial once for each moment and kill it there, then let it run to its end; stop if it fails.
+
+    A launch that ends before its moment is the last one.
+
+    Args:
+        processes: the number of processes of each launch; endless, or one more than the moments.
+        limit_s: the longest time of a launch.
+        say: called with a message for each kill and each end.
+    """
+    killed, numbers = Killed(), count(1)
+    for moment, num_processes in zip(chain(moments, [None]), processes):
+        log = logs / f"{trial.output.name}-{next(numbers)}.log"
+        with launched(trial.command(num_processes), trial.output, log) as launch:
+            how = launch.wait(limit_s, moment)
+            size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
+            launch.kill()
+        killed.processes.append(num_processes)
+        resumed = next((line for line in launch.text.splitlines() if line.startswith("resumed ")), None)
+        killed.resumes += resumed is not None
+        if how != "until":
+            killed.failure = failure(launch, how)
+            say(f"{num_processes_text(num_processes)}{_from(resumed)}: {'failed' if killed.failure else 'ended'}")
+            return killed
+        killed.kills += 1
+        killed.kills_while_saving += launch.is_saving
+        killed.kills_while_starting += not launch.newest_update
+        killed.locks += len(launch.locks)
+        saving = ", while saving" if launch.is_saving else ""
+        where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
+        say(f"{num_processes_text(num_processes)}{_from(resumed)}: killed {where}{saving}, {launch.seconds:.1f} s")
+        if TRACEBACK.encode() in log.read_bytes()[:size]:
+            killed.failure = f"printed a traceback before it was killed. Its output is {log}"
+            return killed
+    return killed
+
+
+def _from(resumed: str | None) -> str:
+    """`resumed   CHECKPOINT, after update 4, written by 2 processes: ...` -> `, resumed after update 4`."""
+    return f", resumed {resumed.split(', ')[1]}" if resumed and ", " in resumed else ""
+
+
+def num_processes_text(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
+
+
+def alternating(num_processes: int, other: int) -> Iterator[int]:
+    """N, N, M, N, N, M, ...: a run resumes with the same number of processes, with fewer, and with more again."""
+    return (other if index % 3 == 2 else num_processes for index in count())

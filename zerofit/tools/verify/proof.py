@@ -1,0 +1,229 @@
+"""The proof: its launches one after another, their results, and the report."""
+
+import math
+import shlex
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from zerofit.recipe import UserError
+from zerofit.recipe.words import counted
+from zerofit.record.jsonl import JsonlFile
+from zerofit.record.terminal import duration, say, table
+from zerofit.tools.launches import Trial, failure, launched, mistake
+from zerofit.tools.verify.killing import Killed, alternating, num_processes_text, run_and_kill, spread_moments
+from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
+
+REFERENCE = "reference"
+
+
+@dataclass
+class Outcome:
+    """The result of a run, compared with the run that it must equal.
+
+    Args:
+        num_processes: of each of its launches.
+        failure: why it cannot be compared; None: it can.
+        killed: how it was killed; None: it was not.
+    """
+
+    strategy: str
+    num_processes: list[int]
+    failure: str | None = None
+    difference: Difference | None = None
+    ledger: Ledger | None = None
+    killed: Killed | None = None
+
+    def is_well(self, tolerance: float) -> bool:
+        """Whether it equals the other run, and was killed at least once if it should be."""
+        disturbed = self.killed is None or self.killed.kills > 0
+        same = self.ledger is not None and self.ledger.is_same and self.difference.within(tolerance)
+        return self.failure is None and same and disturbed
+
+    def problems(self, tolerance: float) -> list[str]:
+        """Its problems as messages; empty if there are none."""
+        if self.failure:
+            return [self.failure]
+        if self.is_well(tolerance):
+            return []
+        problems = list(self.difference.problems)
+        if not self.difference.within(tolerance):
+            far = [FIGURES[name] for name, value in self.difference.largest.items() if value > tolerance]
+            problems += [f"it differs by more than {tolerance:g} in {' and '.join(far)}"] if far else []
+            odd = [FIGURES[name] for name, value in self.difference.largest.items() if math.isnan(value)]
+            problems += [f"in some update {' and '.join(odd)} is not a number"] if odd else []
+        if self.ledger.elsewhere:
+            problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
+        if self.killed is not None and not self.killed.kills:
+            problems.append("no kill came in time: set more --updates")
+        return problems
+
+
+class Proof:
+    """All launches of one `zerofit verify`.
+
+    Args:
+        options: of verify; its tolerance is set.
+        configs: {strategy: accelerate YAML}.
+        output: the folder of all runs.
+        recipe: the shortened recipe's file.
+        save_steps: updates between two checkpoints of a run that is killed.
+    """
+
+    def __init__(self, options, configs: dict[str, Path], output: Path, recipe: Path, save_steps: int):
+        self.options, self.configs, self.output, self.recipe = options, configs, output, recipe
+        self.save_flags = ("--save_steps", str(save_steps), "--save_total_limit", "2")
+        self.reference: Outcome | None = None
+        self.agreement: list[Outcome] = []
+        self.resumed: list[Outcome] = []
+        self.began = time.monotonic()
+
+    def run(self) -> None:
+        """Launch all runs. If the reference fails, the others are not launched.
+
+        Raises:
+            UserError: the reference refuses the recipe.
+        """
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.reference = self._undisturbed(REFERENCE, self.options.reference, 1)
+        if self.reference.failure:
+            return
+        for name in self.options.names:
+            outcome = self._undisturbed(_folder_name(name), name, self.options.num_processes)
+            self.agreement.append(outcome)
+            if self.options.kills and not outcome.failure:
+                self.resumed.append(self._disturbed(name))
+
+    @property
+    def logs(self) -> Path:
+        return self.output / "logs"
+
+    def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> Trial:
+        trial = Trial(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
+        shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
+        return trial
+
+    def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> Outcome:
+        trial, about = self._trial(folder, strategy), f"{strategy}, {num_processes_text(num_processes)}"
+        command = trial.command(num_processes)
+        with launched(command, trial.output, self.logs / f"{folder}.log") as launch:
+            how = launch.wait(60 * self.options.launch_minutes)
+            failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
+        if failed:
+            failed = f"{failed}\n  to run it alone: {shlex.join(command)}"
+            say(f"{about}: failed")
+            if folder == REFERENCE and refused:
+                raise UserError(f"{about}: {refused}")
+            return Outcome(strategy, [num_processes], failed)
+        say(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
+        return self._compared(Outcome(strategy, [num_processes]), trial.output, self.output / REFERENCE)
+
+    def _disturbed(self, strategy: str) -> Outcome:
+        options, folder = self.options, _folder_name(strategy)
+        trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
+        random = Random(f"{options.kill_seed} {folder}")
+        update_s = median(line["seconds"] for line in _metrics(self.output / folder))
+        killed = run_and_kill(
+            trial, self.logs, spread_moments(options.kills, options.updates, update_s, random),
+            alternating(options.num_processes, options.resumed_processes), 60 * options.launch_minutes,
+            say=lambda text: say(f"{strategy}, {text}"),
+        )  # fmt: skip
+        outcome = Outcome(strategy, killed.processes, killed.failure, killed=killed)
+        return outcome if killed.failure else self._compared(outcome, trial.output, self.output / folder)
+
+    def _compared(self, outcome: Outcome, ours: Path, other: Path) -> Outcome:
+        outcome.difference = compare_metrics(_metrics(ours), _metrics(other), self.options.updates)
+        outcome.ledger = compare_samples(_samples(ours), _samples(other))
+        return outcome
+
+    @property
+    def is_well(self) -> bool:
+        """Whether every run was made, and equals the run that it must equal."""
+        number = len(self.options.names)
+        complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
+        return complete and all(outcome.is_well(self.options.tolerance) for outcome in self._all())
+
+    def _all(self) -> list[Outcome]:
+        return [self.reference, *self.agreement, *self.resumed]
+
+    def report(self, width: int | None = None) -> str:
+        """The tables, the problems and the verdict, for a screen of this width."""
+        tolerance, blocks = self.options.tolerance, []
+        if self.agreement:
+            rows = [_row_of_agreement(each, tolerance) for each in self.agreement]
+            blocks.append(f"each against one process ({self.options.reference}): the largest relative differences\n"
+                          + table([HEAD_OF_AGREEMENT, *rows], width))  # fmt: skip
+        if self.resumed:
+            rows = [_row_of_resumes(each, tolerance) for each in self.resumed]
+            blocks.append("killed and resumed, each against its undisturbed run\n"
+                          + table([HEAD_OF_RESUMES, *rows], width))  # fmt: skip
+        for outcome in self._all():
+            disturbed = ", killed and resumed" if outcome.killed else ""
+            problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
+            blocks += ["\n".join(problems)] if problems else []
+        return "\n\n".join([*blocks, self._verdict()])
+
+    def _verdict(self) -> str:
+        after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
+        if not self.is_well:
+            return f"NOT verified ({after}). The runs and their logs are in {self.output}"
+        kills = sum(each.killed.kills for each in self.resumed)
+        left = "1 kill has" if kills == 1 else f"{kills} kills have"
+        also = f", and {left} left no trace" if kills else "; no run was killed"
+        agree = "agrees" if len(self.options.names) == 1 else "agree"
+        return f"verified: {', '.join(self.options.names)} {agree} with one process{also} ({after})"
+
+    def clear(self) -> None:
+        """Remove the runs; the recipe, the report and the logs stay."""
+        for folder in (REFERENCE, *map(_folder_name, self.options.names)):
+            for path in (self.output / folder, self.output / f"{folder}-killed"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+HEAD_OF_AGREEMENT = ("strategy", "processes", *FIGURES.values(), "samples", "verdict")
+HEAD_OF_RESUMES = ("strategy", "processes", "kills", "while saving", "resumes", *FIGURES.values(), "repeated",
+                   "skipped", "verdict")  # fmt: skip
+
+
+def _row_of_agreement(outcome: Outcome, tolerance: float) -> tuple[str, ...]:
+    about = (outcome.strategy, _processes(outcome))
+    if outcome.failure:
+        return (*about, *["-"] * (len(FIGURES) + 1), "FAILED")
+    samples = "the same" if outcome.ledger.is_same else f"{outcome.ledger.elsewhere} updates differ"
+    return (*about, *_figures(outcome), samples, "agrees" if outcome.is_well(tolerance) else "DIFFERS")
+
+
+def _row_of_resumes(outcome: Outcome, tolerance: float) -> tuple[str, ...]:
+    killed = outcome.killed
+    about = (outcome.strategy, _processes(outcome), str(killed.kills), str(killed.kills_while_saving))
+    about += (str(killed.resumes),)
+    if outcome.failure:
+        return (*about, *["-"] * (len(FIGURES) + 2), "FAILED")
+    ledger = (f"{outcome.ledger.repeated}", f"{outcome.ledger.skipped}")
+    return (*about, *_figures(outcome), *ledger, "the same" if outcome.is_well(tolerance) else "DIFFERS")
+
+
+def _processes(outcome: Outcome) -> str:
+    return ",".join(map(str, outcome.num_processes))
+
+
+def _figures(outcome: Outcome) -> list[str]:
+    return [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
+
+
+def _folder_name(strategy: str) -> str:
+    return Path(strategy).stem
+
+
+def _metrics(folder: Path) -> list[dict]:
+    return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
+
+
+def _samples(folder: Path) -> list[dict]:
+    return JsonlFile(folder / "samples.jsonl").read()

@@ -1,0 +1,49 @@
+r"""`zerofit verify`: shows on a shortened recipe that the strategies agree and that a killed run loses nothing.
+
+    zerofit verify --config recipes/clm/stdlib-gpt2.yaml
+    zerofit verify --config recipes/cls/sst2-small.yaml --strategies zero2,zero3 --num_processes 4 --kills 8
+
+The reference is a run with one process. Each strategy then runs with several processes and must have the same losses,
+gradient norms, learning rates and samples in every update. Then a run of each strategy is killed with SIGKILL and
+resumed several times, also with another number of processes, and must end like the undisturbed run. All runs are real
+launches.
+"""
+
+from pathlib import Path
+
+from zerofit.recipe.paths import check_paths
+from zerofit.record.run_folder import check_folder_of
+from zerofit.record.terminal import say, screen_width
+from zerofit.strategy.pairs import find_strategies
+from zerofit.tools.launches import ending_in_order
+from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.verify.options import VerifyOptions
+from zerofit.tools.verify.proof import Proof
+from zerofit.tools.verify.shorten import precision_of, shorten
+
+RECIPE, REPORT = "recipe.yaml", "report.txt"
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
+    configs = find_strategies([options.reference, *options.names])
+    source = options.source("config")
+    output = Path(options.output or Path("outputs") / f"verify-{Path(source).stem if source else options.task}")
+    check_folder_of(output, RECIPE, "proof")
+    check_paths(options, output, "output")
+    short = shorten(options, cls)
+    precision = precision_of(options)
+    options.tolerance = options.tolerance or TOLERANCES[precision]
+    say(f"recipe    {source or 'of flags'}", *(f"changed   {change}" for change in short.changes),
+        f"compared  to {options.tolerance:g}, in {precision}", f"folder    {output}")  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
+    proof = Proof(options, configs, output, output / RECIPE, short.save_steps)
+    with ending_in_order():
+        proof.run()
+    (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
+    say("", proof.report(screen_width()))
+    if proof.is_well and not options.keep:
+        proof.clear()
+    return 0 if proof.is_well else 1

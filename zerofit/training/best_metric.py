@@ -1,0 +1,90 @@
+"""Which evaluation was the best so far, and whether it is time to stop."""
+
+from dataclasses import dataclass, field
+
+from zerofit.checkpoint.run_state import BestEvaluation
+from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.options import EvaluationOptions
+
+LOWER_IS_BETTER = ("loss", "perplexity", "mse")
+
+
+@dataclass(frozen=True)
+class BestMetricTracker:
+    """Keeps the best evaluation.
+
+    Args:
+        metric: the figure's name without `eval_`.
+        patience: evaluations in a row without a better one, after which training stops; None: never.
+        threshold: how much better counts as better.
+        keeps: the weights of the best evaluation are kept.
+        loads: model/ is to hold them, not the last.
+        best: of the run's state; it is updated in place.
+    """
+
+    metric: str
+    patience: int | None = None
+    threshold: float = 0.0
+    keeps: bool = False
+    loads: bool = False
+    best: BestEvaluation = field(default_factory=BestEvaluation)
+
+    def record_evaluation(self, update: int, figures: dict[str, float]) -> bool:
+        """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
+        value, best = figures[f"eval_{self.metric}"], self.best
+        better = value == value if best.update is None else self._gain(value, best.value) > self.threshold
+        if better:
+            best.update, best.value, best.figures, best.worse_in_a_row = update, value, figures, 0
+        else:
+            best.worse_in_a_row += 1
+        return better
+
+    def unbeaten_start(self, before: dict[str, float]) -> float | None:
+        """The figure of the evaluation before training, where no later one is better; else None."""
+        start = before.get(f"eval_{self.metric}")
+        return start if start is not None and self._gain(self.best.value, start) <= 0 else None
+
+    def _gain(self, value: float, than: float) -> float:
+        return (than - value) if self.metric.startswith(LOWER_IS_BETTER) else (value - than)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether patience has run out."""
+        return self.patience is not None and self.best.worse_in_a_row >= self.patience
+
+
+def make_best_tracker(
+    recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated: bool, best: BestEvaluation
+) -> BestMetricTracker:
+    """The tracker that the recipe asks for.
+
+    Args:
+        figures: what an evaluation gives; the first is the task's own choice.
+        is_evaluated: whether the run has anything to evaluate on.
+        best: of the run's state.
+
+    Raises:
+        UserError: there is no such figure, or nothing to measure.
+    """
+    metric = (recipe.metric_for_best_model or figures[0]).removeprefix("eval_")
+    if metric == "f1" and "f1" not in figures and "f1_macro" in figures:
+        metric = "f1_macro"  # of more than two classes: the mean of all
+    if metric not in figures:
+        close = nearest(metric, figures)
+        raise UserError(
+            f"metric_for_best_model = {metric!r}: evaluation gives {', '.join(figures)}"
+            + (f". Did you mean {close}?" if close else "")
+        )
+    for option in ("early_stopping_patience", "load_best_model_at_end", "save_best"):
+        if getattr(recipe, option) and not is_evaluated:
+            raise UserError(
+                f"{option} = {getattr(recipe, option)}: nothing is held out, so no figure tells which is the best. "
+                "Name a validation_file, or set validation_split_percentage"
+            )
+    patience = recipe.early_stopping_patience
+    keeps, loads = recipe.save_best, recipe.load_best_model_at_end
+    if keeps is None:  # where another option asks for them, or where there is more than a loss to go by
+        keeps = any((loads, patience, recipe.metric_for_best_model)) or not {"loss", "perplexity"}.issuperset(figures)
+    loads = patience is not None if loads is None else loads
+    keeps = bool(keeps) and is_evaluated
+    return BestMetricTracker(metric, patience, recipe.early_stopping_threshold, keeps, loads and keeps, best)

@@ -1,0 +1,127 @@
+"""Evaluation of classified examples: loss, metrics, and predictions.jsonl.
+
+What leaves a rank is two numbers an example: the class and its probability, or the predicted number.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerofit.data.collate import Batch
+from zerofit.data.labelled.glue import TASKS, submission
+from zerofit.data.labelled.labels import Labels
+from zerofit.data.labelled.samples import HeldOut
+from zerofit.model.loss import logits_of_examples, loss_of_examples
+from zerofit.recipe.paths import find_files
+from zerofit.recipe.tasks import ClsRecipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.strategy.engine import Engine
+from zerofit.training.evaluation import gather_by_index, mean_over_replicas
+from zerofit.training.metrics import compute
+
+
+def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -> tuple[str, ...]:
+    """The names of the figures that `evaluate_examples` gives, the one that tells the best evaluation in front."""
+    if labels.names is None:
+        of_part: tuple[str, ...] = ("pearson", "spearmanr", "mse", "loss")
+    elif labels.choices:
+        of_part = ("accuracy", "loss")
+    else:
+        of_part = ("accuracy", "f1" if len(labels.names) == 2 else "f1_macro", "matthews_correlation", "loss")
+    names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
+    first = TASKS[task_name].metric if task_name else names[0]
+    return tuple(dict.fromkeys([first, *names]))
+
+
+@torch.no_grad()
+def evaluate_examples(
+    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
+) -> dict[str, float]:
+    """The figures of one held-out part; the main process also writes its predictions."""
+    loss, targets, answers = _answered(engine, batches, labels)
+    figures = {"loss": mean_over_replicas(engine, loss, targets)}
+    if answers is not None:
+        truth = part.samples.labels.tolist()
+        folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
+        predictions = [answer for answer, _ in answers]
+        figures |= _measured(predictions, truth, labels)
+    figures = engine.from_main(figures)
+    return {f"eval_{name}{part.suffix}": value for name, value in figures.items()}
+
+
+@torch.no_grad()
+def predict_examples(
+    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder, recipe: ClsRecipe
+) -> list[str]:
+    """Write predictions.jsonl of examples without labels, and of a GLUE task what is submitted. Returns the files."""
+    answers = _answered(engine, batches, labels)[2]
+    if answers is None:
+        return []
+    rows = [{name: value for name, value in row.items() if name != "label"}
+            for row in _lines(part, [0] * len(answers), answers, labels)]  # fmt: skip
+    folder.write_predictions(rows)
+    if not recipe.task_name:
+        return ["predictions.jsonl"]
+    (file,) = find_files("predict_file", recipe.predict_file or [])
+    name, text = submission(recipe.task_name, file, part.numbers or [], [row["prediction"] for row in rows])
+    with folder.new_file(name) as written:
+        written.write(text)
+    return ["predictions.jsonl", name]
+
+
+def _answered(engine: Engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list[Any] | None]:
+    """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
+    loss, targets, answers = torch.zeros((), device=engine.device), 0, dict[int, Any]()
+    for batch in batches:
+        logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
+        assert batch.labels is not None, "a batch of examples"
+        loss += loss_of_examples(logits, batch.labels)
+        targets += batch.num_targets
+        answers |= zip(batch.indices, _answers(logits, labels))
+    return loss, targets, gather_by_index(engine, answers)
+
+
+def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
+    """For the log: what one and the same answer to every example reaches at best.
+
+    That is the most frequent label of the held-out part, or of numbers their mean: the constant with the least squared
+    error.
+    """
+    lines = []
+    for part in held_out:
+        truth = part.samples.labels
+        if labels.names is None:
+            answer, figures = f"{truth.mean():.4g}", {"mse": float(truth.var())}
+        else:
+            most = int(np.bincount(truth).argmax())
+            answer = labels.names[most]
+            figures = _measured([most] * len(truth), truth.tolist(), labels)
+        shown = ", ".join(f"{name}{part.suffix} {value:.4f}" for name, value in figures.items())
+        lines.append(f"baseline    always {answer}: {shown}")
+    return lines
+
+
+def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[str, float]:
+    if labels.names is None:
+        return compute("regression", predictions, truth)
+    figures = compute("classification", predictions, truth, num_labels=len(labels.names))
+    return {"accuracy": figures["accuracy"]} if labels.choices else figures
+
+
+def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | None]]:
+    """(class, probability) or (number, None) of each row."""
+    if labels.names is None:
+        return [(value, None) for value in logits[:, 0].tolist()]
+    probabilities, classes = logits.softmax(dim=-1).max(dim=-1)
+    return list(zip(classes.tolist(), probabilities.tolist()))
+
+
+def _lines(part: HeldOut, truth: list[Any], answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
+    for texts, label, (answer, probability) in zip(part.texts, truth, answers):
+        if labels.names is None:
+            yield {**texts, "label": label, "prediction": answer}
+        else:
+            name, predicted = labels.names[label], labels.names[answer]
+            yield {**texts, "label": name, "prediction": predicted, "probability": probability}

@@ -1,0 +1,161 @@
+"""A run's configuration, resolved once: recipe, launch environment, strategy pair and earlier run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
+from zerofit.recipe.errors import Problems, UserError
+from zerofit.recipe.idle import idle_options
+from zerofit.recipe.paths import output_folder
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.trackers import wanted_trackers
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.optimizers import check_installed, without_effect
+from zerofit.strategy.read import read_strategy
+from zerofit.strategy.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class RunConfiguration:
+    """What a run is. Nothing in it changes any more; `recipe.source(option)` says who set an option.
+
+    Args:
+        recipe: every option with the value that holds; frozen.
+        trackers: those that are used.
+        options_given_for: the number of data-parallel processes with which the recipe's own accumulation makes the
+            global batch.
+        notes: for the log.
+    """
+
+    task: str
+    recipe: TaskRecipe
+    strategy: Strategy
+    resume: ResumePlan
+    folder: RunFolder
+    trackers: tuple[str, ...]
+    options_given_for: int
+    notes: tuple[str, ...]
+
+
+def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> RunConfiguration:
+    """See that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
+
+    Args:
+        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
+
+    Raises:
+        UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
+        NothingToDo: the output folder holds this very run, and it is finished.
+    """
+    recipe, problems = recipe.draft(), Problems()
+    folder = RunFolder(output_folder(task, recipe))
+    earlier = EarlierRuns.read(recipe, folder)
+    given_for, notes = 1, list[str]()
+
+    def keep_global_batch(layout: ParallelLayout) -> None:
+        nonlocal given_for
+        given_for, note = earlier.keep_global_batch(recipe, layout.data_size)
+        notes.extend(filter(None, [note]))
+
+    with problems.collected():
+        trackers = tuple(wanted_trackers(recipe))
+    with problems.collected():
+        check_installed(recipe)
+    with problems.collected():
+        strategy = read_strategy(recipe, config_file, keep_global_batch)
+    problems.raise_found()
+    with problems.collected():
+        check_task(task, strategy)
+    with problems.collected():
+        if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
+            strategy.check_precision()
+    with problems.collected():
+        if recipe.quantised:
+            from zerofit.model.lora import check_quantisation
+
+            check_quantisation(recipe, strategy)
+    with problems.collected():
+        plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
+    problems.raise_found()
+    if recipe.dataloader_num_workers is None:
+        import torch
+
+        recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
+    recipe.freeze()
+    notes += [*idle_options(recipe), *without_effect(recipe), *plan.notes]
+    if recipe.trust_remote_code:
+        notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
+    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
+
+
+def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_class: Any) -> Any:
+    """Check what can be checked of a model before its weights or any data are read. Returns its configuration.
+
+    Args:
+        strategy: None: it is not known.
+        auto_class: of transformers, that the task needs.
+
+    Raises:
+        UserError: there is no such model, the strategy cannot split it, it has too few positions.
+    """
+    from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
+    from zerofit.model.chat import named_template
+    from zerofit.model.configuration import load_configuration
+
+    config, problems = load_configuration(recipe, auto_class), Problems()
+    with problems.collected():
+        if strategy is not None:
+            check_layout(config, strategy)
+    for option, default in LENGTHS[task].items():
+        with problems.collected():
+            length = choose_length(recipe, option, config, default)
+            if option == "block_size":
+                growing_blocks(recipe, length, is_chat=False)
+    with problems.collected():
+        if template := getattr(recipe, "chat_template", None):
+            named_template(template)
+    problems.raise_found()
+    return config
+
+
+def check_task(task: str, strategy: Strategy) -> None:
+    """Check that a task supports the kinds of parallelism of a strategy.
+
+    Raises:
+        UserError: it does not.
+    """
+    degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
+    kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
+    if task != "clm" and kinds:
+        raise UserError(
+            f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
+            "such as zero3"
+        )
+
+
+def check_layout(config: Any, strategy: Strategy) -> None:
+    """Check that a model can be laid out as the strategy says.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        UserError: ranks cannot split its rows or its layers, or share its layers.
+    """
+    from zerofit.model.stages import check_stages
+    from zerofit.model.tensor_parallel.split import check_split
+    from zerofit.strategy.expert_parallel import check_experts
+    from zerofit.strategy.sequence import check_model
+
+    experts = strategy.launch.world_size if strategy.divides_experts else 1
+    checks = (
+        (strategy.sequence, check_model), (strategy.tensor, check_split), (strategy.pipeline, check_stages),
+        (experts, check_experts),
+    )  # fmt: skip
+    problems = Problems()
+    for degree, check in checks:
+        if degree > 1:
+            with problems.collected():
+                check(config, degree, strategy.source)
+    problems.raise_found()

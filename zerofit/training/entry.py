@@ -1,0 +1,62 @@
+"""How a task begins and ends: its exit code on record, a look at the disk before anything heavy is imported, the
+watchdog, and the session."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from zerofit.health.shutdown import StartingRank, listen
+from zerofit.health.watchdog import Watchdog
+from zerofit.recipe.errors import before_leaving, leave, record_codes_with, tell_others_with
+from zerofit.recipe.help import wants_help
+from zerofit.recipe.paths import check_paths, output_folder
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.exit_code import ExitCode, find_folder
+from zerofit.record.terminal import outlive_the_terminal
+from zerofit.record.timeline import Timeline
+from zerofit.strategy.builds import check_compiled_code
+from zerofit.training.rank_meeting import MEETING
+
+if TYPE_CHECKING:
+    from zerofit.training.session import Measurement, Session
+
+
+def run_program(task: str, main: Callable[[], int]) -> None:
+    """Run a task as a program, and end this process. How it ends is in environment.json, whatever happens."""
+    if not wants_help(sys.argv):
+        outlive_the_terminal()
+        exit_code = ExitCode(find_folder(task, sys.argv[1:]))
+        exit_code.forget()
+        record_codes_with(exit_code.write)
+        tell_others_with(MEETING.stop)
+        listen(StartingRank(exit_code.write).leave)
+    leave(main())
+
+
+def open_session(
+    task: str, recipe: TaskRecipe, timeline: Timeline, measurement: "Measurement | None" = None
+) -> "Session":
+    """The session of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
+
+    Args:
+        measurement: what is done in place of training.
+
+    Raises:
+        UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
+            before torch is imported.
+    """
+    check_paths(recipe, output_folder(task, recipe))
+    check_compiled_code()
+    watchdog = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
+    watchdog.start()
+    before_leaving(watchdog.leave)
+    from zerofit.training.session import Session
+
+    MEETING.start(60 * recipe.rendezvous_minutes)
+    stored = None
+    if not recipe.trains:
+        from zerofit.training.stored_model import StoredModel
+
+        stored = StoredModel.open(task, recipe)
+    return Session.open(task, recipe, timeline, watchdog, stored, measurement)

@@ -1,0 +1,85 @@
+"""Evaluation: every held-out sample once, whatever the number of processes and the size of the last batch.
+
+Logits are never gathered: what leaves a rank is two sums, and a few numbers or a text for each example.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zerofit.data.collate import Batch
+from zerofit.data.order import FILLER, FixedOrder, MicroBatches, loader
+from zerofit.data.pack import SampleSet
+from zerofit.record.metrics import EvaluationTime
+from zerofit.strategy.devices import pins_memory, synchronise
+from zerofit.strategy.engine import Engine
+from zerofit.training.task import Task
+
+
+def eval_batches(
+    engine: Engine, samples: SampleSet, collate: Callable[[list[Any]], Batch], batch_size: int
+) -> Iterator[Batch]:
+    """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
+
+    All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
+    """
+    count, key, layout = len(samples), samples.sort_key, engine.layout
+    order = FixedOrder(count, key)
+    micro_batches = MicroBatches(order, count, 0, batch_size, 1, layout.data_size, layout.data_rank, key)
+    engine.model.eval()
+    for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
+        engine.alive()
+        yield batch.to(engine.device)
+    engine.model.train()
+
+
+def timed_evaluation(task: Task, engine: Engine) -> tuple[dict[str, float], EvaluationTime]:
+    """The task's evaluation and how long it took, on the slowest rank: from before the first batch until the figures
+    are there, generation and predictions.jsonl included.
+
+    Returns: the held-out figures, and the time.
+    """
+    assert task.evaluate is not None, "something is held out"
+    synchronise(engine.device)  # an update that is still being computed is not evaluation
+    began = time.perf_counter()
+    figures = task.evaluate(engine)
+    synchronise(engine.device)
+    seconds = max(own for (own,) in engine.per_rank([time.perf_counter() - began]))
+    return figures, EvaluationTime(seconds, task.num_held_out / seconds)
+
+
+@torch.no_grad()
+def held_out_loss(
+    engine: Engine, batches: Iterator[Batch], loss_sum: Callable[[Any, Batch], torch.Tensor]
+) -> dict[str, float]:
+    """Loss (nats a token) and perplexity over all batches of all ranks."""
+    loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
+    for batch, own in engine.losses(batches, loss_sum):
+        loss += own
+        targets += batch.num_targets
+    mean = mean_over_replicas(engine, loss, targets)
+    return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
+
+
+def mean_over_replicas(engine: Engine, total: torch.Tensor, count: int) -> float:
+    """A sum over all replicas divided by the number of what was summed."""
+    total_sum, total_count = engine.sum_over_replicas([total.item(), count])
+    return total_sum / max(total_count, 1)
+
+
+def gather_by_index(engine: Engine, rows: dict[int, Any]) -> list[Any] | None:
+    """What all ranks together found for each example, in the order of the examples, on the main process.
+
+    Args:
+        rows: {index of an example: what this rank found}; FILLER is ignored.
+    """
+    rows.pop(FILLER, None)
+    ranks = engine.gather_objects(rows)
+    if ranks is None:
+        return None
+    of_example = {index: row for rank in ranks for index, row in rank.items()}
+    assert sorted(of_example) == list(range(len(of_example))), "every example once"
+    return [of_example[index] for index in range(len(of_example))]

@@ -1,0 +1,211 @@
+"""Training, with its record: from a prepared model and a task to what came of it, and the model in its folder."""
+
+import math
+import shutil
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed
+from transformers import PreTrainedTokenizerBase
+
+from zerofit.checkpoint.exporter import ModelExporter
+from zerofit.checkpoint.manager import CheckpointManager
+from zerofit.checkpoint.resume import fingerprint
+from zerofit.checkpoint.run_state import RunState
+from zerofit.health.anomaly import AnomalyDetector
+from zerofit.health.flight import FOLDER
+from zerofit.health.shutdown import StopReason
+from zerofit.recipe.last_message import print_last
+from zerofit.record.environment import describe_environment
+from zerofit.record.meters import MemoryMeter, ThroughputMeter
+from zerofit.record.plot import plot_run
+from zerofit.record.recorder import RunRecorder
+from zerofit.record.terminal import Bar
+from zerofit.record.trackers import start_trackers
+from zerofit.strategy.machines import check_same
+from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
+from zerofit.training.loop import train
+from zerofit.training.machine_checks import check_output_folder
+from zerofit.training.prepare import Prepared
+from zerofit.training.run import Run, Stop
+from zerofit.training.session import LONG
+from zerofit.training.step import Signals, TrainStep
+from zerofit.training.summary import compiled, summary, why_stopped
+from zerofit.training.task import Task
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of training.
+
+    Args:
+        stop: why it ended.
+        seconds: of the loop, with the last checkpoint.
+        environment: of environment.json; on the main process.
+    """
+
+    prepared: Prepared
+    run: Run
+    stop: Stop
+    seconds: float
+    exporter: ModelExporter
+    environment: dict[str, Any]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training stopped before its end, and nothing is exported."""
+        return self.stop.reason is not StopReason.NONE
+
+
+def fit(
+    prepared: Prepared, task: Task, throughput: ThroughputMeter, tokenizer: PreTrainedTokenizerBase
+) -> TrainResult:
+    """Run the loop and keep its record.
+
+    Raises:
+        UserError: there is no such figure as metric_for_best_model; the folder holds another run.
+    """
+    session, engine, recipe, state = prepared.session, prepared.engine, prepared.session.recipe, RunState()
+    lengths = task.samples.lengths
+    session.facts.row_tokens = len(task.samples[0]["input_ids"]) if lengths is None else int(lengths.max())
+    session.advise()
+    best = make_best_tracker(recipe, task.figures, task.evaluate is not None, state.best)
+    environment = describe_environment(session.strategy.launch.command, engine.device) if engine.is_main else {}
+    exporter = ModelExporter(engine, prepared.adapter, tokenizer, session.task, recipe, environment)
+    checkpoints = _resume(prepared, task, state, best, exporter, environment)
+    note = start_trackers(engine.accelerator, session.config.trackers, recipe, session.folder, session.task, state)
+    session.say(*([f"note      {note}"] if note else []))
+    session.shutdown.install()
+    checkpoints.start()
+    run = _run(prepared, task, state, best, checkpoints, throughput, tokenizer, environment)
+    frozen, began = engine.frozen_checksum(), time.perf_counter()
+    stop = train(run)
+    run.recorder.close()
+    session.phase("save", state.updates)
+    checkpoints.finish(after_anomaly=stop.reason is StopReason.ANOMALY)
+    if engine.frozen_checksum() != frozen:
+        raise RuntimeError("weights that are frozen have changed during the run")
+    return TrainResult(prepared, run, stop, time.perf_counter() - began, exporter, environment)
+
+
+def _resume(
+    prepared: Prepared,
+    task: Task,
+    state: RunState,
+    best: BestMetricTracker,
+    exporter: ModelExporter,
+    environment: dict[str, Any],
+) -> CheckpointManager:
+    """The run's checkpoints, and its record in the folder, from the update on that it resumes at."""
+    session, engine, config = prepared.session, prepared.engine, prepared.session.config
+    data = fingerprint(task.samples, task.grouping)
+    check_same({"training data": data}, "Give all machines the same data and the same packages")
+    run = {
+        **config.resume.identity, "num_processes": engine.layout.world_size, "data_parallel": engine.layout.data_size,
+        "options_given_for": config.options_given_for, "strategy": session.strategy.name,
+    }  # fmt: skip
+    checkpoints = CheckpointManager(
+        session.folder, engine, session.recipe, state, exporter, run, data, best.keeps, session.advise
+    )
+    checkpoints.resume(config.resume)
+    if engine.is_main:
+        checkpoints.drop_replaced()
+        notes = session.folder.start(
+            session.recipe, session.strategy.batches.global_batch,
+            {**engine.effective_strategy(), "options_given_for": config.options_given_for}, environment,
+            state.updates, checkpoints.resumed_from,
+        )  # fmt: skip
+        session.say(*(f"note      {note}" for note in notes))
+        if distributed.is_initialized() and distributed.get_backend() == "nccl":
+            (session.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
+    check_output_folder(config, engine)
+    checkpoints.restore_best_checkpoint()
+    return checkpoints
+
+
+def _run(
+    prepared: Prepared,
+    task: Task,
+    state: RunState,
+    best: BestMetricTracker,
+    checkpoints: CheckpointManager,
+    throughput: ThroughputMeter,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: dict[str, Any],
+) -> Run:
+    """The parts that the loop works with."""
+    session, engine, recipe, length = prepared.session, prepared.engine, prepared.session.recipe, prepared.length
+    assert length is not None, "of a launch that trains"
+    memory = MemoryMeter(engine.device)
+    scaled = session.strategy.precision == "fp16"
+    detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, scaled)
+
+    def signals() -> Signals:
+        return Signals(session.shutdown.reason(), checkpoints.is_due_by_clock(), checkpoints.writer.has_failed)
+
+    def preview_sample(index: int) -> str:
+        return str(tokenizer.decode(task.samples[index]["input_ids"]))
+
+    bar = Bar(length.num_updates, recipe.logging_steps, engine.is_main)
+    recorder = RunRecorder(session.folder, engine, environment, session.timeline, bar, preview_sample)
+    step = TrainStep(task, engine, detector, memory, signals, session.phase)
+    if recipe.profile:
+        from zerofit.training.profiling import profiled
+
+        step = profiled(step, recipe, session.folder, recorder.note)
+    return Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase)
+
+
+def export(result: TrainResult) -> None:
+    """Write the model, draw the curve, and say what came of the run; of one that stopped early, where it is."""
+    session, run, recipe = result.prepared.session, result.run, result.prepared.session.recipe
+    state, best, checkpoints, task, folder = run.state, run.best, run.checkpoints, run.task, session.folder
+    if result.stopped:
+        session.watchdog.phase("leave", patience=math.inf)
+        why = why_stopped(result.stop, run.length.num_updates, state, checkpoints, recipe.on_anomaly)
+        if session.is_main:
+            print_last("\n".join(["", *why]), after_signal=result.stop.reason.is_signal, file=sys.stdout)
+        return
+    session.watchdog.phase("export", patience=LONG)
+    loads_best = best.loads and state.best.update is not None
+    weights = () if loads_best else result.exporter.weights()
+    if not session.is_main:
+        deque(weights, maxlen=0)  # takes part in gathering them
+        return
+    with folder.writing():
+        folder.metrics.close()
+        for file in checkpoints.directory.best.glob("predictions*.jsonl") if loads_best else ():  # of that model
+            with folder.new_file(file.name, "wb") as written:
+                written.write(file.read_bytes())
+        with folder.new_model() as place:
+            if loads_best:
+                shutil.copytree(checkpoints.directory.best / "model", place, dirs_exist_ok=True)
+            else:
+                result.exporter.write(weights, state.held_out, place)
+        with folder.new_file("loss.png", "wb") as picture:
+            plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
+    figures = state.best.figures if loads_best else state.held_out
+    updates = state.best.update if loads_best else state.updates
+    result.environment["held_out"] = {"update": updates, **figures} if figures else {}
+    made, remarks = state.updates - checkpoints.resumed_at, task.remarks() if figures else []
+    with_adapter = result.prepared.adapter is not None
+    session.say("", *summary(
+        state, made, result.seconds, run.throughput, checkpoints.writer.records, best, with_adapter, remarks
+    ), *([compiled()] if recipe.torch_compile else []))  # fmt: skip
+
+
+def finish(result: TrainResult) -> int:
+    """Say where everything lies, and leave the process group. Returns the exit code."""
+    session, checkpoints = result.prepared.session, result.run.checkpoints
+    code = result.stop.reason.exit_code(checkpoints.saved_latest)
+    if session.is_main:
+        record = {"checkpoints": checkpoints.writer.records, "finished": not result.stopped}
+        with session.folder.writing():  # accelerate launch makes 1 of any exit code but 0
+            session.folder.write_environment({**result.environment, **record, "exit_code": code})
+    if not result.stopped:
+        session.say(f"run folder  {session.folder.path}  (loss.png, metrics.jsonl, model/)")
+    result.prepared.engine.close()
+    return code

@@ -1,0 +1,120 @@
+"""Evaluation by generation: what the model writes for each held-out source, BLEU and ROUGE, and predictions.jsonl.
+
+Every rank generates for its part; fillers make the last batches equal, so that under ZeRO-3, where every forward pass
+takes all ranks, nobody waits for a rank that has nothing left to do. What leaves a rank is texts.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from zerofit.data.collate import Batch
+from zerofit.data.pairs.prepare import HeldOutPairs, PairData
+from zerofit.data.prompts import Prompts, longest_answer
+from zerofit.model.tokenizer import padding_token
+from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.strategy.engine import Engine
+from zerofit.training.evaluation import gather_by_index
+from zerofit.training.metrics import compute
+
+FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
+SHOWN = 40  # characters of a trivial answer
+
+
+def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int]) -> dict[str, Any]:
+    """What the search is told; the rest is the model's own generation configuration."""
+    settings = {
+        "max_new_tokens": recipe.val_max_target_length or widths[1],
+        "min_new_tokens": recipe.val_min_target_length,
+        "num_beams": recipe.num_beams,
+        "do_sample": False,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+@torch.no_grad()
+def evaluate_generation(
+    engine: Engine, batches: Iterator[Batch], data: PairData, folder: RunFolder, settings: dict[str, Any]
+) -> dict[str, float]:
+    """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
+    texts, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
+    assert data.validation is not None, "something is held out"
+    if texts is not None:
+        texts = [text.strip() for text in texts]
+        folder.write_predictions(_lines(data.validation, texts, data.tokenizer))
+        figures = compute("generation", texts, data.validation.targets)
+    figures = engine.from_main(figures)
+    return {f"eval_{name}": value for name, value in figures.items()}
+
+
+def writing_settings(
+    recipe: ClmRecipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: list[int]
+) -> dict[str, Any]:
+    """Settings of generation where a causal model continues a text: the likeliest token each time.
+
+    Args:
+        ends: tokens at which writing ends, beside those of the model and its tokenizer.
+    """
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = sorted({token for token in [*own, tokenizer.eos_token_id, *ends] if token is not None})
+    return {"max_new_tokens": longest_answer(recipe, config), "do_sample": False, "num_beams": 1,
+            "eos_token_id": ends or None, "pad_token_id": padding_token(tokenizer)}  # fmt: skip
+
+
+@torch.no_grad()
+def predict_texts(
+    engine: Engine,
+    batches: Iterator[Batch],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    folder: RunFolder,
+    settings: dict[str, Any],
+) -> list[str]:
+    """Write predictions.jsonl: what the model writes for each prompt or source. Returns the files."""
+    texts = _written(engine, batches, tokenizer, settings)
+    if texts is None:
+        return []
+    texts = [text.strip() for text in texts] if prompts.is_chat else texts
+    folder.write_predictions({**record, "prediction": text} for record, text in zip(prompts.records, texts))
+    return ["predictions.jsonl"]
+
+
+def _written(
+    engine: Engine, batches: Iterator[Batch], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
+) -> list[str] | None:
+    """The text that is generated for each row, on the main process."""
+    texts: dict[int, str] = {}
+    for batch in batches:
+        ids, mask = batch.tensor("input_ids"), batch.tensor("attention_mask")
+        written = engine.generate(ids, mask, **settings)
+        if not engine.module.config.is_encoder_decoder:
+            written = written[:, ids.shape[1] :]
+        texts |= zip(batch.indices, tokenizer.batch_decode(written, skip_special_tokens=True))
+    return gather_by_index(engine, texts)
+
+
+def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
+    """For the log: what one and the same answer reaches, the target that training has most often."""
+    if held_out is None or held_out.most_common is None:
+        return []
+    usual = held_out.most_common if len(held_out.most_common) < SHOWN else f"{held_out.most_common[:SHOWN]}..."
+    figures = compute("generation", [held_out.most_common] * len(held_out.targets), held_out.targets)
+    return [f"baseline    always {usual!r}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())]
+
+
+def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
+    for index, (target, text) in enumerate(zip(held_out.targets, texts)):
+        source = str(tokenizer.decode(held_out.samples[index]["input_ids"], skip_special_tokens=True)).strip()
+        yield {"source": source, "target": target, "prediction": text}
+
+
+def shown(folder: RunFolder, batch_size: int, num_batches: int) -> list[str]:
+    """The first generated text of each of the first batches, for the log."""
+    lines = []
+    for row in folder.predictions()[: batch_size * num_batches : batch_size]:
+        lines += ["", f"  | source      {row['source']}", f"  | target      {row['target']}",
+                  f"  | prediction  {row['prediction']}"]  # fmt: skip
+    return lines

@@ -1,0 +1,212 @@
+"""From a resolved configuration to a model that an engine holds: length, process group, weights, adapter, sharding."""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import distributed
+from transformers import PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from zerofit.health.flight import FOLDER, PREFIX
+from zerofit.health.out_of_memory import resident_bytes
+from zerofit.model.load import build_model, size_of_model
+from zerofit.model.lora import Adapter, add_adapter
+from zerofit.model.parameters import count_parameters
+from zerofit.model.stages import whole_model
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.schedule import Schedule, make_schedule
+from zerofit.record.meters import without_mfu
+from zerofit.strategy.deepspeed_schedule import with_schedule
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.gpus import describe_device
+from zerofit.strategy.prepare import prepare_engine
+from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
+from zerofit.training.length import RunLength, run_length
+from zerofit.training.machine_checks import check_machines
+from zerofit.training.passes import prepare_passes
+from zerofit.training.rank_meeting import MEETING
+from zerofit.training.session import LONG, Session
+from zerofit.training.summary import about_the_model
+
+
+@dataclass(frozen=True)
+class Started:
+    """A launch whose processes run.
+
+    Args:
+        session: its strategy has DeepSpeed's schedule filled in.
+        length: None where nothing is trained, and `schedule` with it.
+    """
+
+    session: Session
+    accelerator: Accelerator
+    length: RunLength | None
+    schedule: Schedule | None
+
+    def load(
+        self, auto_class: Any, config: PretrainedConfig, ignored_weights: Sequence[str] = ()
+    ) -> tuple[Any, Adapter | None]:
+        """The model, and its LoRA adapter where it has one (the rest is frozen). See build_model for the arguments.
+
+        Raises:
+            UserError: modules that the adapter needs are not in the model; weights are nowhere.
+        """
+        session, recipe, stored = self.session, self.session.recipe, self.session.stored
+        if stored is not None:
+            ignored_weights = [*ignored_weights, *stored.swapped_in]
+        # Known before, since loading may take all memory.
+        session.facts.parameters = size_of_model(auto_class, config, session.strategy, recipe.trust_remote_code)
+        session.advise()
+        model = build_model(
+            auto_class, config, recipe, session.strategy, recipe.seed, ignored_weights, session.facts.parameters
+        )
+        if stored is not None:
+            stored.inject(model, session.strategy)
+            return model, None
+        return model, add_adapter(model, recipe, session.task, session.strategy)
+
+
+def start(session: Session, num_samples: int) -> Started:
+    """Fix the length of the run and its schedule, and start the processes.
+
+    Args:
+        num_samples: of the training data.
+
+    Raises:
+        UserError: there are fewer samples than one global batch takes; DeepSpeed's schedule is not the recipe's;
+            machines differ.
+    """
+    length, schedule = None, None
+    if session.recipe.trains:
+        length = _length(session, num_samples)
+        schedule, warnings = make_schedule(session.recipe, length.num_updates)
+        session.say(*(f"warning: {warning}" for warning in warnings))
+        session = session.with_strategy(*with_schedule(session.strategy, session.recipe, schedule))
+    accelerator, notes = _start_processes(session)
+    session = session.with_strategy(session.strategy, notes)
+    if session.measurement is not None:
+        session.measurement.started(accelerator, session)
+    return Started(session, accelerator, length, schedule)
+
+
+def _length(session: Session, num_samples: int) -> RunLength:
+    sizes = session.strategy.batches
+    if session.measurement is not None:
+        num_samples = session.measurement.samples(num_samples, sizes.global_batch)
+    if num_samples < sizes.global_batch:
+        raise UserError(
+            f"the training data gives {num_samples} samples, fewer than one global batch of {sizes.global_batch} "
+            f"= {sizes.micro_batch} x {sizes.accumulation} x {sizes.replicas} (per_device_train_batch_size x "
+            "accumulation x processes). Make the batch smaller, or train on more data (or, of text, on a shorter "
+            "block_size)"
+        )
+    length, last = run_length(session.recipe, num_samples, sizes), session.recipe.profiled_updates[-1:]
+    if last and last[0] > length.num_updates:
+        raise UserError(
+            f"profile = {session.recipe.profile}: the run has {length.num_updates} updates. Choose an M within them"
+        )
+    return length
+
+
+def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
+    """The Accelerator, its process group running, and notes for the log."""
+    if not (session.is_main and sys.stderr.isatty()):
+        disable_progress_bar()
+    # Rows are packed full or come with their mask; transformers cannot know, and asks for one at every run.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda line: "attention_mask" not in line.getMessage())
+    watchdog = session.watchdog
+    watchdog.phase("rendezvous", patience=math.inf)
+    met = MEETING.wait()
+    watchdog.phase("process group", patience=2.0)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((session.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
+    silence = timedelta(minutes=session.recipe.watchdog_minutes)
+    accelerator, notes = start_processes(
+        session.strategy,
+        max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the watchdog is to speak first
+        log_with=list(session.config.trackers) or None,
+        project_dir=str(session.folder.path),
+    )
+    if distributed.is_initialized():
+        size, backend = distributed.get_world_size(), distributed.get_backend()
+        watchdog.record_collectives(session.folder.path, size, backend, MEETING.others)
+    session.facts.program_bytes = resident_bytes()
+    watchdog.phase("load", patience=LONG)
+    check_machines(session.config)
+    session.timeline.mark("process group")
+    return accelerator, [*met, *notes]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that an engine holds, ready to be trained or evaluated.
+
+    Args:
+        length: None where nothing is trained, and `schedule` with it.
+        parameters: of the whole model.
+        trainable: those of them that are trained.
+        notes: for the log.
+    """
+
+    session: Session
+    engine: Engine
+    adapter: Adapter | None
+    length: RunLength | None
+    schedule: Schedule | None
+    parameters: int
+    trainable: int
+    notes: tuple[str, ...]
+
+    def announce(self, *lines: str) -> None:
+        """Say what is about to happen: the model, the strategy, and what the task has to say."""
+        session, strategy = self.session, self.session.strategy
+        stored, recipe, length, schedule = session.stored, session.recipe, self.length, self.schedule
+        run, model = [], []
+        if stored is not None:
+            model, layout = stored.describe(self.parameters), strategy.describe_layout
+        else:
+            assert length is not None, "it trains"
+            assert schedule is not None, "it trains"
+            model, layout = about_the_model(recipe, self.parameters, self.trainable, self.adapter), strategy.describe
+            warmup = f", {schedule.num_warmup} warm-up" if schedule.num_warmup else ""
+            rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
+            run = [f"run       {length.describe}; {rate}"]
+        session.say(
+            *model,
+            f"strategy  {layout}",
+            f"device    {describe_device(self.engine.device)}",
+            *lines,
+            *run,
+            f"folder    {session.folder.path}",
+            *(f"note      {note.removeprefix('note: ')}" for note in [*strategy.notes, *self.notes]),
+        )
+
+
+def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
+    """Shard and place the model under the strategy."""
+    session, recipe = started.session, started.session.recipe
+    disable_progress_bar()  # of "Writing model shards"; weights are loaded by now
+    session.watchdog.phase("prepare", patience=LONG)
+    notes = [*session.config.notes, *(session.stored.notes if session.stored else ())]
+    if not recipe.model_name_or_path:
+        notes += filter(None, [session.strategy.sharded_init_reason(session.facts.parameters)])
+    device = started.accelerator.device
+    notes += prepare_passes(model, recipe, device)
+    if recipe.trains:
+        notes += filter(None, [without_mfu(device, session.strategy.precision, recipe.peak_tflops)])
+        if not adapter:
+            notes += filter(None, [session.strategy.faster_pair(device.type)])
+    parameters, trainable = count_parameters(whole_model(model))
+    engine = prepare_engine(session.strategy, started.accelerator, model, recipe, started.schedule)
+    engine.alive = session.watchdog.alive
+    session.facts.engine, session.facts.parameters = engine, parameters
+    set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
+    session.timeline.mark("preparing the model")
+    return Prepared(session, engine, adapter, started.length, started.schedule, parameters, trainable, tuple(notes))

@@ -1,0 +1,160 @@
+"""One launch of a task from its first check on: what it is, who watches it, and what is known if it fails."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate import Accelerator
+
+from zerofit.health.failure import explain_failure
+from zerofit.health.out_of_memory import host_advice
+from zerofit.health.shutdown import ShutdownHandler
+from zerofit.health.watchdog import Watchdog
+from zerofit.recipe.errors import explain_failures_with
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import say
+from zerofit.record.timeline import Timeline
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.strategy import Strategy
+from zerofit.training.configuration import RunConfiguration, check_model, resolve
+from zerofit.training.rank_meeting import MEETING
+
+if TYPE_CHECKING:
+    from zerofit.training.stored_model import StoredModel
+
+LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
+PATIENCE = {"save": 4.0}  # the same, of the loop's phases
+
+
+class Measurement(Protocol):
+    """What is done in place of training, for `zerofit compare`."""
+
+    def samples(self, num_samples: int, global_batch: int) -> int:
+        """The samples that the run's length is made of."""
+
+    def started(self, accelerator: Accelerator, session: "Session") -> None:
+        """Called when the processes have started, before there is a model."""
+
+    def explain(self, error: Exception, phase: str) -> int | None:
+        """Tell of an error. Returns the exit code; None: nothing is known of it."""
+
+    def run(self, prepared: Any, task: Any) -> int:
+        """Called in place of training. Returns the exit code."""
+
+
+@dataclass
+class Facts:
+    """What the out-of-memory report is made of, as far as it is known by now."""
+
+    strategy: Strategy
+    engine: Engine | None = None
+    row_tokens: int | None = None  # of a training row
+    program_bytes: int = 0  # resident memory of the host before the model
+    parameters: int = 0  # of the whole model
+    copied: int = 0  # bytes of the copies that checkpoints are written from
+
+
+@dataclass(frozen=True)
+class Session:
+    """A launch whose configuration is resolved.
+
+    Args:
+        stored: the model that is evaluated, or answers; None: one is trained.
+    """
+
+    config: RunConfiguration
+    timeline: Timeline
+    watchdog: Watchdog
+    shutdown: ShutdownHandler
+    facts: Facts
+    stored: "StoredModel | None"
+    measurement: Measurement | None
+
+    @classmethod
+    def open(
+        cls,
+        task: str,
+        recipe: TaskRecipe,
+        timeline: Timeline,
+        watchdog: Watchdog,
+        stored: "StoredModel | None" = None,
+        measurement: Measurement | None = None,
+    ) -> "Session":
+        """Resolve the configuration, and see that the output folder is free.
+
+        Raises:
+            UserError: anything that can be found wrong before data is read.
+        """
+        config = resolve(task, recipe if stored is None else stored.recipe)
+        if config.strategy.layout.is_main:
+            config.folder.lock()
+        shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.told)
+        session = cls(config, timeline, watchdog, shutdown, Facts(config.strategy), stored, measurement)
+        explain_failures_with(session.explain)
+        watchdog.phase("data", patience=math.inf)
+        timeline.mark("checks")
+        return session
+
+    @property
+    def task(self) -> str:
+        return self.config.task
+
+    @property
+    def recipe(self) -> TaskRecipe:
+        return self.config.recipe
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.config.strategy
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.config.folder
+
+    @property
+    def is_main(self) -> bool:
+        return self.strategy.layout.is_main
+
+    def say(self, *lines: str) -> None:
+        say(*lines, main=self.is_main)
+
+    def with_strategy(self, strategy: Strategy, notes: Sequence[str] = ()) -> "Session":
+        """The same with another strategy, and further notes for the log."""
+        self.facts.strategy = strategy
+        return replace(self, config=replace(self.config, strategy=strategy, notes=(*self.config.notes, *notes)))
+
+    def model_configuration(self, auto_class: Any) -> Any:
+        """The configuration of the model, which the task needs an `auto_class` of transformers for.
+
+        Raises:
+            UserError: there is no such model, the strategy cannot split it, or it has too few positions.
+        """
+        config = check_model(self.task, self.recipe, self.strategy, auto_class)
+        return config if self.stored is None else self.stored.configuration(config)
+
+    def phase(self, name: str, update: int) -> None:
+        """Tell the watchdog where the loop is."""
+        self.watchdog.phase(name, update or None, patience=PATIENCE.get(name, 1.0))
+
+    def advise(self, copied: int | None = None) -> None:
+        """Tell the watchdog what would help from here on, should this rank be killed because memory ran out.
+
+        Args:
+            copied: bytes of the copies that checkpoints are written from, where there are some from now on.
+        """
+        known = self.facts
+        known.copied = known.copied if copied is None else copied
+        self.watchdog.advise(host_advice(self.recipe, known.strategy, known.engine, known.row_tokens,
+                                         parameters=known.parameters, copied=known.copied))  # fmt: skip
+
+    def explain(self, error: Exception) -> int | None:
+        """Tell of memory that ran out, and of a process that is gone; of any other error nothing is known here."""
+        phase, _ = self.watchdog.at
+        if self.measurement is not None and (code := self.measurement.explain(error, phase)) is not None:
+            return code
+        watchdog = self.watchdog
+        return explain_failure(
+            error, watchdog.at, MEETING.named, watchdog.waits_for, recipe=self.recipe, **vars(self.facts)
+        )

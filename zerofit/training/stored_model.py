@@ -1,0 +1,131 @@
+"""The stored model or adapter of a launch that trains nothing: found, read, and put onto its base."""
+
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from zerofit.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
+from zerofit.model.adapter_injection import inject_adapter
+from zerofit.model.folders import is_adapter, model_folder
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.inference_options import DATA_OPTIONS
+from zerofit.recipe.paths import answers_folder
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.run_folder import RunFolder, differences, read_yaml
+from zerofit.strategy.strategy import Strategy
+
+NAMED_WITH = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What is evaluated, or answers the records of a file.
+
+    Args:
+        recipe: it names the model that is loaded: of a run its model/, of an adapter its base.
+        asked_for: what --model_name_or_path says.
+        base: what is loaded: of an adapter its base.
+        adapter: None: the model is whole.
+        notes: for the log.
+    """
+
+    task: str
+    recipe: TaskRecipe
+    asked_for: str
+    base: str
+    adapter: AdapterFolder | None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, task: str, recipe: TaskRecipe) -> "StoredModel":
+        """See also that no training run's folder is written to.
+
+        Raises:
+            UserError: it would be; the model is an adapter without a base, or for another task.
+        """
+        recipe = recipe.draft()
+        asked_for = recipe.model_name_or_path
+        assert asked_for, "the recipe's own check"
+        if not (recipe.source("output_dir") or "").startswith("--"):
+            recipe.adopt("output_dir", answers_folder(task, recipe), "")
+        folder = RunFolder(recipe.output_dir or "")
+        refuse_a_training_run(folder)
+        if not recipe.overwrite_output_dir:
+            refuse_other_answers(folder, recipe)
+        adapter, name = None, model_folder(asked_for)
+        recipe.adopt("lora", is_adapter(name), "")
+        if recipe.lora:
+            adapter = open_adapter(name, "model_name_or_path")
+            kind = adapter.settings.get("task_type")
+            if kind not in (None, TASK_TYPES[task]):
+                tasks = {kind: task for task, kind in TASK_TYPES.items()}
+                raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{tasks[kind]}.py: use that")
+            if adapter.has_tokenizer and not recipe.tokenizer_name:
+                recipe.adopt("tokenizer_name", name, "the adapter")
+            name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]
+        recipe.adopt("model_name_or_path", name, "--model_name_or_path")
+        stored = cls(task, recipe, asked_for, name, adapter)
+        if recipe.evaluate_only and recipe.train_file:
+            stored.notes.append(
+                f"evaluated is what is held out of train_file ({recipe.validation_split_percentage:g} %); "
+                "--validation_file names data of its own"
+            )
+        if recipe.without_effect:
+            stored.notes.append(f"without effect, since nothing is trained: {', '.join(recipe.without_effect)}")
+        return stored
+
+    def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The configuration that the model was trained with, where the adapter changes that of its base."""
+        if self.adapter is not None:
+            where = f"model_name_or_path = {self.asked_for!r}"
+            config, notes = trained_config(self.adapter, config, where, self.base)
+            config.use_cache = False
+            self.notes.extend(notes)
+        return config
+
+    @property
+    def swapped_in(self) -> list[str]:
+        """Weights of the model that the adapter has and its base has not, or otherwise."""
+        return [name for name in self.adapter.shapes if "lora_" not in name] if self.adapter else []
+
+    def inject(self, model: PreTrainedModel, strategy: Strategy) -> None:
+        """Put the adapter onto its base.
+
+        Raises:
+            UserError: it was trained on a different base model, or weights of the model are nowhere.
+        """
+        if self.adapter is not None:
+            quantised = self.recipe.quantised is not None
+            self.notes.extend(inject_adapter(self.adapter, model, self.base, strategy, quantised))
+        lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
+        if lacking:
+            raise UserError(
+                f"model_name_or_path = {self.asked_for!r} has no weights for {name_some(lacking)}: it would answer at "
+                f"random. Name a model that was trained for {self.task}"
+            )
+
+    def describe(self, num_parameters: int) -> list[str]:
+        """For the log."""
+        base = f" on {self.base}" if self.adapter else ""
+        return [f"model     {self.asked_for}{base}: {num_parameters:,} parameters"]
+
+
+def refuse_a_training_run(folder: RunFolder) -> None:
+    """Raises UserError where a training run's record would be replaced."""
+    held = [name for name in ("model", "checkpoints") if (folder.path / name).exists()]
+    if held or folder.recorded() is not None:
+        raise UserError(
+            f"output_dir = {str(folder.path)!r} holds a training run, whose record would be replaced. Choose "
+            f"another --output_dir, or leave it out"
+        )
+
+
+def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
+    """The same model may be asked the same again; answers of another, or to other data, stay (UserError)."""
+    if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
+        return  # nothing was answered
+    asked = ("model_name_or_path", "predict_file", *DATA_OPTIONS)
+    recorded = read_yaml(folder.path / "recipe.yaml")
+    earlier = {name: value for name, value in recorded.items() if name in asked}
+    if differing := differences(recipe, 0, earlier):
+        folder.refuse_a_different_run(differing)

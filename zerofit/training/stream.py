@@ -1,0 +1,97 @@
+"""The training data as the loop takes it: this rank's micro-batches, update after update."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zerofit.data.collate import Batch
+from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader
+from zerofit.recipe.growth import Growth
+from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.devices import pins_memory
+from zerofit.strategy.engine import Engine
+from zerofit.training.length import RunLength
+from zerofit.training.task import Task
+
+
+class Totals(NamedTuple):
+    """Counts of a whole global batch."""
+
+    targets: float  # trained tokens (examples)
+    tokens: float  # without padding
+    positions: float  # tokens and padding
+
+    @classmethod
+    def sum(cls, replicas: Iterable[Sequence[float]]) -> "Totals":
+        return cls(*(sum(column) for column in zip(*replicas)))
+
+
+@dataclass(frozen=True)
+class UpdateBatches:
+    """This rank's micro-batches of one update."""
+
+    micro_batches: list[Batch]
+
+    @property
+    def samples(self) -> list[int]:
+        """The indices of the samples."""
+        return [index for batch in self.micro_batches for index in batch.samples]
+
+    @property
+    def counts(self) -> list[int]:
+        """Trained tokens, tokens and positions of this rank alone."""
+        counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.micro_batches)
+        return [sum(column) for column in zip(*counts)]
+
+
+class UpdateStream:
+    """The micro-batches of one update after another.
+
+    Args:
+        updates: updates that are done: the stream begins behind them.
+    """
+
+    def __init__(self, task: Task, engine: Engine, length: RunLength, updates: int):
+        self._micro_batches = micro_batches(task, engine, length, updates)
+        self._length, self._loaded = length, updates
+        self._prefetched: UpdateBatches | None = None
+
+    def next(self) -> UpdateBatches:
+        """The micro-batches of the next update."""
+        batches = self.prefetch()
+        assert batches is not None, "the loop ends with the last update"
+        self._prefetched = None
+        return batches
+
+    def prefetch(self) -> UpdateBatches | None:
+        """Load the micro-batches of the next update ahead; `next` gives them later. None after the last update."""
+        if self._prefetched is None and self._loaded < self._length.num_updates:
+            self._loaded += 1
+            accumulation = self._length.batches.accumulation_of(self._loaded)
+            self._prefetched = UpdateBatches([next(self._micro_batches) for _ in range(accumulation)])
+        return self._prefetched
+
+
+def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -> Iterator[Batch]:
+    """This rank's micro-batches after so many updates; ranks of one replica get the same."""
+    recipe, sizes, samples = task.recipe, length.batches, task.samples
+    groups = None
+    if task.grouping == "window" and samples.lengths is not None:
+        groups = LengthGroups(samples.lengths, sizes.global_batch)
+    sort_key = samples.sort_key if task.grouping != "none" else None
+    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups, task.easiest)
+    micro = MicroBatches(
+        order, length.total_samples, length.consumed(updates), sizes.micro_batch, sizes.accumulation,
+        engine.layout.data_size, engine.layout.data_rank, sort_key,
+        [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
+    )  # fmt: skip
+    pin = pins_memory(engine.device)
+    sampler = micro if task.lengths is None else Shortened(micro, _lengths(task.lengths, sizes, updates))
+    return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers or 0, pin))
+
+
+def _lengths(growth: Growth, sizes: BatchSizes, updates: int) -> Iterator[int]:
+    """The length of each micro-batch's samples, without end."""
+    for update in itertools.count(updates + 1):
+        yield from itertools.repeat(growth(update), sizes.accumulation_of(update))

@@ -1,0 +1,140 @@
+"""What is said of the model before a run, and at its end: what came of it, or why it stopped early."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from zerofit.checkpoint.manager import CheckpointManager
+from zerofit.checkpoint.run_state import RunState
+from zerofit.health.anomaly import Anomaly
+from zerofit.model.lora import Adapter
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.words import counted
+from zerofit.record.meters import ThroughputMeter
+from zerofit.record.metrics import EvaluationTime
+from zerofit.record.terminal import duration, rounded
+from zerofit.training.best_metric import BestMetricTracker
+from zerofit.training.run import Stop
+
+
+def about_the_model(
+    recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter: Adapter | None
+) -> list[str]:
+    """Lines for the log."""
+    origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
+    trained = "all" if num_trained == num_parameters else f"{num_trained:,} ({num_trained / num_parameters:.2%})"
+    lines = [f"model     {origin}: {num_parameters:,} parameters, {trained} trained"]
+    if adapter is not None:
+        lines.append(f"adapter   {adapter.note}")
+    if adapter is not None and not recipe.model_name_or_path:
+        lines.append(
+            "warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
+            "them: good for measuring only"
+        )
+    return lines
+
+
+def why_stopped(
+    stop: Stop, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
+) -> list[str]:
+    """What a person has to know of a run that stopped before its `num_updates` updates were made."""
+    by = f"stopped     by {stop.reason.text} after update {state.updates:,} of {num_updates:,}"
+    if stop.anomaly is not None:
+        return _after_anomaly(by, stop.anomaly, checkpoints.folder.anomalies.path, on_anomaly)
+    newest = next(checkpoints.directory.resumable(), None)
+    remedy = f"resumes from {newest}" if newest else "starts over"
+    if not checkpoints.saved_latest:
+        return [f"{by}, which could not be saved: the same command {remedy}"]
+    return [f"{by}: the same command resumes there"]
+
+
+def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> list[str]:
+    lines = [
+        f"{by}: update {anomaly.update}: {anomaly.reason}",
+        f"            its samples are in {file}; the weights are as they were before it",
+    ]
+    if on_anomaly == "stop":
+        return [
+            *lines,
+            "            The same command meets it again. To skip these samples add --on_anomaly skip (or rewind)",
+            "            Should the loss have gone wrong before it: start over with a lower "
+            "--learning_rate in another --output_dir",
+        ]
+    return [
+        *lines,
+        f"            --on_anomaly {on_anomaly} is no remedy any more: there were too many. "
+        "Start over with a lower --learning_rate in another --output_dir, or mend the data",
+    ]
+
+
+def compiled() -> str:
+    """How often torch.compile compiled, as torch counts it on this process."""
+    from torch._dynamo.utils import counters
+
+    number = counters["stats"]["unique_graphs"]
+    return f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
+
+
+def summary(
+    state: RunState,
+    made: int,
+    seconds: float,
+    throughput: ThroughputMeter,
+    saves: list[dict[str, Any]],
+    best: BestMetricTracker,
+    with_adapter: bool,
+    remarks: list[str],
+) -> list[str]:
+    """What came of a run that reached its end.
+
+    Args:
+        made: updates of this launch.
+        seconds: that it took.
+        saves: a record of each checkpoint.
+        remarks: what the task has to say of the held-out figures.
+    """
+    trained = seconds - sum(each.seconds for each in throughput.evaluations)
+    lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
+    if saves:
+        size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "blocked_s"))
+        number = counted(len(saves), "checkpoint")
+        lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
+    if with_adapter:
+        lines.append("frozen      weights are what they were, bit for bit")
+    loads_best = best.loads and best.best.update is not None
+    before, after = state.held_out_before, best.best.figures if loads_best else state.held_out
+    for name, value in after.items():
+        was = f"{before[name]:.4f} -> " if name in before else ""
+        lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
+    lines += remarks
+    if best.keeps and best.best.update is not None:
+        where = "checkpoints/best, and model/ is that one" if loads_best else "checkpoints/best; model/ is the last"
+        start = best.unbeaten_start(before)
+        tie = f", no better than before training ({start:.4f})" if start is not None else ""
+        lines.append(f"best        {best.metric} {best.best.value:.4f} at update {best.best.update:,}{tie} ({where})")
+    return lines
+
+
+def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
+    """For the log: the time that evaluations took, which is no time of training."""
+    if not evaluations:
+        return []
+    total, last = sum(each.seconds for each in evaluations), evaluations[-1]
+    times = f"{len(evaluations)} times in {duration(total)}, the last" if len(evaluations) > 1 else "once"
+    return [f"evaluated   {times} in {rounded(last.seconds)} s: {rounded(last.samples_per_s)} samples/s"]
+
+
+def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputMeter) -> str:
+    if not made:
+        return f"trained     {counted(state.updates, 'update')}, all of them before: there was nothing left to train"
+    tokens_per_s = throughput.typical()
+    flops_per_s = tokens_per_s * throughput.flops_per_token
+    mfu = f", MFU {flops_per_s / throughput.peak:.1%}" if throughput.peak else ""
+    padding = 1.0 - state.tokens / state.positions if state.positions else 0.0
+    padded = f", {padding:.1%} of all positions padding" if padding else ""
+    of_them = f" ({made:,} of them now)" if made != state.updates else ""
+    return (
+        f"trained     {counted(state.updates, 'update')}{of_them} in {duration(seconds)}, "
+        f"median {tokens_per_s:,.0f} tokens/s, "
+        f"{rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padded}"
+    )
