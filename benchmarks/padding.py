@@ -15,7 +15,7 @@ within a round: on a machine that others share, only they count.
 The rest follows from the lengths of the same samples and zerofit.data.order alone: the share of padding and what else
 depends on the window of LengthGroups, and the mean place of short and of long samples in an epoch.
 
-The tables are printed, kept with all figures as JSON, and set into docs/padding.md.
+The tables are printed, kept with all figures as JSON, and set into docs/measurements/padding.md.
 """
 
 import argparse
@@ -79,7 +79,7 @@ WAYS = {  # shown name: its options; the first is what the others are compared w
 }
 LAYOUTS = {"32 = 32 x 1": (32, 32), "64 = 16 x 4": (64, 16)}  # shown name: (global batch, micro-batch)
 WINDOWS = (1, 2, 4, 8, 16, 50)  # updates
-DOCUMENT = "docs/padding.md"
+DOCUMENT = "docs/measurements/padding.md"
 BLOCKS = ("speed", "environment", "places", "windows")  # fenced blocks of the document
 
 

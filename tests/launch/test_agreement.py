@@ -3,7 +3,7 @@
 Strategy pairs, launched for real with 2 CPU processes in fp32 from the same pretrained weights, against one process,
 for all three tasks. A core of the table runs every time; `-m "long or not long"` tries every pair with every case.
 Each run is launched once and all tests here read its record. The table that comes out is written to
-outputs/tests/agreement.md (a copy of the whole one lies in docs/agreement.md).
+outputs/tests/agreement.md (a copy of the whole one lies in docs/measurements/agreement.md).
 """
 
 import json

@@ -31,7 +31,7 @@ TOOLS = {
     ("verify",): VerifyOptions,
 }  # fmt: skip
 START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
-COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/loop-speed.md
+COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/measurements/loop-speed.md
 ENDS = {"&&", "||", "|", ";", ">", "2>"}
 
 

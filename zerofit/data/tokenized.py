@@ -22,7 +22,7 @@ class TokenizedDataset:
         self.scores: np.ndarray | None = None  # how difficult each is, where a column of the records says so
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
         # Rows of one update have sources of similar length. With targets considered too, some updates would have only
-        # short targets, and a token has more weight in an update with fewer tokens (docs/padding.md).
+        # short targets, and a token has more weight in an update with fewer tokens (docs/measurements/padding.md).
         self.lengths = counted[0]
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         self.truncated = np.asarray(table.with_format("numpy")["truncated"][:])
