@@ -17,7 +17,7 @@ FRAGMENTATION = 0.03
 # On a CPU, beyond what the process takes with its libraries imported (zerofit/tools/compare/trial.py): buffers of MKL,
 # and what is too small to be a tensor. Under DeepSpeed also the stacks of the three threads of its second gloo group,
 # 8 MiB each (pthread_create(3): as large as `ulimit -s` allows). Source: measured with models of two layers, 8 wide,
-# whose tensors take next to nothing (docs/plan.md).
+# whose tensors take next to nothing (docs/measurements/plan.md).
 CPU_PROGRAM_BYTES = 8 * 2**20
 CPU_DEEPSPEED_BYTES = 26 * 2**20
 
