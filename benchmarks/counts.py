@@ -1,6 +1,7 @@
 """Collectives, and what the host waits for, in an update under every strategy: counted on the simulated accelerator.
 
-    python benchmarks/counts.py                       # every pair, five launches each, into docs/measurements/counts.md: 10 minutes
+    python benchmarks/counts.py                       # every pair, five launches each, 10 minutes: the tables
+                                                      # of docs/measurements/counts.md
     python benchmarks/counts.py ddp zero3 --lines     # these, on the screen; with the line of code behind each wait
 
 Each launch trains a small Llama (under ep a Mixtral) in bf16, with 2 or 4 layers and 2 or 4 micro-batches an update.
@@ -25,7 +26,7 @@ from zerofit.strategy.pairs import CONFIGS
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 FOLDER = "COUNTS_FOLDER"  # set: this is a rank of a launch
-PAGE, TABLES = ROOT / "docs" / "measurements" / "counts.md", "## Collectives\n"  # from this heading on the page is ours
+PAGE, TABLES = ROOT / "docs" / "measurements" / "counts.md", "## Collectives\n"  # ours from here on
 SIZES = ((2, 2), (4, 2), (2, 4), (4, 4))  # layers, micro-batches
 COUNTED = 3  # the update
 PROCESSES = {"single": 1, "tp_zero2": 4, "tp_zero3": 4, "3d": 4, "zero3_hpz": 4}  # of others 2

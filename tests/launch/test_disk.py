@@ -11,7 +11,8 @@ from helpers import ROOT, launch, updates
 
 RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192,n_positions=64,resid_pdrop=0,"
        "embd_pdrop=0,attn_pdrop=0", "--train_file", ROOT / "docs" / "measurements" / "plan.md",
-       "--document_separator", "line", "--train_tokenizer_vocab_size", "400", "--block_size", "64", "--per_device_train_batch_size", "2",
+       "--document_separator", "line",
+       "--train_tokenizer_vocab_size", "400", "--block_size", "64", "--per_device_train_batch_size", "2",
        "--gradient_accumulation_steps", "2", "--max_train_steps", "6", "--save_steps", "3", "--learning_rate", "1e-3",
        "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
 

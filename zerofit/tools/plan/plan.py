@@ -7,8 +7,8 @@ r"""`zerofit plan`: what fits and how fast, predicted without a GPU, without dat
     zerofit plan --task clm --config_name gpt2-xl --precision bf16 --gpu a100-40gb --num_gpus 4 --batch_sizes 1,8
 
 One layer, the embedding, the head and the loss of the model that would be trained are traced with fake tensors; the
-states follow from the strategy pair as a run would resolve it. docs/measurements/plan.md says how well that agrees with
-runs.
+states follow from the strategy pair as a run would resolve it. docs/measurements/plan.md says how well that
+agrees with runs.
 """
 
 import json
