@@ -226,7 +226,7 @@ def test_mistakes_in_options(tmp_path, monkeypatch, capsys):
         assert said in refusal(main, list(flags))
     monkeypatch.chdir(tmp_path)
     assert find_strategies(["zero2"]) == {"zero2": ROOT / "accelerate_configs/zero2.yaml"}, "those of the tree"
-    monkeypatch.setattr("zerofit.strategy.pairs.ROOT", tmp_path)
+    monkeypatch.setattr("zerofit.recipe.places.PACKAGE", tmp_path / "zerofit")
     assert "Start it where the folder accelerate_configs/ is" in refusal(find_strategies, ["zero2"])
     (tmp_path / "own.yaml").write_text("distributed_type: NO\n")
     assert find_strategies(["own.yaml"]) == {"own.yaml": Path("own.yaml")}
