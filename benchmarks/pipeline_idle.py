@@ -5,7 +5,7 @@
 Each row is a launch of train/clm.py: a Llama of random weights (--shape), fp32, rows of 128, micro-batches of 8; the
 median time of its updates but the first two. A micro-batch takes t, the slope of a line through the times of updates
 of 1 to m micro-batches; of an update of T seconds the slower stage computes m t, and 1 - m t / T is idle. So the
-optimizer's step and the start of an update count as idle too. Writes the table of docs/strategies.md to
+optimizer's step and the start of an update count as idle too. Writes the table of docs/measurements/strategies.md to
 outputs/pipeline-idle.md.
 """
 

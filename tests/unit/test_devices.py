@@ -219,7 +219,7 @@ def casts_and_kept_bytes(layers: int, autocasts: bool) -> list[int]:
     ("autocasts", "of_a_layer"), [(True, [14, 20, 2313216, 973312]), (False, [4, 4, 786432, 718848])]
 )
 def test_what_bf16_costs_a_layer_with_weights_in_fp32_and_in_bf16(autocasts, of_a_layer):
-    """The table of docs/strategies.md."""
+    """The table of docs/measurements/strategies.md."""
     few, many = casts_and_kept_bytes(2, autocasts), casts_and_kept_bytes(6, autocasts)
     assert [(more - less) / 4 for less, more in zip(few, many)] == of_a_layer
 

@@ -67,7 +67,7 @@ def test_under_zero_3_a_layer_keeps_the_inputs_of_frozen_weights():
 
 
 def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
-    """docs/strategies.md: 68,288 of the 127,552 parameters; the last rank has one row of the vocabulary more."""
+    """docs/measurements/strategies.md: 68,288 of 127,552 parameters; the last rank has one row of the vocabulary more."""
     subject = subject_of(*GPT2)
     assert subject.weights.trained == 127_552
     assert subject.weights_of(SHARED).trained == 68_288 + 64
@@ -76,7 +76,7 @@ def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
 
 @pytest.mark.parametrize(("processes", "held"), [(2, 255_232), (4, 127_744)])
 def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
-    """docs/strategies.md; beside the moments the optimizer has counters, and pads nothing."""
+    """docs/measurements/strategies.md; beside the moments the optimizer has counters, and pads nothing."""
     states = fully_sharded_states(subject_of(*GPT2).weights, processes, torch.float32, True, reshards=True)
     assert states.weights == held
     assert states.optimizer == 2 * held
