@@ -375,15 +375,15 @@ class Predictor:
     """What `zerofit plan` predicts for a configuration."""
 
     def __init__(self, configuration: Configuration, on: str):
-        from zerofit.tools.plan.options import PlanOptions
+        from zerofit.estimate.planned_model import read_planned_model
+        from zerofit.tools.plan.plan_options import PlanOptions
         from zerofit.tools.plan.planner import Planner
         from zerofit.tools.plan.prediction import Budget
         from zerofit.tools.plan.resolve import resolve
-        from zerofit.tools.plan.subject import read_subject
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
-        subject = read_subject(options, configuration.task, on != "cpu")
+        subject = read_planned_model(options, configuration.task, on != "cpu")
         if on != "cpu":
             subject = replace(subject, cpu_kernels=True)
         budget = Budget(16 * GIB, None, configuration.processes, configuration.processes)
@@ -392,8 +392,8 @@ class Predictor:
 
     def peak(self, micro_batch: int):
         """The Peak, without the workspace that the simulated accelerator does not have."""
-        from zerofit.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
-        from zerofit.tools.plan.memory import WORKSPACE
+        from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
+        from zerofit.estimate.peak import WORKSPACE
 
         peak = self.planner.predict(self.resolved, micro_batch).peak
         if self.on == "cpu":

@@ -18,8 +18,8 @@ from zerofit.tools.doctor.doctor import read_options as read_doctor
 from zerofit.tools.generate.options import GenerateOptions
 from zerofit.tools.launch.launch import read_options
 from zerofit.tools.merge import MergeOptions
-from zerofit.tools.plan.options import DevicesOptions, PlanOptions
 from zerofit.tools.plan.plan import only_calibrates
+from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
 from zerofit.tools.verify.options import VerifyOptions

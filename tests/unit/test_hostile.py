@@ -23,7 +23,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.tools.doctor.doctor import read_options
-from zerofit.tools.plan.options import PlanOptions
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.metrics import _metric
 

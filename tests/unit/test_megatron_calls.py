@@ -13,7 +13,7 @@ from zerofit.tools.convert.megatron_args.calls import call_of
 from zerofit.tools.convert.megatron_args.convert import parameters_of
 from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from zerofit.tools.convert.megatron_args.searched import plan_lines
-from zerofit.tools.plan.options import PlanOptions
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 
 FLAGS = (

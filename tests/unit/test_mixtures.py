@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import PackedBlocks
 from zerofit.data.token_row import Documents
+from zerofit.estimate.operations import MATRIX
+from zerofit.estimate.planned_model import make_model
+from zerofit.estimate.planned_rows import Rows
+from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.model.configuration import load_configuration
 from zerofit.model.lora import check_expert_targets, split_targets
 from zerofit.model.loss import install_loss
 from zerofit.model.parameters import flops_per_token, true_shape
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.expert_parallel import check_experts, experts_of
-from zerofit.tools.plan.operations import MATRIX
-from zerofit.tools.plan.rows import Rows
-from zerofit.tools.plan.subject import make_model
-from zerofit.tools.plan.trace import Tracer, TraceSettings
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "max_position_embeddings": 64, "output_router_logits": True, "router_aux_loss_coef": 0.3,

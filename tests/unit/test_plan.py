@@ -8,15 +8,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from zerofit.cli import main
+from zerofit.estimate.every_nth import EveryNth
+from zerofit.estimate.model_states import deepspeed_states, torch_states
+from zerofit.estimate.peak import Moment, find_peak, pinned, training_moments
+from zerofit.estimate.planned_rows import Rows
+from zerofit.estimate.traced_steps import host_inputs, in_flight
+from zerofit.estimate.tracer import ATTENTION, TracedStep, Tracer, TraceSettings
+from zerofit.estimate.weights import Weight, Weights
 from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.plan import trace
-from zerofit.tools.plan.every_nth import EveryNth
-from zerofit.tools.plan.memory import Moment, find_peak, pinned, training_moments
-from zerofit.tools.plan.rows import Rows
-from zerofit.tools.plan.states import deepspeed_states, torch_states
-from zerofit.tools.plan.steps import host_inputs, in_flight
-from zerofit.tools.plan.trace import ATTENTION, Step, Tracer, TraceSettings
-from zerofit.tools.plan.weights import Weight, Weights
 
 MILLION = 10**6
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -112,7 +111,7 @@ def test_zero_1_leaves_a_large_gradient_of_another_rank_where_backward_made_it()
     most = [max(backward(states.engine(rank), "v1 v0 w2 w1 w0")) for rank in (0, 1)]
     bucket, kept, left = 4 * MILLION, (17_200_000, 17_600_000), 16 * MILLION
     assert most == [bucket + kept[0] + left + 4 * 4 * MILLION, bucket + kept[1] + 4 * 4 * MILLION]
-    steps = [Step("backward", "w", None, 0, 0, 0, 0, name) for name in ("v1", "v0", "w2", "w1", "w0")]
+    steps = [TracedStep("backward", "w", None, 0, 0, 0, 0, name) for name in ("v1", "v0", "w2", "w1", "w0")]
     peak = find_peak(states, [*training_moments(states, steps, 1)], 2, on_gpu=True)
     assert peak.components["gradients"] + peak.components["buffers"] == most[0]
 
@@ -246,7 +245,7 @@ def test_a_gpt2_layer_keeps_what_the_formula_says():
 def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     rows = Rows("clm", 48)
     composed = tracer(gpt2(5), rows, dtype=torch.bfloat16).steps(2)
-    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
     traced = tracer(gpt2(5), rows, dtype=torch.bfloat16)
     assert len(traced.model.transformer.h) == 5
     every = traced.steps(2)
@@ -263,7 +262,7 @@ def test_every_nth_layer_is_put_together_from_two_traces(monkeypatch):
     of = {which: tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=which) for which in (True, False)}
     composed = EveryNth(of[True], of[False], every).steps(2)
     full, none = (of[which].steps(2) for which in (True, False))
-    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
     traced = tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=every).steps(2)
     completed = [
         [(one.completed, one.place, one.start, one.rise, one.gradient) for one in steps if one.completed]
@@ -289,7 +288,7 @@ def test_selective_recomputation_is_traced():
 def test_an_evaluated_layer_keeps_nothing(monkeypatch):
     rows = Rows("clm", 48)
     composed = tracer(gpt2(5), rows, dtype=torch.bfloat16, evaluated=True).steps(2)
-    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
     every = tracer(gpt2(5), rows, dtype=torch.bfloat16, evaluated=True).steps(2)
     assert max(one.start + one.rise for one in composed) == max(one.start + one.rise for one in every)
 

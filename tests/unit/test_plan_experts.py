@@ -6,23 +6,23 @@ import pytest
 import torch
 from helpers import tiny_model
 
+from zerofit.estimate.exchanges import fully_sharded_exchanges
+from zerofit.estimate.fully_sharded import FullyShardedEngine, fully_sharded_states
+from zerofit.estimate.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
+from zerofit.estimate.planned_model import make_model
+from zerofit.estimate.planned_rows import Rows
+from zerofit.estimate.traced_experts import divide_experts, expert_names
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.tracer import Tracer, TraceSettings
+from zerofit.estimate.weights import Weight, Weights
 from zerofit.recipe.errors import UserError
-from zerofit.tools.plan.exchanges import fully_sharded_exchanges
-from zerofit.tools.plan.experts import divide_experts, expert_names
-from zerofit.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
-from zerofit.tools.plan.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
 from zerofit.tools.plan.plan import main
-from zerofit.tools.plan.rows import Rows
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.subject import make_model
-from zerofit.tools.plan.trace import Tracer, TraceSettings
-from zerofit.tools.plan.weights import Weight, Weights
 
 LAYERS, CHOICES, HIDDEN = 4, 2 * 16 * 3, 32  # of the model, and of two rows of 16 tokens
 EXPERTS = 4 * (96 * 32 + 32 * 48)  # elements of a layer
 
 
-def steps(experts: int, dtype: torch.dtype = torch.float32) -> list[Step]:
+def steps(experts: int, dtype: torch.dtype = torch.float32) -> list[TracedStep]:
     """Of a mixture with four experts, three of them for each token."""
     shape = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = tiny_model("mixtral", **shape, num_hidden_layers=LAYERS, num_experts_per_tok=3, num_experts=4).config
@@ -44,7 +44,7 @@ def steps(experts: int, dtype: torch.dtype = torch.float32) -> list[Step]:
 def test_every_choice_travels_and_comes_back(dtype):
     whole, divided = steps(0, dtype), steps(2, dtype)
 
-    def operations(passes: list[Step], kind: str) -> list:
+    def operations(passes: list[TracedStep], kind: str) -> list:
         return [one for step in passes for one in step.operations if one.kind == kind]
 
     assert not operations(whole, ALL_TO_ALL)
@@ -86,8 +86,8 @@ def weights() -> Weights:
 DIVIDED = frozenset({"layers.0.experts"})
 
 
-def at(phase: str, layer: int | None = None) -> Step:
-    return Step(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
+def at(phase: str, layer: int | None = None) -> TracedStep:
+    return TracedStep(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("width", [2, 4])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from zerofit.tools.plan.fully_sharded import FullyShardedEngine, fully_sharded_states
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.weights import Weight, Weights
+from zerofit.estimate.fully_sharded import FullyShardedEngine, fully_sharded_states
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.weights import Weight, Weights
 
 ENDS, LAYER = 4 * 80, 4 * 48  # bytes of the weights in no block, and of a block's
 
@@ -15,8 +15,8 @@ def weights(rows: int = 6) -> Weights:
     return Weights((Weight("embed", 80, rows=10), *layers), ("layers",))
 
 
-def at(phase: str, layer: int | None = None) -> Step:
-    return Step(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
+def at(phase: str, layer: int | None = None) -> TracedStep:
+    return TracedStep(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
 
 
 def test_two_blocks_are_there_at_once_and_a_flat_copy_of_one():

@@ -10,12 +10,12 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from zerofit.tools.plan.coordinator import KnownPass, Rules
-from zerofit.tools.plan.gathered import Gathered
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.trace import linear_of_zero_3
-from zerofit.tools.plan.visits import Visit, watch_modules
-from zerofit.tools.plan.weights import Weight, Weights
+from zerofit.estimate.module_visits import Visit, watch_modules
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.tracer import linear_of_zero_3
+from zerofit.estimate.weights import Weight, Weights
+from zerofit.estimate.zero3_coordinator import FetchRules, KnownPass
+from zerofit.estimate.zero3_weights import Gathered
 
 NUM_LAYERS = 4
 
@@ -106,7 +106,9 @@ class Met:
         return []
 
 
-def deepspeed_passes(visits: list[Visit], sizes: dict[str, int], rules: Rules, checked: bool, monkeypatch) -> list:
+def deepspeed_passes(
+    visits: list[Visit], sizes: dict[str, int], rules: FetchRules, checked: bool, monkeypatch
+) -> list:
     """After each visit of a late pass, what DeepSpeed has fetched: (names there, names on their way)."""
     monkeypatch.setattr(deepspeed_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None)
     monkeypatch.setattr(deepspeed_coordinator, "print_rank_0", lambda *args, **kwargs: None)
@@ -141,7 +143,7 @@ def deepspeed_passes(visits: list[Visit], sizes: dict[str, int], rules: Rules, c
 @pytest.mark.parametrize(("ahead", "live", "reuse"), [(1, 10**9, 10**9), (300, 700, 10**9), (600, 10**9, 300)])
 def test_the_same_weights_are_there_as_with_deepspeed(checked, ahead, live, reuse, monkeypatch):
     model = Model()
-    visits, sizes, rules = visited(model), sizes_of(model), Rules(64, ahead, live, reuse, 2, False)
+    visits, sizes, rules = visited(model), sizes_of(model), FetchRules(64, ahead, live, reuse, 2, False)
     found = deepspeed_passes(visits, sizes, rules, checked, monkeypatch)
     remembered = {}
     if checked:
@@ -175,7 +177,7 @@ def held(
     weights = Weights(tuple(Weight(name, size) for name, size in sizes_of(model).items()), ("layers",))
     common = {"stage": 3, "stage3_param_persistence_threshold": 64, "stage3_prefetch_bucket_size": 0}
     gathered = Gathered(weights, DeepSpeedZeroConfig(**common | settings), 4, 2, keeps, offloads)
-    steps = [Step("forward" if visit.forward else "backward", "", None, 0, 0, 0, 0, visit=visit)
+    steps = [TracedStep("forward" if visit.forward else "backward", "", None, 0, 0, 0, 0, visit=visit)
              for visit in visited(model, efficient)]  # fmt: skip
     return gathered.follow(steps)
 

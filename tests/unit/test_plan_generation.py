@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from zerofit.estimate.generation_cache import cache_of
 from zerofit.recipe.tasks import Seq2SeqRecipe
-from zerofit.tools.plan.generation import cache_of
 from zerofit.tools.plan.plan import main
 
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "encoder_attention_heads": 4,

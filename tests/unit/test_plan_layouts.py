@@ -9,13 +9,13 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT, tiny_model
 
 from zerofit.cli import main
+from zerofit.estimate.fully_sharded import fully_sharded_states
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
+from zerofit.estimate.pipeline_stages import Stage, stages_of
+from zerofit.estimate.planned_model import PlannedModel, read_planned_model
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.fully_sharded import fully_sharded_states
 from zerofit.tools.plan.layouts import Degrees, possible_degrees, read_pair
-from zerofit.tools.plan.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
-from zerofit.tools.plan.options import PlanOptions
-from zerofit.tools.plan.stages import Stage, stages_of
-from zerofit.tools.plan.subject import Subject, read_subject
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 
 GPT2 = ["--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,vocab_size=301,"
@@ -30,12 +30,12 @@ def zero(stage: int) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(stage=stage)
 
 
-def subject_of(*flags: str) -> Subject:
+def subject_of(*flags: str) -> PlannedModel:
     options, _ = read_with_recipe(PlanOptions, [*COMMON, *flags], "test")
-    return read_subject(options, "clm", on_gpu=True)
+    return read_planned_model(options, "clm", on_gpu=True)
 
 
-def steps_of(subject: Subject, layout: ParallelLayout, batch_size: int = 2):
+def steps_of(subject: PlannedModel, layout: ParallelLayout, batch_size: int = 2):
     return subject.tracer("fp32", zero(2), layout).steps(batch_size)
 
 

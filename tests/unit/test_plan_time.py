@@ -15,13 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
-from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.plan import calibration, measure, parallel, trace, trace_cache
-from zerofit.tools.plan.calibration import Calibration, cpu_name, key_name, read_calibration
-from zerofit.tools.plan.device_speeds import device_speeds
-from zerofit.tools.plan.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
-from zerofit.tools.plan.links import Exchange, Links, MeasuredLinks
-from zerofit.tools.plan.operations import (
+from zerofit.estimate import calibration, trace_cache
+from zerofit.estimate.calibration import Calibration, cpu_name, key_name, read_calibration
+from zerofit.estimate.device_speeds import device_speeds
+from zerofit.estimate.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
+from zerofit.estimate.links import Exchange, Links, MeasuredLinks
+from zerofit.estimate.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ATTENTION,
@@ -32,14 +31,17 @@ from zerofit.tools.plan.operations import (
     Operation,
     operation_of,
 )
-from zerofit.tools.plan.rows import Rows
-from zerofit.tools.plan.speeds import Curve, Speeds
-from zerofit.tools.plan.time_constants import HOST_STEP
-from zerofit.tools.plan.trace import ATTENTION as TRACED
-from zerofit.tools.plan.trace import Tracer, TraceSettings
-from zerofit.tools.plan.trace_cache import TraceCache, Traces
-from zerofit.tools.plan.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
-from zerofit.tools.plan.weights import Weight, Weights
+from zerofit.estimate.planned_rows import Rows
+from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.time_constants import HOST_STEP
+from zerofit.estimate.trace_cache import TraceCache, Traces
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.tracer import ATTENTION as TRACED
+from zerofit.estimate.tracer import Tracer, TraceSettings
+from zerofit.estimate.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
+from zerofit.estimate.weights import Weight, Weights
+from zerofit.strategy.gpu_table import GPUS
+from zerofit.tools.plan import measure, parallel
 
 MILLION, GIGA = 10**6, 1e9
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
@@ -93,7 +95,7 @@ def config_of(layers: int) -> GPT2Config:
                       resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
 
 
-def traced_steps(layers: int, batch_size: int = 2) -> list[trace.Step]:
+def traced_steps(layers: int, batch_size: int = 2) -> list[TracedStep]:
     config, rows = config_of(layers), Rows("clm", 48, loss_kind="full")
     with torch.device("meta"):
         full = AutoModelForCausalLM.from_config(config)
@@ -106,7 +108,7 @@ def traced_steps(layers: int, batch_size: int = 2) -> list[trace.Step]:
     return Tracer(config, full, build, rows, TraceSettings(torch.float32, None, False, loss="full")).steps(batch_size)
 
 
-def flops_of(steps: list[trace.Step], kind: str) -> int:
+def flops_of(steps: list[TracedStep], kind: str) -> int:
     return sum(one.flops for step in steps for one in step.operations if one.kind == kind)
 
 
@@ -120,7 +122,7 @@ def test_traced_products_are_those_of_a_real_pass():
 
 def test_two_traced_layers_stand_for_any_number(monkeypatch):
     composed = traced_steps(5)
-    monkeypatch.setattr(trace, "TRACED_LAYERS", 5)
+    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
     whole = traced_steps(5)
     for kind in (MATRIX, ATTENTION, MEMORY):
         assert flops_of(composed, kind) == flops_of(whole, kind)

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import _RECOMPUTE, checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BlenderbotConfig, T5Config
 from transformers.models.deberta_v2 import DebertaV2Config
 
+from zerofit.estimate.every_nth import first_layers
 from zerofit.model import recomputation
 from zerofit.model.kept_results import keeping_contexts
 from zerofit.model.recomputation import _policy, enable_recomputation
 from zerofit.model.stages import keep_stage
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import UserError
-from zerofit.tools.plan.every_nth import first_layers
 
 aten = torch.ops.aten
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]

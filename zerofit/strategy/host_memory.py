@@ -2,6 +2,7 @@
 imported here, and psutil in one function: the watchdog (zerofit/health/watchdog_process.py) is to stay small."""
 
 import os
+import platform
 
 GIB = 2**30
 
@@ -9,6 +10,13 @@ GIB = 2**30
 def usable_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor of this machine."""
+    lines = read("/proc/cpuinfo").splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def read(path: str) -> str:

@@ -106,20 +106,20 @@ def _peaks_of(
     """Peaks by size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
     from dataclasses import replace
 
-    from zerofit.tools.plan.constants import CUBLAS_WORKSPACE_BYTES
-    from zerofit.tools.plan.lengths import LengthPlanner
-    from zerofit.tools.plan.options import PlanOptions
+    from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
+    from zerofit.estimate.planned_model import read_planned_model
+    from zerofit.tools.plan.length_planner import LengthPlanner
+    from zerofit.tools.plan.plan_options import PlanOptions
     from zerofit.tools.plan.planner import Planner
     from zerofit.tools.plan.prediction import Budget
     from zerofit.tools.plan.resolve import resolve
-    from zerofit.tools.plan.subject import read_subject
     from zerofit.tools.tool_recipe import read_with_recipe
 
     kind, ranks = request["kind"], request["num_processes"]
     recipe = ["--task", request["task"], "--config", request["recipe"], *flags]
     options, _ = read_with_recipe(PlanOptions, [*recipe, "--strategies", config, "--gpu_memory", "1GiB"], "guess")
     subject = replace(
-        read_subject(options, request["task"], kind != "cpu"), cpu_kernels=not request["has_gpu_kernels"]
+        read_planned_model(options, request["task"], kind != "cpu"), cpu_kernels=not request["has_gpu_kernels"]
     )
     planner = Planner(options, subject, Budget(request["limit"], None, ranks, ranks))
     resolved = resolve(config, options, subject, ranks, ranks)

@@ -21,7 +21,7 @@ def code_hash() -> str:
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        if name not in NOT_MEASURED_WITH and not name.startswith(("tools/verify/", "tools/plan/")):
+        if name not in NOT_MEASURED_WITH and not name.startswith(("tools/verify/", "tools/plan/", "estimate/")):
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -149,9 +149,9 @@ class Examination:
         """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
         import transformers
 
+        from zerofit.estimate.planned_model import TASKS as AUTO_CLASSES
         from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
         from zerofit.tools.doctor.size_up import model_of
-        from zerofit.tools.plan.subject import TASKS as AUTO_CLASSES
         from zerofit.training.configuration import check_model
 
         recipe = self.recipe.draft()

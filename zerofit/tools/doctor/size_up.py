@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.estimate.memory_constants import MASTER_BYTES
+from zerofit.estimate.planned_model import PlannedModel, read_planned_model
+from zerofit.estimate.planned_strategy import plan_strategy
 from zerofit.strategy.strategy import Strategy
-from zerofit.tools.plan.constants import MASTER_BYTES
-from zerofit.tools.plan.resolve import resolved
-from zerofit.tools.plan.subject import Subject, read_subject
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sizes:
     checkpoint: int
 
 
-def model_of(recipe: Any, task: str, on_gpu: bool) -> Subject:
+def model_of(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     """The model of a recipe, without weights.
 
     Raises:
@@ -33,13 +33,13 @@ def model_of(recipe: Any, task: str, on_gpu: bool) -> Subject:
     """
     recipe = recipe.draft()
     recipe.architecture = None  # an option of plan
-    return read_subject(recipe, task, on_gpu)
+    return read_planned_model(recipe, task, on_gpu)
 
 
-def size_up(subject: Subject, strategy: Strategy) -> Sizes:
+def size_up(subject: PlannedModel, strategy: Strategy) -> Sizes:
     """The model under a strategy, on one process."""
     recipe, on_gpu = subject.recipe, subject.on_gpu
-    states = resolved(strategy.name, strategy, subject).states(subject, strategy.batches.accumulation > 1)
+    states = plan_strategy(strategy.name, strategy, subject).states(subject, strategy.batches.accumulation > 1)
     state = states.weights + states.optimizer + max(states.gradients, states.step.get("gradients", 0))
     weights = subject.weights
     return Sizes(

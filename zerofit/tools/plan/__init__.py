@@ -1,1 +1,1 @@
-"""`zerofit plan`: what fits and how large a batch, predicted before there is a machine."""
+"""`zerofit plan`: the search over batches and layouts, and its table."""

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from zerofit.estimate.calibration import VERSION, Calibration, cpu_name
+from zerofit.estimate.operations import ALL_REDUCE, MATRIX, MEMORY
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import rounded, say
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import SLICE, gpu_of
 from zerofit.strategy.gpus import num_devices
-from zerofit.tools.plan.calibration import VERSION, Calibration, cpu_name
-from zerofit.tools.plan.operations import ALL_REDUCE, MATRIX, MEMORY
 
 LIMIT_S = 400  # it takes 20 to 40 on an idle machine
 

@@ -42,7 +42,7 @@ def labelled(strategy: str, degrees: Degrees) -> str:
 
 
 @dataclass(frozen=True)
-class Pair:
+class StrategyPair:
     """An accelerate YAML and its DeepSpeed JSON, as they stand in their files.
 
     Attributes:
@@ -62,7 +62,7 @@ class Pair:
                  "pipeline": _of_section(config.get(PIPELINE), "stages")}  # fmt: skip
         return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
 
-    def with_degrees(self, degrees: Degrees) -> "Pair":
+    def with_degrees(self, degrees: Degrees) -> "StrategyPair":
         """The same with these degrees, in place of those that it has."""
         if degrees == self.degrees:
             return self
@@ -82,7 +82,7 @@ class Pair:
         yaml_file.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
-def read_pair(name: str) -> Pair:
+def read_pair(name: str) -> StrategyPair:
     """A pair by its name in accelerate_configs/, or by its .yaml file.
 
     Raises:
@@ -92,7 +92,7 @@ def read_pair(name: str) -> Pair:
     content = read_yaml(source) or {}
     named = (content.get("deepspeed_config") or {}).get(FILE)
     if not named:
-        return Pair(source, content, None, None)
+        return StrategyPair(source, content, None, None)
     json_file = _find_json(named, source)
     try:
         config = parse_json(json_file.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def read_pair(name: str) -> Pair:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{json_file}: expected an object with DeepSpeed's settings, as JSON")
-    return Pair(source, content, config, json_file)
+    return StrategyPair(source, content, config, json_file)
 
 
 def _find_json(name: str, source: Path) -> Path:
@@ -116,7 +116,9 @@ def _of_section(section: Any, key: str) -> Any:
     return section.get(key) if isinstance(section, dict) else None
 
 
-def possible_degrees(name: str, pair: Pair, num_ranks: int, local_ranks: int, num_layers: int) -> list[Degrees]:
+def possible_degrees(
+    name: str, pair: StrategyPair, num_ranks: int, local_ranks: int, num_layers: int
+) -> list[Degrees]:
     """The degrees to plan a pair with. A .yaml file is planned as it is.
 
     Args:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from zerofit.strategy.devices import synchronise, use_threads_of_share
-from zerofit.tools.plan.calibration import key_name
-from zerofit.tools.plan.operations import (
+from zerofit.estimate.calibration import key_name
+from zerofit.estimate.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ATTENTION,
@@ -27,6 +26,7 @@ from zerofit.tools.plan.operations import (
     RANDOM,
     REDUCE_SCATTER,
 )
+from zerofit.strategy.devices import synchronise, use_threads_of_share
 
 SECONDS = 0.1  # of each measurement
 LEAST = 3  # repetitions

@@ -11,25 +11,25 @@ from typing import Any
 
 import torch
 
+from zerofit.estimate.planned_model import PlannedModel
 from zerofit.strategy.host_memory import usable_cores
-from zerofit.tools.plan.prediction import Outcome
-from zerofit.tools.plan.subject import Subject
+from zerofit.tools.plan.prediction import LayoutOutcome
 
 
-def find_all(subject: Subject, outcomes: list[Outcome], find_one: Callable[[Outcome], None]) -> None:
+def find_all(subject: PlannedModel, outcomes: list[LayoutOutcome], find_one: Callable[[LayoutOutcome], None]) -> None:
     """Find what each layout holds, or why it holds nothing.
 
     Layouts that share traces stay together in their order: nothing is traced twice, and the predictions are the same
     on any number of cores.
     """
-    shares: dict[Any, list[Outcome]] = {}
+    shares: dict[Any, list[LayoutOutcome]] = {}
     for outcome in outcomes:
         if not outcome.refused:
             about = outcome.resolved
             key = subject.trace_settings(about.precision, about.sharding, about.layout)
             shares.setdefault(key, []).append(outcome)
 
-    def find(share: list[Outcome]) -> list[tuple]:
+    def find(share: list[LayoutOutcome]) -> list[tuple]:
         for outcome in share:
             find_one(outcome)
         return [(outcome.predictions, outcome.refused) for outcome in share]

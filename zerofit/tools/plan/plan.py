@@ -16,6 +16,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from zerofit.estimate.device_speeds import STAND_IN, device_speeds, stand_in_speeds
+from zerofit.estimate.memory_constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
+from zerofit.estimate.planned_model import PlannedModel, read_planned_model
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
@@ -27,19 +32,14 @@ from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.lengths import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
-from zerofit.tools.plan.constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
-from zerofit.tools.plan.device_speeds import STAND_IN, device_speeds, stand_in_speeds
 from zerofit.tools.plan.layouts import Degrees, read_pair
-from zerofit.tools.plan.lengths import LengthPlanner
-from zerofit.tools.plan.options import DevicesOptions, PlanOptions
+from zerofit.tools.plan.length_planner import LengthPlanner
 from zerofit.tools.plan.parallel import find_all
+from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
+from zerofit.tools.plan.plan_remedies import find_remedies
+from zerofit.tools.plan.plan_report import PlanReport, wrapped
 from zerofit.tools.plan.planner import Planner
-from zerofit.tools.plan.prediction import Budget, Outcome
-from zerofit.tools.plan.remedies import find_remedies
-from zerofit.tools.plan.report import Report, wrapped
-from zerofit.tools.plan.resolve import Resolved
-from zerofit.tools.plan.subject import Subject, read_subject
-from zerofit.tools.plan.timing import Timing
+from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import write_pairs
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
     if options.calibrate:
         _calibrate(options)
-    subject = read_subject(options, options.task, on_gpu)
+    subject = read_planned_model(options, options.task, on_gpu)
     planner = Planner(options, subject, budget)
     check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
     outcomes = [one for name in names for one in planner.layouts(name, check)]
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
     remedies = {} if lengths else find_remedies(planner, outcomes, check)
-    report = Report(outcomes, planner, remedies, lengths, bool(options.sizes))
+    report = PlanReport(outcomes, planner, remedies, lengths, bool(options.sizes))
     scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
     found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":
@@ -135,7 +135,7 @@ def _calibrate(options: DevicesOptions) -> None:
     calibrate(local if options.source("num_gpus") else num_devices() or 2)
 
 
-def _reasons(outcomes: list[Outcome]) -> list[str]:
+def _reasons(outcomes: list[LayoutOutcome]) -> list[str]:
     """Why nothing is possible: each reason once, with the strategies that have it."""
     reasons: dict[str, list[str]] = {}
     for outcome in outcomes:
@@ -153,7 +153,7 @@ def usual_pairs(num_gpus: int) -> list[str]:
 
 
 def _timing(
-    options: PlanOptions, subject: Subject, budget: Budget, gpu: Gpu | None, halves: set[bool]
+    options: PlanOptions, subject: PlannedModel, budget: Budget, gpu: Gpu | None, halves: set[bool]
 ) -> tuple[Timing, str]:
     """(the time of updates, what it rests on).
 
@@ -168,10 +168,10 @@ def _timing(
             known = f"not known of {options.gpu} in fp32"
         speeds, links = stand_in_speeds(options)
         known = f"{known} (ranked as on {STAND_IN.name})"
-    return Timing(subject, budget, speeds, links, options.mean_length, is_known), known
+    return Timing(subject, budget.gpus_per_node, speeds, links, options.mean_length, is_known), known
 
 
-def _objection(resolved: Resolved, gpu: Gpu | None, on_gpu: bool) -> str:
+def _objection(resolved: PlannedStrategy, gpu: Gpu | None, on_gpu: bool) -> str:
     """Why a strategy cannot run on this device; empty if it can."""
     if resolved.precision == "bf16" and gpu is not None and not gpu.has_bf16:
         return f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"

@@ -3,25 +3,26 @@
 from collections.abc import Callable
 from functools import cached_property, partial
 
-from zerofit.recipe.errors import UserError
-from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.constants import (
+from zerofit.estimate.generation_cache import KeyValueCache, cache_of
+from zerofit.estimate.memory_constants import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
     MASTER_BYTES,
 )
-from zerofit.tools.plan.generation import Cache, cache_of
+from zerofit.estimate.peak import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
+from zerofit.estimate.pipeline_stages import Stage
+from zerofit.estimate.planned_model import DTYPES, PlannedModel
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.estimate.timing import Timing
+from zerofit.estimate.traced_steps import host_inputs
+from zerofit.recipe.errors import UserError
+from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.layouts import possible_degrees, read_pair
-from zerofit.tools.plan.memory import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
-from zerofit.tools.plan.prediction import Budget, Outcome, Prediction, Speed
-from zerofit.tools.plan.resolve import Resolved, resolve_with
-from zerofit.tools.plan.search import search
-from zerofit.tools.plan.stages import Stage
-from zerofit.tools.plan.steps import host_inputs
-from zerofit.tools.plan.subject import DTYPES, Subject
-from zerofit.tools.plan.timing import Timing
+from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
+from zerofit.tools.plan.resolve import resolve_with
+from zerofit.tools.plan.size_search import search
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 
@@ -33,10 +34,10 @@ class Planner:
         timing: None: memory is predicted, and no time.
     """
 
-    def __init__(self, recipe, subject: Subject, budget: Budget, timing: Timing | None = None):
+    def __init__(self, recipe, subject: PlannedModel, budget: Budget, timing: Timing | None = None):
         self.recipe, self.subject, self.budget, self.timing = recipe, subject, budget, timing
 
-    def layouts(self, name: str, check: Callable[[Resolved], str]) -> list[Outcome]:
+    def layouts(self, name: str, check: Callable[[PlannedStrategy], str]) -> list[LayoutOutcome]:
         """Those that a strategy can have, without predictions.
 
         Args:
@@ -46,7 +47,7 @@ class Planner:
         outcomes = []
         tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.subject.num_layers)
         for degrees in tried:
-            outcome = Outcome(name, degrees)
+            outcome = LayoutOutcome(name, degrees)
             outcomes.append(outcome)
             try:
                 outcome.resolved = resolve_with(
@@ -57,7 +58,7 @@ class Planner:
             outcome.refused = outcome.refused or check(outcome.resolved)
         return outcomes
 
-    def find(self, outcome: Outcome, sizes: list[int] | None, max_batch_size: int) -> None:
+    def find(self, outcome: LayoutOutcome, sizes: list[int] | None, max_batch_size: int) -> None:
         """Add the predictions of the named micro-batches, or of the largest that fits and the fastest; or why there
         are none."""
         replicas = outcome.resolved.layout.data_size
@@ -71,7 +72,7 @@ class Planner:
             outcome.predictions = search(candidates, predict, self.budget.device)
             self._add_fastest(outcome, candidates)
 
-    def predict(self, resolved: Resolved, micro_batch: int) -> Prediction:
+    def predict(self, resolved: PlannedStrategy, micro_batch: int) -> Prediction:
         """One micro-batch under one strategy."""
         layout = resolved.layout
         accumulation = self.accumulation(micro_batch, layout.data_size)
@@ -87,7 +88,7 @@ class Planner:
             self.subject.rows.length, self._speed(resolved, micro_batch),
         )  # fmt: skip
 
-    def _peak(self, resolved: Resolved, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
+    def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
         subject, layout = self.subject, resolved.layout
         states = resolved.states(subject, accumulation > 1, stage)
         about = resolved.precision, resolved.sharding, layout, stage
@@ -115,10 +116,10 @@ class Planner:
         return self._cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
 
     @cached_property
-    def _cache(self) -> Cache:
+    def _cache(self) -> KeyValueCache:
         return cache_of(self.subject.full)
 
-    def _speed(self, resolved: Resolved, micro_batch: int) -> Speed | None:
+    def _speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
         if self.timing is None:
             return None
         accumulation = self.accumulation(micro_batch, resolved.layout.data_size)
@@ -176,7 +177,7 @@ class Planner:
 
     # ---------------------------------------------------------------------------------------------------------- search
 
-    def _add_fastest(self, outcome: Outcome, candidates: list[int]) -> None:
+    def _add_fastest(self, outcome: LayoutOutcome, candidates: list[int]) -> None:
         """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
         those of sizes that were traced; so where all sizes accumulate alike, one of those is the fastest."""
         if outcome.largest is None or outcome.largest.speed is None or self._total is None:
@@ -194,7 +195,7 @@ class Planner:
                 return
 
 
-def _program_on_cpu(resolved: Resolved) -> int:
+def _program_on_cpu(resolved: PlannedStrategy) -> int:
     """Bytes of a process of the CPU beside its tensors, as constants.py has them."""
     if resolved.zero is None:
         return CPU_PROGRAM_BYTES

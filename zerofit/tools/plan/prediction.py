@@ -3,11 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zerofit.estimate.peak import Peak
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.estimate.timing import UpdateSpeed
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.layouts import Degrees, labelled
-from zerofit.tools.plan.memory import Peak
-from zerofit.tools.plan.resolve import Resolved
-from zerofit.tools.plan.update_time import UpdateTime
 
 
 @dataclass(frozen=True)
@@ -30,31 +30,6 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The time of an update.
-
-    Attributes:
-        tokens_per_s: of all replicas, padding not counted.
-        mfu: the model's FLOPs of these tokens over the peak of all devices; None where the peak is not known.
-        is_known: it is the device's; else another device's, which only ranks layouts.
-    """
-
-    time: UpdateTime
-    tokens_per_s: float
-    mfu: float | None
-    is_known: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "seconds_per_update": self.time.seconds,
-            "seconds": self.time.parts,
-            "bound": self.time.bound,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
-        }
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A micro-batch under a strategy; sizes in bytes, of the process that needs most.
 
@@ -74,7 +49,7 @@ class Prediction:
     fits: bool
     lacking: int  # bytes, of device or host; 0 where it fits
     length: int  # tokens of a row; of pairs, of a source
-    speed: Speed | None = None
+    speed: UpdateSpeed | None = None
 
     @property
     def degrees(self) -> Degrees:
@@ -130,7 +105,7 @@ class Prediction:
 
 
 @dataclass
-class Outcome:
+class LayoutOutcome:
     """What was found of one strategy in one layout.
 
     Attributes:
@@ -143,7 +118,7 @@ class Outcome:
 
     strategy: str
     degrees: Degrees = field(default_factory=Degrees)
-    resolved: Resolved | None = None
+    resolved: PlannedStrategy | None = None
     predictions: list[Prediction] = field(default_factory=list)
     refused: str = ""
 

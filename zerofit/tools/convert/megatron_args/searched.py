@@ -8,7 +8,7 @@ from zerofit.tools.convert.megatron_args.calls import Call
 from zerofit.tools.convert.megatron_args.ledger import Ledger
 from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, read_machines
 from zerofit.tools.convert.megatron_args.schedule import Converted, carry
-from zerofit.tools.plan.options import MEMORY_VARIABLE
+from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
 
 CHOSEN = (*DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
 EXAMPLE = "a100-80gb"  # where nobody names the GPU

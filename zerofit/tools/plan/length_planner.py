@@ -2,12 +2,12 @@
 
 from functools import partial
 
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.estimate.timing import Timing
 from zerofit.tools.lengths import micro_batch_of
 from zerofit.tools.plan.planner import Planner
-from zerofit.tools.plan.prediction import Outcome, Prediction
-from zerofit.tools.plan.resolve import Resolved
-from zerofit.tools.plan.search import search
-from zerofit.tools.plan.timing import Timing
+from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
+from zerofit.tools.plan.size_search import search
 
 
 class LengthPlanner:
@@ -22,7 +22,7 @@ class LengthPlanner:
         self.planner, self.lengths, self.micro_batch = planner, lengths, micro_batch_of(planner.recipe)
         self._planners: dict[int, Planner] = {}
 
-    def find(self, outcome: Outcome) -> None:
+    def find(self, outcome: LayoutOutcome) -> None:
         """Add the predictions that the search needed, or why there are none."""
         resolved, sizes = outcome.resolved, [self.micro_batch]
         if not self.planner.possible(sizes, resolved.layout.data_size):
@@ -30,11 +30,13 @@ class LengthPlanner:
             return
         outcome.predictions = search(self.lengths, partial(self.predict, resolved), self.planner.budget.device)
 
-    def predict(self, resolved: Resolved, length: int) -> Prediction:
+    def predict(self, resolved: PlannedStrategy, length: int) -> Prediction:
         """One length under one strategy."""
         if length not in self._planners:
             subject, timing = self.planner.subject.with_length(length), self.planner.timing
             budget = self.planner.budget
-            timing = timing and Timing(subject, budget, timing.speeds, timing.links, None, timing.is_known)
+            timing = timing and Timing(
+                subject, budget.gpus_per_node, timing.speeds, timing.links, None, timing.is_known
+            )
             self._planners[length] = Planner(self.planner.recipe, subject, budget, timing)
         return self._planners[length].predict(resolved, self.micro_batch)

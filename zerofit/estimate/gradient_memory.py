@@ -7,12 +7,12 @@ zerofit/strategy/torch_engine.py. All sizes are in bytes of one process.
 
 from typing import Any
 
-from zerofit.tools.plan.constants import MASTER_BYTES, NORM_BYTES
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.weights import FlatGroup, Weights, kept_by_rank
+from zerofit.estimate.memory_constants import MASTER_BYTES, NORM_BYTES
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.weights import FlatGroup, Weights, kept_by_rank
 
 
-class Engine:
+class GradientMemory:
     """Gradients as a single process has them: backward makes them, and later micro-batches are added to them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Engine:
         if first:
             self.gradients = 0
 
-    def enter(self, step: Step) -> int:
+    def enter(self, step: TracedStep) -> int:
         """A step of the pass begins. Returns the most that is held at a moment meanwhile."""
         return self.held
 
@@ -60,14 +60,14 @@ class Engine:
         return self.held
 
 
-class DistributedEngine(Engine):
+class DdpGradients(GradientMemory):
     """DDP: the buckets of all gradients are there all the time, and gradients are views of them."""
 
     def begin(self, first, last):
         self.first, self.gradients = False, self.width * sum(self.sizes.values())
 
 
-class BucketEngine(Engine):
+class BucketGradients(GradientMemory):
     """Gradients that are collected in a bucket and exchanged when the next one does not fit into it."""
 
     def __init__(self, weights: Weights, zero: Any, width: int, offloads: bool):
@@ -96,7 +96,7 @@ class BucketEngine(Engine):
         self.bucket, self.elements = [], 0
 
 
-class FlatEngine(BucketEngine):
+class Zero12Gradients(BucketGradients):
     """ZeRO-1 and 2, on one rank."""
 
     def __init__(self, weights: Weights, zero: Any, groups: list[FlatGroup], rank: int, width: int, offloads: bool):
@@ -185,7 +185,7 @@ class FlatEngine(BucketEngine):
         return most
 
 
-class ShardedEngine(BucketEngine):
+class Zero3Gradients(BucketGradients):
     """ZeRO-3. Shards of gradients, and a bucket's buffer, are among the states."""
 
     def __init__(self, weights: Weights, zero: Any, world_size: int, width: int, offloads: bool):

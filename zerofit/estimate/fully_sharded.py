@@ -11,11 +11,11 @@ _fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; ze
 
 from dataclasses import dataclass
 
-from zerofit.tools.plan.constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
-from zerofit.tools.plan.engines import Engine
-from zerofit.tools.plan.states import States
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.weights import Place, Weight, Weights
+from zerofit.estimate.gradient_memory import GradientMemory
+from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
+from zerofit.estimate.model_states import States
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.weights import Place, Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def fully_sharded_states(
     )  # fmt: skip
 
 
-class FullyShardedEngine(Engine):
+class FullyShardedEngine(GradientMemory):
     """FSDP2's groups, on one rank."""
 
     def __init__(
@@ -103,7 +103,7 @@ class FullyShardedEngine(Engine):
         self.completed: dict[Place | None, int] = {}  # gradients that are not reduced yet
         self.place, self.backward = None, False
 
-    def enter(self, step: Step) -> int:
+    def enter(self, step: TracedStep) -> int:
         backward, most = step.phase == "backward", self.held
         place = step.place if step.place in self.groups else None
         if not self.here:  # the pass begins

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zerofit.estimate.allocations import AllocationTracker, Segment
+from zerofit.estimate.cuda_casts import CudaCasts, run_backward
+from zerofit.estimate.module_visits import watch_modules
+from zerofit.estimate.planned_rows import Rows, make_inputs
+from zerofit.estimate.trace_cache import TraceCache, Traces
+from zerofit.estimate.traced_experts import tokens_exchanged
+from zerofit.estimate.traced_shares import Collectives, rows_split
+from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.strategy.grid import replaced
 from zerofit.strategy.offloaded_inputs import offload_inputs
-from zerofit.tools.plan.casts import CudaCasts, run_backward
-from zerofit.tools.plan.experts import tokens_exchanged
-from zerofit.tools.plan.ledger import Ledger, Segment
-from zerofit.tools.plan.rows import Rows, make_inputs
-from zerofit.tools.plan.shared import Collectives, rows_split
-from zerofit.tools.plan.steps import Step, compose, extrapolate
-from zerofit.tools.plan.trace_cache import TraceCache, Traces
-from zerofit.tools.plan.visits import watch_modules
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
@@ -106,12 +106,12 @@ class Tracer:
         self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings,
         cache: TraceCache | None = None,
     ):  # fmt: skip
-        self.elsewhere: Elsewhere | None = None
+        self.elsewhere: FakeHostStore | None = None
         self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
         self.cache, self.kept = cache, cache.read() if cache else Traces()
         if not self.kept.segments:
             self.kept.stacks, self.kept.largest = stacks_of(self.model, full), self._largest_traced()
-        self._steps: dict[tuple[int, int | None], list[Step]] = {}
+        self._steps: dict[tuple[int, int | None], list[TracedStep]] = {}
 
     @functools.cached_property
     def mode(self) -> FakeTensorMode:
@@ -129,7 +129,7 @@ class Tracer:
             drops = self.settings.gpu_kernels and any(getattr(self.config, name, 0) for name in ATTENTION_DROPOUTS)
             enable_recomputation(model, self.settings.recomputed, is_traced=True, keeps_attention=not drops)
             if self.settings.offloaded:
-                self.elsewhere = Elsewhere()
+                self.elsewhere = FakeHostStore()
                 offload_inputs(model, self.elsewhere)
         return model
 
@@ -141,7 +141,7 @@ class Tracer:
     def largest_traced(self) -> int:
         return self.kept.largest
 
-    def steps(self, batch_size: int, layers: int | None = None) -> list[Step]:
+    def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
         """The passes of the full model on `batch_size` rows, segment by segment; with `layers`, of one with so many
         layers in each stack."""
         key = batch_size, layers
@@ -182,7 +182,7 @@ class Tracer:
 
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
-        ledger = Ledger(rounding=512 if self.settings.on_gpu else 1, thin_masks=self.settings.on_gpu)
+        ledger = AllocationTracker(rounding=512 if self.settings.on_gpu else 1, thin_masks=self.settings.on_gpu)
         with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
@@ -218,7 +218,7 @@ class Tracer:
         return torch.autocast("cpu", self.settings.autocast)
 
     @contextlib.contextmanager
-    def _as_it_will_run(self, ledger: Ledger) -> Iterator[None]:
+    def _as_it_will_run(self, ledger: AllocationTracker) -> Iterator[None]:
         """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its way of multiplying in the loss
         and the casts of its autocast. Experts are multiplied by an operator of transformers that has a shape for fake
         tensors of every dtype: what each of them gets is no matter, all of them together get every choice."""
@@ -238,7 +238,7 @@ class Tracer:
             yield
 
 
-class Elsewhere:
+class FakeHostStore:
     """The host's memory: what is offloaded there leaves the device at once (in_flight in steps.py has the rest).
 
     Attributes:
@@ -262,7 +262,7 @@ class Elsewhere:
 class Borders:
     """Tells a ledger where a layer begins, in the forward and in the backward pass."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: AllocationTracker):
         self.ledger, self.backward = ledger, False
 
     def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list:

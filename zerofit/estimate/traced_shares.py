@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import distributed
 
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy.grid import replaced
-from zerofit.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Operation
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerofit.tools.plan.operations import Operation, operation_of
-from zerofit.tools.plan.visits import Visit
+from zerofit.estimate.module_visits import Visit
+from zerofit.estimate.operations import Operation, operation_of
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Segment:
         return self.peak - self.start
 
 
-class Ledger(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Follows every storage that an operation makes, from its first tensor to the release of its last one.
 
     Args:

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import transformers
 
+from zerofit.estimate.allocations import Segment
+from zerofit.estimate.module_visits import Visit
+from zerofit.estimate.operations import EXCHANGES, KINDS, Operation
 from zerofit.recipe.cache import cache_root
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
-from zerofit.tools.plan.ledger import Segment
-from zerofit.tools.plan.operations import EXCHANGES, KINDS, Operation
-from zerofit.tools.plan.visits import Visit
 
-TRAIN = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 TRACED_CODE = (  # whose change may change a trace
     "model/**/*.py", "strategy/expert_parallel.py", "strategy/offloaded_inputs.py", "strategy/sequence.py",
-    "tools/plan/*.py",
+    "estimate/*.py",
 )  # fmt: skip
 
 
@@ -122,6 +122,6 @@ def model_key(recipe: Any, config: Any) -> tuple:
 def _code() -> str:
     digest = hashlib.sha256()
     for pattern in TRACED_CODE:
-        for file in sorted(TRAIN.glob(pattern)):
+        for file in sorted(PACKAGE.glob(pattern)):
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zerofit.estimate.links import MeasuredLinks
+from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.time_constants import CONTENTION, CONTENTION_CPU
 from zerofit.recipe.cache import cache_root
-from zerofit.record.environment import cpu_model
-from zerofit.strategy.host_memory import usable_cores
-from zerofit.tools.plan.links import MeasuredLinks
-from zerofit.tools.plan.speeds import Curve, Speeds
-from zerofit.tools.plan.time_constants import CONTENTION, CONTENTION_CPU
+from zerofit.strategy.host_memory import cpu_model, usable_cores
 
 VERSION = 1
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerofit.tools.plan.constants import (
+from zerofit.estimate.gradient_memory import GradientMemory
+from zerofit.estimate.memory_constants import (
     CPU_PROGRAM_BYTES,
     CUBLAS_WORKSPACE_BYTES,
     CUDA_CONTEXT_BYTES,
     FRAGMENTATION,
     NCCL_BYTES,
 )
-from zerofit.tools.plan.engines import Engine
-from zerofit.tools.plan.states import States
-from zerofit.tools.plan.steps import Step
+from zerofit.estimate.model_states import States
+from zerofit.estimate.traced_steps import TracedStep
 
 ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
 
@@ -93,7 +93,7 @@ def find_peak(
 
 
 def training_moments(
-    states: States, training: list[Step], accumulation: int, in_flight: InFlight | None = None
+    states: States, training: list[TracedStep], accumulation: int, in_flight: InFlight | None = None
 ) -> Iterator[Moment]:
     """
     Args:
@@ -107,7 +107,7 @@ def training_moments(
 
 
 def evaluation_moments(
-    states: States, training: list[Step], evaluation: list[Step], generated: dict[str, int]
+    states: States, training: list[TracedStep], evaluation: list[TracedStep], generated: dict[str, int]
 ) -> Iterator[Moment]:
     """They are the same on every rank.
 
@@ -141,7 +141,7 @@ def _held(states: States) -> dict[str, int]:
 
 
 def _passes(
-    states: States, engine: Engine, training: list[Step], accumulation: int, in_flight: InFlight | None
+    states: States, engine: GradientMemory, training: list[TracedStep], accumulation: int, in_flight: InFlight | None
 ) -> Iterator[Moment]:
     """The moments of a rank's passes."""
     held = _held(states)
@@ -156,7 +156,7 @@ def _passes(
         yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
 
 
-def _others(in_flight: InFlight | None, training: list[Step], accumulation: int, number: int) -> dict[str, int]:
+def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation: int, number: int) -> dict[str, int]:
     """What a pipeline's stage holds for micro-batches other than the one that is in its backward pass."""
     if in_flight is None:
         return {}
@@ -165,7 +165,7 @@ def _others(in_flight: InFlight | None, training: list[Step], accumulation: int,
     return {ACTIVATIONS: others * kept + in_flight.received, "buffers": in_flight.buffers}
 
 
-def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Moment:
+def _largest_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Moment:
     """The moment of a forward and backward pass at which most is held beside the states."""
     most, largest, gathered = -1, None, 0
     for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
@@ -188,12 +188,16 @@ def _largest_of_pass(states: States, engine: Engine, steps: list[Step]) -> Momen
     return _moment(*largest)
 
 
-def _gathered(states: States, training: list[Step], evaluation: list[Step] | None = None) -> list[tuple[int, int]]:
+def _gathered(
+    states: States, training: list[TracedStep], evaluation: list[TracedStep] | None = None
+) -> list[tuple[int, int]]:
     steps = training if evaluation is None else evaluation
     return states.gathered.follow(training, evaluation) if states.gathered else [(0, 0)] * len(steps)
 
 
-def _moment(step: Step, at_hand: int, gathered: int, gradients: int, buffers: int, alive: int, rise: int) -> Moment:
+def _moment(
+    step: TracedStep, at_hand: int, gathered: int, gradients: int, buffers: int, alive: int, rise: int
+) -> Moment:
     """`at_hand`: weights that ZeRO-3 has gathered; what follows is the engine's."""
     in_loss = step.phase == "loss"
     head = min(step.head, alive)

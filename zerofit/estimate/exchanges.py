@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.tools.plan.constants import NORM_BYTES
-from zerofit.tools.plan.links import Exchange
-from zerofit.tools.plan.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from zerofit.tools.plan.states import offload_device
-from zerofit.tools.plan.time_constants import ADAM_BYTES, DISK_BYTES, MOVED_BYTES
-from zerofit.tools.plan.weights import Weights
+from zerofit.estimate.links import Exchange
+from zerofit.estimate.memory_constants import NORM_BYTES
+from zerofit.estimate.model_states import offload_device
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from zerofit.estimate.time_constants import ADAM_BYTES, DISK_BYTES, MOVED_BYTES
+from zerofit.estimate.weights import Weights
 
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zerofit.estimate.operations import EXCHANGES
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.weights import Weights, number_of
 from zerofit.model.families.family import StagePlan
 from zerofit.model.stages import cut_layers
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.operations import EXCHANGES
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.weights import Weights, number_of
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str)
 
 
 def steps_of_stage(
-    steps: list[Step], stage: Stage, weights: Weights, hidden: int, width: int, embedded: int = 0
-) -> list[Step]:
+    steps: list[TracedStep], stage: Stage, weights: Weights, hidden: int, width: int, embedded: int = 0
+) -> list[TracedStep]:
     """The passes of a micro-batch through a stage.
 
     What a stage receives stands where the embedding's output would; so does what is made of positions and masks.
@@ -89,7 +89,7 @@ def steps_of_stage(
         embedded: bytes of the embedding's output where layers keep parts of it: the model's code holds it until its
             forward pass ends.
     """
-    found: list[Step] = []
+    found: list[TracedStep] = []
     live, first_place = 0, None
     for at, step in enumerate(steps):
         in_head = step.phase == "loss" or step.name == "backward of after"
@@ -117,7 +117,7 @@ def steps_of_stage(
     return found
 
 
-def _tied_table(steps: list[Step], weights: Weights) -> str:
+def _tied_table(steps: list[TracedStep], weights: Weights) -> str:
     """The weight that head and embedding have in common: the one of the stage that the embedding's backward pass
     would complete; empty: there is none."""
     names = [step.completed for step in steps if step.name == "backward of before" and step.completed]

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from zerofit.tools.plan.exchanges import Exchanges
-from zerofit.tools.plan.links import Exchange
-from zerofit.tools.plan.operations import EXCHANGES, Operation
-from zerofit.tools.plan.speeds import Speeds
-from zerofit.tools.plan.steps import Step, host_inputs
-from zerofit.tools.plan.time_constants import DISK, HOST_STEP
+from zerofit.estimate.exchanges import Exchanges
+from zerofit.estimate.links import Exchange
+from zerofit.estimate.operations import EXCHANGES, Operation
+from zerofit.estimate.speeds import Speeds
+from zerofit.estimate.time_constants import DISK, HOST_STEP
+from zerofit.estimate.traced_steps import TracedStep, host_inputs
 
 STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
     "starting operations", "communication", "optimizer step", "host", "pipeline bubble",
@@ -59,7 +59,7 @@ class UpdateTime:
 
 
 def pass_time(
-    steps: list[Step], speeds: Speeds, exchanged: Callable[[Operation], float] = lambda operation: 0.0
+    steps: list[TracedStep], speeds: Speeds, exchanged: Callable[[Operation], float] = lambda operation: 0.0
 ) -> PassTime:
     """Sum up the operations of the passes. Where starting one takes longer than its work, that is what counts.
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from zerofit.model.configuration import usable_positions
 from zerofit.record.terminal import rounded, size, table
+from zerofit.tools.plan.plan_remedies import PlanRemedy
 from zerofit.tools.plan.planner import Planner
-from zerofit.tools.plan.prediction import Outcome, Prediction
-from zerofit.tools.plan.remedies import Remedy
+from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
 DAY_S = 86400
 _TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours")
@@ -25,7 +25,7 @@ def wrapped(text: str, width: int | None, indent: int) -> str:
 
 
 @dataclass
-class Report:
+class PlanReport:
     """Everything that was found.
 
     Attributes:
@@ -34,9 +34,9 @@ class Report:
         is_named: the user named the micro-batches, and hears of each that does not fit.
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[LayoutOutcome]
     planner: Planner
-    remedies: dict[str, list[Remedy]]
+    remedies: dict[str, list[PlanRemedy]]
     lengths: list[int] | None = None
     is_named: bool = False
 

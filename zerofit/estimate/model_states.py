@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.tools.plan.constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
-from zerofit.tools.plan.engines import DistributedEngine, Engine, FlatEngine, ShardedEngine
-from zerofit.tools.plan.gathered import Gathered
-from zerofit.tools.plan.weights import FlatGroup, Weights, kept_by_rank
+from zerofit.estimate.gradient_memory import DdpGradients, GradientMemory, Zero3Gradients, Zero12Gradients
+from zerofit.estimate.memory_constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
+from zerofit.estimate.weights import FlatGroup, Weights, kept_by_rank
+from zerofit.estimate.zero3_weights import Gathered
 
 MOST_FOLLOWED = 8  # ranks
 
@@ -35,7 +35,7 @@ class States:
 
     weights: int
     optimizer: int
-    engine: Callable[[int], Engine]
+    engine: Callable[[int], GradientMemory]
     ranks: tuple[int, ...] = (0,)
     gradients: int = 0
     buffers: int = 0
@@ -53,7 +53,7 @@ def torch_states(
     width = trained_dtype.itemsize
     held = width * weights.trained + weights.frozen_bytes(frozen_dtype)
     taken = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
-    kind = DistributedEngine if world_size > 1 else Engine
+    kind = DdpGradients if world_size > 1 else GradientMemory
     return States(
         weights=held,
         optimizer=weights.state_bytes(optim),
@@ -89,7 +89,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     common = {
         "weights": held,
         "load": held,
-        "engine": lambda rank: FlatEngine(weights, zero, groups, rank, width, offloads),
+        "engine": lambda rank: Zero12Gradients(weights, zero, groups, rank, width, offloads),
         "ranks": ranks,
     }
     if offloads:
@@ -100,7 +100,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
         }
         return States(optimizer=0, buffers=width * weights.largest, host=host, **common)
     kept = width * all_kept[ranks[0]]  # grads_in_partition
-    # Step by step: norms in fp64; each group's gradients flat, and again in fp32.
+    # TracedStep by step: norms in fp64; each group's gradients flat, and again in fp32.
     slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == ranks[0]]
     moments = [NORM_BYTES * max(slices, default=0)]
     moments += [width * one + (MASTER_BYTES * one if width != MASTER_BYTES else 0) for one in shards]
@@ -145,7 +145,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     return States(
         weights=width * (persistent + copied + (0 if offloads_weights else shard)),
         optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
-        engine=lambda rank: ShardedEngine(weights, zero, world_size, width, offloads),
+        engine=lambda rank: Zero3Gradients(weights, zero, world_size, width, offloads),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
         gathered=Gathered(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,

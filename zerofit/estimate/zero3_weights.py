@@ -13,10 +13,10 @@ import functools
 import itertools
 from typing import Any
 
-from zerofit.tools.plan.coordinator import KnownPass, Rules
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.visits import Visit
-from zerofit.tools.plan.weights import Weights
+from zerofit.estimate.module_visits import Visit
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.weights import Weights
+from zerofit.estimate.zero3_coordinator import FetchRules, KnownPass
 
 Visits = tuple[Visit | None, ...]  # that steps begin with
 
@@ -33,12 +33,12 @@ class Gathered:
         self.width, self.keeps = width, keeps
         self.sizes = tuple((weight.name, weight.size) for weight in weights.all)
         self.frozen = frozenset(weight.name for weight in weights.all if not weight.trained)
-        self.rules = Rules(
+        self.rules = FetchRules(
             int(zero.param_persistence_threshold), int(zero.prefetch_bucket_size), int(zero.max_live_parameters),
             int(zero.max_reuse_distance), world_size, offloads,
         )  # fmt: skip
 
-    def follow(self, training: list[Step], evaluation: list[Step] | None = None) -> list[tuple[int, int]]:
+    def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
         """For each step of a pass: (the most bytes at the visit that it begins with, bytes after that).
 
         Args:
@@ -52,7 +52,7 @@ class Gathered:
 
 @functools.lru_cache(maxsize=64)
 def _held(
-    known: Visits, visits: Visits, sizes: tuple, frozen: frozenset[str], rules: Rules, keeps: bool,
+    known: Visits, visits: Visits, sizes: tuple, frozen: frozenset[str], rules: FetchRules, keeps: bool,
     width: int,
 ) -> list[tuple[int, int]]:  # fmt: skip
     sizes, order, remembered = dict(sizes), [visit for visit in known if visit], {}

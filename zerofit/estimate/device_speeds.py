@@ -3,12 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
-from zerofit.tools.plan.calibration import cpu_name, read_calibration
-from zerofit.tools.plan.links import Links, MeasuredLinks
-from zerofit.tools.plan.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
-from zerofit.tools.plan.speeds import Curve, Speeds
-from zerofit.tools.plan.time_constants import (
+from zerofit.estimate.calibration import cpu_name, read_calibration
+from zerofit.estimate.links import Links, MeasuredLinks
+from zerofit.estimate.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
+from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.time_constants import (
     ATTENTION_OF_PEAK,
     ATTENTION_OF_PEAK_NEWER,
     BEST_OF_PEAK,
@@ -23,6 +22,7 @@ from zerofit.tools.plan.time_constants import (
     OF_PCIE,
     OPERATION_S,
 )
+from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
 
 CALIBRATE = "zerofit plan --calibrate"
 OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerofit.tools.plan.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from zerofit.tools.plan.speeds import Curve
-from zerofit.tools.plan.time_constants import (
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from zerofit.estimate.speeds import Curve
+from zerofit.estimate.time_constants import (
     BASE_S,
     HOP_S,
     LL_OF_BANDWIDTH,

@@ -2,20 +2,46 @@
 
 import bisect
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from zerofit.estimate.exchanges import Exchanges, deepspeed_exchanges, fully_sharded_exchanges, torch_exchanges
+from zerofit.estimate.fully_sharded import FullyShards
+from zerofit.estimate.links import Exchange, Links, MeasuredLinks
+from zerofit.estimate.operations import ALL_GATHER, Operation
+from zerofit.estimate.pipeline_stages import Stage
+from zerofit.estimate.planned_model import DTYPES, PlannedModel
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.estimate.speeds import Speeds
+from zerofit.estimate.tracer import Tracer
+from zerofit.estimate.update_time import PassTime, UpdateTime, pass_time, update_time
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.exchanges import Exchanges, deepspeed_exchanges, fully_sharded_exchanges, torch_exchanges
-from zerofit.tools.plan.fully_sharded import FullyShards
-from zerofit.tools.plan.links import Exchange, Links, MeasuredLinks
-from zerofit.tools.plan.operations import ALL_GATHER, Operation
-from zerofit.tools.plan.prediction import Budget, Speed
-from zerofit.tools.plan.resolve import Resolved
-from zerofit.tools.plan.speeds import Speeds
-from zerofit.tools.plan.stages import Stage
-from zerofit.tools.plan.subject import DTYPES, Subject
-from zerofit.tools.plan.trace import Tracer
-from zerofit.tools.plan.update_time import PassTime, pass_time, update_time
+
+
+@dataclass(frozen=True)
+class UpdateSpeed:
+    """The time of an update.
+
+    Attributes:
+        tokens_per_s: of all replicas, padding not counted.
+        mfu: the model's FLOPs of these tokens over the peak of all devices; None where the peak is not known.
+        is_known: it is the device's; else another device's, which only ranks layouts.
+    """
+
+    time: UpdateTime
+    tokens_per_s: float
+    mfu: float | None
+    is_known: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds_per_update": self.time.seconds,
+            "seconds": self.time.parts,
+            "bound": self.time.bound,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+        }
 
 
 class Timing:
@@ -28,16 +54,16 @@ class Timing:
     """
 
     def __init__(
-        self, subject: Subject, budget: Budget, speeds: Speeds | None, links: Links | MeasuredLinks | None,
+        self, subject: PlannedModel, gpus_per_node: int, speeds: Speeds | None, links: Links | MeasuredLinks | None,
         mean_length: float | None, is_known: bool = True,
     ):  # fmt: skip
-        self.subject, self.budget, self.speeds, self.links = subject, budget, speeds, links
+        self.subject, self.gpus_per_node, self.speeds, self.links = subject, gpus_per_node, speeds, links
         self.rows = subject.rows.shortened(mean_length) if mean_length else subject.rows
         self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
 
-    def predict(self, resolved: Resolved, micro_batch: int, accumulation: int) -> Speed | None:
+    def predict(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int) -> UpdateSpeed | None:
         """The speed of an update; None where it is not known."""
         half = resolved.precision != "fp32"
         layout = resolved.layout
@@ -47,21 +73,21 @@ class Timing:
         passes = self.passes(resolved, micro_batch)
         time = update_time(
             passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation,
-            layout.shard_size, max(1, self.budget.gpus_per_node // layout.tensor), half, layout.pipeline,
+            layout.shard_size, max(1, self.gpus_per_node // layout.tensor), half, layout.pipeline,
             self._handed_over(layout, self.subject.hidden_bytes(resolved.precision, layout, micro_batch), half),
         )  # fmt: skip
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
         mfu = tokens_per_s * self.flops_per_token / (peak * world_size) if peak else None
-        return Speed(time, tokens_per_s, mfu, self.is_known)
+        return UpdateSpeed(time, tokens_per_s, mfu, self.is_known)
 
-    def passes(self, resolved: Resolved, micro_batch: int) -> PassTime:
+    def passes(self, resolved: PlannedStrategy, micro_batch: int) -> PassTime:
         """Of the whole model, or of the stage that takes longest: the others wait for it."""
         stages = self.subject.stages(resolved.layout)
         times = (self._passes_of(resolved, micro_batch, stage) for stage in stages)
         return max(times, key=lambda one: one.forward + one.backward)
 
-    def _passes_of(self, resolved: Resolved, micro_batch: int, stage: Stage) -> PassTime:
+    def _passes_of(self, resolved: PlannedStrategy, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
         about = resolved.precision, resolved.sharding, resolved.layout
         tracer = self.subject.tracer(*about, rows=self.rows)
@@ -90,11 +116,11 @@ class Timing:
         """Seconds in which a stage sends hidden states of so many bytes to the next one."""
         if layout.pipeline == 1:
             return 0.0
-        far = layout.world_size > self.budget.gpus_per_node  # some stage has its next one there, and all wait for it
+        far = layout.world_size > self.gpus_per_node  # some stage has its next one there, and all wait for it
         both = Exchange(ALL_GATHER, 2 * hidden, 1, half)  # of two processes: each sends half of it
         return self.links.seconds(both, 2, 1 if far else 2)
 
-    def _exchanged(self, resolved: Resolved) -> Callable[[Operation], float]:
+    def _exchanged(self, resolved: PlannedStrategy) -> Callable[[Operation], float]:
         """Seconds of a collective of the ranks that share layers or rows, which stand side by side, or experts: these
         are all ranks."""
         layout = resolved.layout
@@ -102,11 +128,11 @@ class Timing:
 
         def seconds(operation: Operation) -> float:
             exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)
-            return self.links.seconds(exchange, together, self.budget.gpus_per_node)
+            return self.links.seconds(exchange, together, self.gpus_per_node)
 
         return seconds
 
-    def exchanges(self, resolved: Resolved, accumulates: bool) -> Exchanges:
+    def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
         weights, world_size = self.subject.weights_of(resolved.layout), resolved.layout.shard_size
         if isinstance(resolved.sharding, FullyShards):
             width = DTYPES[resolved.precision].itemsize

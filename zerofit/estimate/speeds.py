@@ -4,7 +4,7 @@ import bisect
 import math
 from dataclasses import dataclass, field
 
-from zerofit.tools.plan.operations import BY_FLOPS, MATRIX, MEMORY, Operation
+from zerofit.estimate.operations import BY_FLOPS, MATRIX, MEMORY, Operation
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zerofit.tools.plan.ledger import Segment
-from zerofit.tools.plan.operations import Operation
-from zerofit.tools.plan.visits import Visit
+from zerofit.estimate.allocations import Segment
+from zerofit.estimate.module_visits import Visit
+from zerofit.estimate.operations import Operation
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are complete."""
 
     phase: str
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     offloaded: int = 0  # bytes that leave for the host
 
 
-def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
+def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]:
     """The passes of the full model: the last layer that was traced of each stack is repeated.
 
     Args:
@@ -53,7 +53,7 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[Step]:
             for segment, computed in zip(run, operations):
                 end = live + segment.delta
                 steps.append(
-                    Step(phase, name, place, live, segment.rise, end, head, in_full(segment.completed),
+                    TracedStep(phase, name, place, live, segment.rise, end, head, in_full(segment.completed),
                          segment.gradient, computed, _visit(segment.visit, in_full), segment.offloaded)
                 )  # fmt: skip
                 if is_last_of_forward or name == "backward of after":
@@ -96,7 +96,9 @@ def _visit(visit: Visit | None, in_full: Callable[[str], str]) -> Visit | None:
     return Visit(in_full(f"{module}.")[:-1], enters, forward, *(tuple(map(in_full, names)) for names in named))
 
 
-def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second: int, batch_size: int) -> list[Step]:
+def extrapolate(
+    first: list[TracedStep], at_first: int, second: list[TracedStep], at_second: int, batch_size: int
+) -> list[TracedStep]:
     """The steps of a larger batch, on the line through those of two smaller ones."""
     part = (batch_size - at_second) / (at_second - at_first)
 
@@ -110,7 +112,7 @@ def extrapolate(first: list[Step], at_first: int, second: list[Step], at_second:
     ]  # fmt: skip
 
 
-def in_flight(steps: list[Step]) -> list[Step]:
+def in_flight(steps: list[TracedStep]) -> list[TracedStep]:
     """The steps with what is on the device although it was offloaded: the newest input, which is not copied, and the
     one before it, until the next one comes (DeepSpeed 0.19, offload_activations.py). That of the layer at work is
     there in any case."""
@@ -126,6 +128,6 @@ def in_flight(steps: list[Step]) -> list[Step]:
     return done
 
 
-def host_inputs(steps: list[Step]) -> list[int]:
+def host_inputs(steps: list[TracedStep]) -> list[int]:
     """The bytes of each input that waits on the host: of all but the newest."""
     return [step.offloaded for step in steps if step.offloaded][:-1]

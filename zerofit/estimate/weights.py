@@ -5,8 +5,8 @@ from functools import cached_property
 
 import torch
 
+from zerofit.estimate.memory_constants import NF4_BYTES
 from zerofit.strategy.optimizers import state_bytes
-from zerofit.tools.plan.constants import NF4_BYTES
 
 Place = tuple[str, int]  # (stack, number of the layer)
 ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl_start_alignment_factor)

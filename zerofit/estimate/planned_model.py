@@ -8,6 +8,16 @@ from typing import Any
 
 import torch
 
+from zerofit.estimate.every_nth import EveryNth
+from zerofit.estimate.memory_constants import NF4_BYTES
+from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
+from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, Rows
+from zerofit.estimate.trace_cache import TraceCache, model_key
+from zerofit.estimate.traced_experts import divide_experts
+from zerofit.estimate.traced_shares import split_layers
+from zerofit.estimate.traced_steps import TracedStep, in_flight
+from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, reduced_configuration
+from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -16,23 +26,13 @@ from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import is_missing_folder
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.constants import NF4_BYTES
-from zerofit.tools.plan.every_nth import EveryNth
-from zerofit.tools.plan.experts import divide_experts
-from zerofit.tools.plan.rows import LONGEST_BLOCK, TASKS, Rows
-from zerofit.tools.plan.shared import split_layers
-from zerofit.tools.plan.stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
-from zerofit.tools.plan.steps import Step, in_flight
-from zerofit.tools.plan.trace import ATTENTION, Tracer, TraceSettings, reduced_configuration
-from zerofit.tools.plan.trace_cache import TraceCache, model_key
-from zerofit.tools.plan.weights import Weight, Weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_LIMIT = 2**20  # positions
 
 
 @dataclass
-class Subject:
+class PlannedModel:
     """What is trained.
 
     Args:
@@ -53,7 +53,7 @@ class Subject:
         self._tracers: dict[tuple, Tracer | EveryNth] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
-    def with_length(self, length: int) -> "Subject":
+    def with_length(self, length: int) -> "PlannedModel":
         """The same with rows of another length."""
         other = replace(self, rows=replace(self.rows, length=length))
         other._shares = self._shares
@@ -91,7 +91,7 @@ class Subject:
     def steps(
         self, precision: str, sharding: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
         evaluated: bool = False, rows: Rows | None = None,
-    ) -> list[Step]:  # fmt: skip
+    ) -> list[TracedStep]:  # fmt: skip
         """The passes of a batch through the model, or through a stage of it.
 
         Args:
@@ -106,7 +106,7 @@ class Subject:
         steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded)
         return self._with_in_flight(steps, evaluated)
 
-    def _with_in_flight(self, steps: list[Step], evaluated: bool) -> list[Step]:
+    def _with_in_flight(self, steps: list[TracedStep], evaluated: bool) -> list[TracedStep]:
         return in_flight(steps) if self.recipe.activation_offload and not evaluated else steps
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
@@ -227,7 +227,7 @@ class Subject:
         return build
 
 
-def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
+def read_planned_model(recipe, task: str, on_gpu: bool) -> PlannedModel:
     """The configuration and the full model on "meta".
 
     Raises:
@@ -257,7 +257,7 @@ def read_subject(recipe, task: str, on_gpu: bool) -> Subject:
     add_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    return Subject(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
+    return PlannedModel(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
 
 
 def _shape_only(recipe):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.tracer import Tracer
 from zerofit.model.recomputation import count_layers
-from zerofit.tools.plan.steps import Step
-from zerofit.tools.plan.trace import Tracer
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class EveryNth:
     def largest_traced(self) -> int:
         return self.again.largest_traced
 
-    def steps(self, batch_size: int, layers: int | None = None) -> list[Step]:
+    def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
         """As Tracer.steps."""
         first = first_layers(self.again.full, self.again.stacks)
         steps, live = [], 0
@@ -54,7 +54,7 @@ def first_layers(model: torch.nn.Module, stacks: dict[str, int]) -> dict[str, in
     return dict(zip(stacks, itertools.accumulate([0, *counts])))
 
 
-def _parts(steps: list[Step]) -> list[tuple[str, tuple[str, int] | None, list[Step]]]:
+def _parts(steps: list[TracedStep]) -> list[tuple[str, tuple[str, int] | None, list[TracedStep]]]:
     """(name, place, steps) of each layer in each pass, and of what comes between."""
     grouped = itertools.groupby(steps, key=lambda step: (step.name, step.place))
     return [(*key, list(part)) for key, part in grouped]

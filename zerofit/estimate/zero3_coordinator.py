@@ -9,11 +9,11 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
-from zerofit.tools.plan.visits import Visit
+from zerofit.estimate.module_visits import Visit
 
 
 @dataclass(frozen=True)
-class Rules:
+class FetchRules:
     """What the coordinator is told.
 
     Attributes:
@@ -52,7 +52,9 @@ class KnownPass:
         remembered: {(module, visits before it): what is released after it}, where that was decided earlier.
     """
 
-    def __init__(self, known: list[Visit], sizes: dict[str, int], frozen: frozenset[str], rules: Rules, remembered):
+    def __init__(
+        self, known: list[Visit], sizes: dict[str, int], frozen: frozenset[str], rules: FetchRules, remembered
+    ):
         self.sizes, self.frozen, self.rules, self.remembered = sizes, frozen, rules, remembered
         self.decided: dict[tuple[str, int], frozenset[str]] = {}
         order = [visit for visit in known if visit.enters]

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zerofit.estimate.operations import ALL_TO_ALL, Operation
 from zerofit.strategy import expert_parallel
 from zerofit.strategy.grid import replaced
-from zerofit.tools.plan.operations import ALL_TO_ALL, Operation
 
 
 @dataclass(frozen=True)
-class Mesh:
+class FakeMesh:
     """Stands for a device mesh of one dimension."""
 
     ranks: int
@@ -67,7 +67,7 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
                 stored = torch.float32 if whole.requires_grad else whole.dtype
                 own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
                 module._parameters[name] = torch.nn.Parameter(own, whole.requires_grad)
-            expert_parallel.dispatch(module, Mesh(ranks), Mesh(1), None if dtype == torch.float32 else dtype)
+            expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), None if dtype == torch.float32 else dtype)
 
 
 @contextlib.contextmanager

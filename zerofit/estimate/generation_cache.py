@@ -8,7 +8,7 @@ PROBE = 2  # positions of the pass that shows what is cached
 
 
 @dataclass(frozen=True)
-class Cache:
+class KeyValueCache:
     """What an encoder-decoder caches, in elements.
 
     Attributes:
@@ -45,7 +45,7 @@ class Cache:
 
 
 @torch.no_grad()
-def cache_of(model: torch.nn.Module) -> Cache:
+def cache_of(model: torch.nn.Module) -> KeyValueCache:
     """What an encoder-decoder on "meta" caches, seen in a pass of one short row."""
     tokens = torch.zeros(1, PROBE, dtype=torch.int64, device="meta")
     mask = torch.zeros(1, 1, PROBE, PROBE, device="meta")  # as attention takes it: nothing is asked of its values
@@ -56,4 +56,4 @@ def cache_of(model: torch.nn.Module) -> Cache:
     caches = made.past_key_values.self_attention_cache, made.past_key_values.cross_attention_cache
     written, read = (sum(one.keys.numel() + one.values.numel() for one in cache.layers) for cache in caches)
     hidden = made.encoder_last_hidden_state.shape[-1]
-    return Cache(written // PROBE, read // PROBE, len(caches[0].layers), hidden, made.logits.shape[-1])
+    return KeyValueCache(written // PROBE, read // PROBE, len(caches[0].layers), hidden, made.logits.shape[-1])

@@ -4,16 +4,16 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
+from zerofit.estimate.planned_model import read_planned_model
 from zerofit.recipe.errors import UserError
 from zerofit.tools.plan.layouts import Degrees
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.planner import Planner
-from zerofit.tools.plan.prediction import Outcome
-from zerofit.tools.plan.subject import read_subject
+from zerofit.tools.plan.prediction import LayoutOutcome
 
 
 @dataclasses.dataclass(frozen=True)
-class Remedy:
+class PlanRemedy:
     """Options, and the largest micro-batch that fits with them."""
 
     options: tuple[str, ...]
@@ -23,7 +23,7 @@ class Remedy:
         return f"{' '.join(f'--{name}' for name in self.options)} (micro-batch {self.micro_batch})"
 
 
-def find_remedies(planner: Planner, outcomes: list[Outcome], check: Callable) -> dict[str, list[Remedy]]:
+def find_remedies(planner: Planner, outcomes: list[LayoutOutcome], check: Callable) -> dict[str, list[PlanRemedy]]:
     """{label: what would let it fit}, of those strategies that nothing fits of; those whose ranks share layers or rows
     are left out. First the single option with the largest micro-batch, then a pair of options that holds more.
 
@@ -33,12 +33,12 @@ def find_remedies(planner: Planner, outcomes: list[Outcome], check: Callable) ->
     missing = [one for one in outcomes if not one.refused and not one.largest and one.degrees == Degrees()]
     on_device = any(one.largest and not one.largest.host_bytes for one in outcomes)
     names = _options(planner, on_device) if missing else []
-    found: dict[str, list[Remedy]] = {}
+    found: dict[str, list[PlanRemedy]] = {}
     for options in (*((name,) for name in names), *itertools.combinations(names, 2)):
         if "load_in_4bit" in options and not (planner.recipe.lora or "lora" in options):
             continue  # only frozen weights are quantised
         for label, micro_batch in _largest(planner, missing, options, check).items():
-            found.setdefault(label, []).append(Remedy(options, micro_batch))
+            found.setdefault(label, []).append(PlanRemedy(options, micro_batch))
     return {label: _chosen(remedies) for label, remedies in found.items()}
 
 
@@ -56,13 +56,15 @@ def _options(planner: Planner, on_device: bool) -> list[str]:
     return names if recipe.quantised or not planner.subject.on_gpu else [*names, "load_in_4bit"]
 
 
-def _largest(planner: Planner, missing: list[Outcome], options: tuple[str, ...], check: Callable) -> dict[str, int]:
+def _largest(
+    planner: Planner, missing: list[LayoutOutcome], options: tuple[str, ...], check: Callable
+) -> dict[str, int]:
     """{label: the largest micro-batch that fits with these options}."""
     recipe = planner.recipe.draft()
     for name in options:
         recipe.adopt(name, True, f"--{name}")
     try:
-        subject = read_subject(recipe, recipe.task, planner.subject.on_gpu)
+        subject = read_planned_model(recipe, recipe.task, planner.subject.on_gpu)
     except UserError:
         return {}
     changed = Planner(recipe, subject, planner.budget)
@@ -71,7 +73,7 @@ def _largest(planner: Planner, missing: list[Outcome], options: tuple[str, ...],
     return {one.label: one.largest.micro_batch for one in again if one.largest}
 
 
-def _chosen(remedies: list[Remedy]) -> list[Remedy]:
+def _chosen(remedies: list[PlanRemedy]) -> list[PlanRemedy]:
     single, pairs = ([one for one in remedies if len(one.options) == count] for count in (1, 2))
     best = [max(several, key=lambda one: one.micro_batch) for several in (single, pairs) if several]
     return best[:1] if len(best) == 2 and best[1].micro_batch <= best[0].micro_batch else best

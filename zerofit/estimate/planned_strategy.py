@@ -1,0 +1,79 @@
+"""A strategy with nothing left open, for one model: what of its states and buffers follows from the model's size."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
+from zerofit.estimate.model_states import States, deepspeed_states, torch_states
+from zerofit.estimate.pipeline_stages import Stage
+from zerofit.estimate.planned_model import PlannedModel
+from zerofit.estimate.traced_experts import expert_names
+from zerofit.strategy.buckets import fill_by_sizes
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.strategy import Strategy
+
+BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+@dataclass(frozen=True)
+class PlannedStrategy:
+    """A strategy with nothing left open. `sharding`: DeepSpeed's own object of its configuration, or FSDP2's settings;
+    None without either."""
+
+    name: str
+    layout: ParallelLayout
+    precision: str
+    sharding: Any
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's object; None without DeepSpeed."""
+        return None if isinstance(self.sharding, FullyShards) else self.sharding
+
+    @property
+    def divides_experts(self) -> bool:
+        return getattr(self.sharding, "divides_experts", False)
+
+    def divided(self, subject: PlannedModel) -> frozenset[str]:
+        """The parameters with experts of which each rank has some in full."""
+        return expert_names(subject.full) if self.divides_experts else frozenset()
+
+    def states(self, subject: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
+        trained, frozen = subject.dtypes(self.precision, self.sharding is not None)
+        weights, sharers = subject.weights_of(self.layout, stage), self.layout.shard_size
+        if isinstance(self.sharding, FullyShards):
+            return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards,
+                                        self.divided(subject))  # fmt: skip
+        if self.zero is None:
+            return torch_states(weights, sharers, trained, frozen, subject.on_gpu, subject.recipe.optim)
+        return deepspeed_states(
+            weights, self.zero, sharers, trained, accumulates, subject.on_gpu, subject.keeps_layers
+        )
+
+
+def plan_strategy(name: str, strategy: Strategy, subject: PlannedModel) -> PlannedStrategy:
+    """With what follows from the model: sizes of buckets and thresholds."""
+    if strategy.deepspeed is None:
+        sharding = FullyShards(strategy.reshards, strategy.divides_experts) if strategy.fully_shards else None
+        return PlannedStrategy(name, strategy.layout, strategy.precision, sharding)
+    section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
+    weights = subject.weights_of(strategy.layout)
+    fill_by_sizes(section, weights.trained, weights.trained + weights.frozen)
+    hidden = _hidden_size(subject.config)
+    for key, value_of in BY_HIDDEN_SIZE.items():
+        if section.get(key) == "auto":
+            section[key] = value_of(hidden)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    section = {key: value for key, value in section.items() if value != "auto"}
+    return PlannedStrategy(name, strategy.layout, strategy.precision, DeepSpeedZeroConfig(**section))
+
+
+def _hidden_size(config) -> int:
+    sizes = getattr(config, "hidden_sizes", None)
+    return getattr(config, "hidden_size", None) or (max(sizes) if sizes else config.get_text_config().hidden_size)
