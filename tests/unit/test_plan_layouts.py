@@ -67,7 +67,7 @@ def test_under_zero_3_a_layer_keeps_the_inputs_of_frozen_weights():
 
 
 def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
-    """docs/measurements/strategies.md: 68,288 of 127,552 parameters; the last rank has one row of the vocabulary more."""
+    """docs/measurements/strategies.md: 68,288 of 127,552 parameters; the last has one row more."""
     subject = subject_of(*GPT2)
     assert subject.weights.trained == 127_552
     assert subject.weights_of(SHARED).trained == 68_288 + 64
