@@ -3,8 +3,10 @@
 import functools
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -132,6 +134,11 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
     # In any group ranks may wait for one that reads or writes a checkpoint: COLLECTIVE_TIMEOUT.
     assert all(seconds >= 24 * 3600 for seconds in done.group_timeouts), done.group_timeouts
     return done
+
+
+def main_of(task: str) -> Callable[[list[str]], int]:
+    """What a script of train/ runs, in this process."""
+    return runpy.run_path(str(ROOT / "train" / f"{task}.py"))["main"]
 
 
 def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:

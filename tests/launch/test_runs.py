@@ -10,11 +10,10 @@ import subprocess
 import pytest
 import torch
 import yaml
-from helpers import BIN, ROOT, environment, launch, launched, metrics, tiny_model, updates
+from helpers import BIN, ROOT, environment, launch, launched, main_of, metrics, tiny_model, updates
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from zerofit import clm
 from zerofit.recipe import ClmRecipe, parse_recipe
 
 LONG = pytest.mark.long
@@ -260,7 +259,7 @@ def test_a_second_run_in_the_same_folder(scratch, text, cache, capfd):
     """The same run may start over; a different one is refused."""
     output, lines, _ = scratch
     again = ["--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12", "--cache_dir", cache]
-    assert clm.main(["--output_dir", str(output), *SCRATCH, *again, "--learning_rate", "2e-3"]) == 2
+    assert main_of("clm")(["--output_dir", str(output), *SCRATCH, *again, "--learning_rate", "2e-3"]) == 2
     shown = capfd.readouterr().err
     assert "holds a different run: learning_rate was 0.001, now 0.002" in shown
     assert "--overwrite_output_dir" in shown
