@@ -5,7 +5,7 @@
 The plain run has 200 updates of 16 rows of 256 tokens. With --global_batch_warmup 4@100 and with
 --block_size_warmup 64@100 the first 100 updates read half as many tokens or less, and the run has as many more updates
 as make up for it. The learning rate follows the updates of each run. Held-out losses are of full rows in all three.
-Writes the table of docs/pre-train.md to outputs/growing.md.
+Writes the table of docs/measurements/pre-train.md to outputs/growing.md.
 """
 
 import argparse
