@@ -7,7 +7,7 @@ Each row is a real launch of train/clm.py: a small GPT-2 of random weights (--sh
 `single`), 30 updates with a checkpoint every EVERY. `paused` is the mean over the checkpoints but the first,
 in which the buffers are made (column `first`); `written in` is the mean time from the begin of a save to its end;
 `updates meanwhile` is the median time of the updates that ran while one was written over that of the others. Writes
-the table of docs/resume.md to outputs/save-stall.md.
+the table of docs/measurements/resume.md to outputs/save-stall.md.
 """
 
 import argparse
