@@ -3,7 +3,7 @@
     python benchmarks/generate_file.py --rounds 3
 
 The ways take turns. The model is a Llama with random weights; each answer has 64 tokens. Prints the table of
-docs/generation.md.
+docs/measurements/generation.md.
 """
 
 import argparse

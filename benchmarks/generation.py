@@ -4,7 +4,7 @@
 
 Each strategy is a real launch of train/seq2seq.py at a learning rate of 0, with 2 CPU processes (one for `single`).
 The held-out examples are the first ones of a file of conversations, a number that 2 does not divide. Writes
-the table of docs/generation.md, whose figures are of BlendedSkillTalk, to outputs/generation.md.
+the table of docs/measurements/generation.md, whose figures are of BlendedSkillTalk, to outputs/generation.md.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 Each row is a real launch of train/clm.py with 2 CPU processes (one for `single`): the shape of GPT-2 (124 M) with
 random weights, fp32, three updates. Weights and optimizer are what rank 0 holds from update to update (device and
 host together; `bytes_held_by_rank_0` of environment.json), the peak is resident memory of the largest rank. Writes the
-table of docs/lora.md to outputs/lora-memory.md.
+table of docs/measurements/lora.md to outputs/lora-memory.md.
 """
 
 import argparse

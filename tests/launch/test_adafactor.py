@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT, launch, launched, updates
 
 RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=64,n_positions=64",
-       "--train_file", ROOT / "docs" / "lora.md", "--document_separator", "line",
+       "--train_file", ROOT / "docs" / "fine-tune.md", "--document_separator", "line",
        "--train_tokenizer_vocab_size", "301", "--per_device_train_batch_size", "2", "--global_batch_size", "4",
        "--max_train_steps", "6", "--save_steps", "3", "--learning_rate", "1e-3",
        "--weight_decay", "0.1", "--precision", "fp32", "--sample_tokens", "0", "--optim", "adafactor"]  # fmt: skip

@@ -22,7 +22,7 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "n
          "eos_token_id": 0}  # fmt: skip
 UPDATES, RTOL = 8, 1e-5
 LAYOUTS = {"zero3": 2, "tp": 2, "tp_zero3": 4, "pp": 2, "3d": 4, "sp": 2}  # processes
-TEXT = ROOT / "docs" / "lora.md"
+TEXT = ROOT / "docs" / "fine-tune.md"
 RUN = ["--train_file", TEXT, "--document_separator", "line", "--train_tokenizer_vocab_size", "301",
        "--max_train_samples", "100", "--max_eval_samples", "17", "--block_size", "96", "--packing", "documents",
        "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--max_train_steps", UPDATES,

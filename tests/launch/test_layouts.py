@@ -13,7 +13,7 @@ import yaml
 from helpers import ROOT, launch, launched, metrics, updates
 from safetensors.torch import load_file
 
-TEXT = ROOT / "docs" / "lora.md"
+TEXT = ROOT / "docs" / "fine-tune.md"
 RUN = ["--model_type", "llama", "--config_overrides",
        "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,intermediate_size=320",
        "--train_file", TEXT, "--document_separator", "line", "--train_tokenizer_vocab_size", "301",
