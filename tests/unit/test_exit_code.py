@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from zerofit.health.out_of_memory import EXIT_OUT_OF_MEMORY
+from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
 from zerofit.health.shutdown import StopReason
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.exit_code import ExitCode, find_folder

@@ -1,6 +1,8 @@
 """What a run says whose memory ran out: real errors are recognised, and remedies follow from sizes."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,16 +13,18 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
-from zerofit.health.out_of_memory import (
-    explain,
-    figures_of,
-    host_advice,
-    is_out_of_memory,
-    report,
-    sizes_of,
-    take_stock,
+from zerofit.estimate.memory_constants import NF4_BYTES
+from zerofit.estimate.remedies import (
+    PassSizes,
+    RankStates,
+    Shortage,
+    StateSetup,
+    remedies,
+    smaller_batch,
+    state_setup,
 )
-from zerofit.health.remedies import Held, Situation, remedies, smaller_batch
+from zerofit.health.out_of_memory import RunFacts, explain, host_advice, take_stock
+from zerofit.health.out_of_memory_errors import figures_of, is_out_of_memory
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.meters import MemoryMeter
@@ -28,6 +32,7 @@ from zerofit.record.terminal import size
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.torch_engine import TorchEngine
+from zerofit.tools.plan.plan import main as plan_main
 
 GIB = 2**30
 CUDA = (
@@ -46,17 +51,36 @@ PIN_THREAD = (
     '  File "pin_memory.py", line 60, in pin_memory\n    return data.pin_memory()\n'
     "torch.AcceleratorError: CUDA error: out of memory"
 )
-DDP = Situation(
-    where="device", phase="backward", rank=1, update=3, world_size=4, local_processes=4, strategy="ddp",
-    asked=2 * GIB, free=GIB // 2, total=80 * GIB, held=Held(8 * GIB, 8 * GIB, 16 * GIB, 30 * GIB),
-    micro_batch=8, accumulation=2, row_tokens=1024, lengths={"block_size": 1024}, layers=24, layer_inputs=GIB,
-    logits=6 * GIB, can_chunk=True, pretrained=True,
-)  # fmt: skip
 
 
-def options(situation: Situation) -> dict[str, float]:
+def strategy_of(stage=None, precision="fp32", ranks=4, offload=(), batches=(8, 2), tensor=1, pipeline=1, sequence=1):
+    """A stand-in. `stage` of ZeRO, None (one process, DDP) or fsdp2; `offload`: optimizer, param."""
+    zero = {"stage": stage, **{f"offload_{part}": {"device": "cpu"} for part in offload}}
+    return SimpleNamespace(
+        name="ddp" if stage is None else f"zero{stage}", precision=precision, batches=BatchSizes(*batches, ranks),
+        deepspeed={"zero_optimization": zero} if isinstance(stage, int) else None,
+        stage={None: 0, "fsdp2": 3}.get(stage, stage), launch=SimpleNamespace(rank=1, world_size=ranks),
+        layout=ParallelLayout(ranks, tensor=tensor, pipeline=pipeline, sequence=sequence),
+    )  # fmt: skip
+
+
+def shortage(strategy=None, recipe=None, **changes) -> Shortage:
+    """8 GiB of weights, as many of gradients, 16 of moments under DDP; 32 of activations, 6 of them logits."""
+    recipe = recipe or ClmRecipe(model_name_or_path="m", block_size=1024)
+    strategy = strategy or strategy_of()
+    setup = state_setup(strategy, recipe, 2 * GIB)
+    changes = {"passes": PassSizes(24, GIB, 6 * GIB, True), "local_processes": 4, "phase": "backward",
+               "on_host": False, "on_cpu": False, "activations": 32 * GIB, **changes}  # fmt: skip
+    return Shortage(recipe, strategy, setup, **changes)
+
+
+def options(s: Shortage) -> dict[str, float]:
     """{option: GiB saved}."""
-    return {remedy.option: (remedy.saves or 0) / GIB for remedy in remedies(situation)}
+    return {remedy.option: (remedy.saves or 0) / GIB for remedy in remedies(s)}
+
+
+def pair(name: str) -> str:
+    return f"--config_file accelerate_configs/{name}.yaml"
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -66,7 +90,7 @@ import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
 from zerofit.record.terminal import size
-from zerofit.health.out_of_memory import figures_of, is_out_of_memory
+from zerofit.health.out_of_memory_errors import figures_of, is_out_of_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
     try:
@@ -136,9 +160,10 @@ def test_a_pinned_block_that_is_refused_is_host_memory():
 
 def test_where_cublas_cannot_start_the_message_is_not_sure(tiny_run):
     recipe, strategy, engine = tiny_run
-    said = [explain(RuntimeError(text), phase="forward", update=1, recipe=recipe, strategy=strategy, engine=engine)
+    facts = RunFacts(strategy, engine)
+    said = [explain(RuntimeError(text), "forward", 1, "clm", recipe, facts)
             for text in (NO_HANDLE, "CUDA error: out of memory")]  # fmt: skip
-    assert ["mostly for want of memory, but not always" in message for message in said] == [True, False]
+    assert ["cuBLAS could not be started" in message for message in said] == [True, False]
 
 
 def test_figures_are_read_from_the_error():
@@ -151,177 +176,100 @@ def test_figures_are_read_from_the_error():
 # ------------------------------------------------------------------------------------------------------------ remedies
 
 
-def test_remedies_come_by_what_they_save():
-    found = remedies(DDP)
-    assert len(found) >= 9
-    savings = [remedy.saves for remedy in found]
-    assert savings == sorted(savings, reverse=True)
-    assert all(saved > 0 for saved in savings)
+def test_at_most_five_remedies_come_by_what_they_save():
+    assert options(shortage()) == {
+        "--gradient_checkpointing": pytest.approx(26 - 1 - 26 / 24), pair("zero3"): 8 + 8 + 16 - (8 + 8 + 24) / 4,
+        pair("zero3_offload"): 32, pair("zero2_offload"): 24, "--lora": 24,
+    }  # fmt: skip
+    saved = [remedy.saves for remedy in remedies(shortage())]
+    assert saved == sorted(saved, reverse=True)
 
 
-def test_savings_follow_from_the_sizes():
-    saved = options(DDP)
-    assert saved["--per_device_train_batch_size 4 --gradient_accumulation_steps 4"] == 16  # half of 30 + 2 asked for
-    assert saved["--loss chunked"] == 6
-    assert saved["--gradient_checkpointing"] == pytest.approx(26 - 1 - 26 / 24)
-    pair = "--config_file accelerate_configs/{}.yaml".format
-    assert saved[pair("zero1")] == 12  # 3/4 of 16
-    assert saved[pair("zero2")] == 18  # and of 8
-    assert saved[pair("zero3")] == 24  # and of 8
-    assert saved[pair("zero2_offload")] == 16 + 6
-    assert saved["--lora"] == 24
+def test_what_is_left_when_the_largest_are_in_force():
+    recipe = ClmRecipe(model_name_or_path="m", lora=True)
+    found = options(shortage(strategy_of(2, ranks=4), recipe, host_free=0))
+    assert found["--per_device_train_batch_size 4 --gradient_accumulation_steps 4"] == 16
+    assert found["--precision bf16"] == 16
+    assert found["--loss chunked"] == 6
+    assert found[pair("zero3")] == 6
 
 
 def test_every_layer_can_be_recomputed_where_some_are():
-    half = options(replace(DDP, gradient_checkpointing=2))
-    assert half["--gradient_checkpointing full"] == pytest.approx(26 - 1 - (26 - 0.5) / 12)  # 12 layers are whole
-    assert "--activation_offload" not in half
-    full = replace(DDP, gradient_checkpointing=True, can_offload_inputs=True)
-    assert options(full)["--activation_offload"] == pytest.approx(22 / 24)
-    for change in ({"where": "host"}, {"can_offload_inputs": False}):
-        assert "--activation_offload" not in options(replace(full, **change))
-    (unknown,) = (one for one in remedies(replace(DDP, gradient_checkpointing="selective")) if one.saves is None)
-    assert unknown.option == "--gradient_checkpointing full"
+    def saved(which) -> float | None:
+        found = remedies(shortage(recipe=ClmRecipe(gradient_checkpointing=which, lora=True), host_free=0))
+        return next((one.saves for one in found if one.option == "--gradient_checkpointing full"), 0)
+
+    assert saved(2) / GIB == pytest.approx(26 - 1 - (26 - 0.5) / 12)  # 12 layers are whole
+    assert saved("selective") is None
+    assert saved(True) == 0
 
 
 def test_nothing_in_force_is_proposed():
-    in_force = replace(
-        DDP, gradient_checkpointing=True, can_chunk=False, lora=True, precision="bf16", stage=3, strategy="zero3",
-        offload_optimizer=True, offload_parameters=True, global_batch_is_set=True, lengths={}, world_size=4,
-    )  # fmt: skip
+    recipe = ClmRecipe(model_name_or_path="m", lora=True, gradient_checkpointing=True, global_batch_size=64)
+    in_force = shortage(strategy_of(3, "bf16", offload=("optimizer", "param")), recipe, passes=PassSizes(24, GIB))
     assert list(options(in_force)) == ["--per_device_train_batch_size 4"]
-    assert options(replace(in_force, micro_batch=1)) == {}
+    single = strategy_of(3, "bf16", offload=("optimizer", "param"), batches=(1, 2))
+    assert options(shortage(single, recipe, passes=PassSizes(24, GIB))) == {}
 
 
-def test_quantised_weights_are_not_to_be_shared_out():
-    pairs = " ".join(options(replace(DDP, lora=True, quantised=True)))
-    assert "zero2.yaml" in pairs
-    assert "zero3" not in pairs
-
-
-def test_one_process_shares_nothing():
-    pairs = [option for option in options(replace(DDP, world_size=1)) if "--config_file" in option]
-    assert sorted(re.findall(r"/(\w+)\.yaml", " ".join(pairs))) == ["zero2_offload", "zero3_offload"]
-
-
-def saved_by(situation: Situation, pair: str) -> float | None:
-    """GiB; None: it is not proposed."""
-    return next((saved for option, saved in options(situation).items() if f"/{pair}.yaml" in option), None)
-
-
-def test_two_processes_share_layers_or_split_rows():
-    both = replace(DDP, can_share_layers=True, can_split_rows=True)
-    assert saved_by(both, "tp") == pytest.approx(4 + 4 + 12 + 32 * 24 / 34 / 2)  # 3/4 of the optimizer
-    assert saved_by(both, "sp") == pytest.approx(6 + 6 + 12 + 16)
-    assert any("tp.yaml --gradient_accumulation_steps 4" in option for option in options(both))
-    third = replace(both, stage=3, held=Held(2 * GIB, 2 * GIB, 4 * GIB, 30 * GIB))
-    assert saved_by(third, "tp_zero3") == pytest.approx(32 * 24 / 34 / 2)  # the shards stay as they are
-    assert saved_by(third, "sp") == 16
-    assert saved_by(replace(both, phase="load"), "tp") == 4 + 4 + 12
-    assert saved_by(replace(both, phase="load"), "sp") is None
-    for not_possible in (DDP, replace(both, tensor=2), replace(both, sequence=2), replace(both, world_size=3)):
-        assert not any(remedy.what.startswith("2 processes") for remedy in remedies(not_possible))
-
-
-def test_what_takes_more_than_a_pipeline_is_not_proposed_to_it():
-    pipeline = replace(DDP, stage=1, strategy="pp", pipeline=2, can_share_layers=True, can_split_rows=True)
-    assert "--gradient_checkpointing" in options(pipeline)
-    assert not any(".yaml" in option for option in options(pipeline))
-    split_rows = replace(DDP, stage=3, strategy="sp", sequence=2)
-    assert not any("offload" in option for option in options(split_rows))
-
-
-def test_only_models_that_ranks_can_share_are_shared(tiny_run):
-    recipe, strategy, engine = tiny_run
-    found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
-    assert (found.can_share_layers, found.can_split_rows) == (True, True)
-    before = take_stock(MemoryError(), "load", None, recipe, strategy)  # by the recipe's configuration
-    assert before.can_share_layers
-    adapted = recipe.draft()
-    adapted.lora = True
-    assert not take_stock(MemoryError(), "forward", 1, adapted, strategy, engine).can_split_rows
-    engine.module.config.n_head = 3
-    odd = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
-    assert (odd.can_share_layers, odd.can_split_rows) == (False, False)
+@pytest.mark.parametrize(
+    ("strategy", "quantised", "pairs"),
+    [
+        ({}, False, ["zero2_offload", "zero3", "zero3_offload"]),
+        ({}, True, []),  # an adapter has next to no state
+        ({"ranks": 1}, False, ["zero2_offload", "zero3_offload"]),
+        ({"stage": 3}, False, ["zero3_offload", "zero3_offload_optimizer"]),
+        ({"stage": 2, "offload": ("optimizer",)}, False, ["zero3_offload", "zero3_offload_optimizer"]),
+        ({"stage": 1, "tensor": 2}, False, ["tp_zero3"]),
+        ({"stage": 1, "pipeline": 2}, False, []),
+        ({"stage": 3, "sequence": 2}, False, []),
+    ],
+)
+def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pairs):
+    recipe = ClmRecipe(lora=quantised, load_in_8bit=quantised, gradient_checkpointing=True)
+    found = options(shortage(strategy_of(**strategy), recipe, phase="update", activations=0))
+    named = re.findall(r"--config_file (\S+)", " ".join(found))
+    assert sorted(named) == [f"accelerate_configs/{name}.yaml" for name in pairs]
+    assert all((ROOT / name).is_file() for name in named)
 
 
 def test_remedies_belong_to_the_phase():
     for phase in ("update", "load", "save"):
-        assert not any("batch_size" in option or "loss" in option for option in options(replace(DDP, phase=phase)))
-    evaluation = options(replace(DDP, phase="evaluate", eval_batch=16, generates=True, beams=4))
+        assert not any("batch_size" in option or "loss" in option for option in options(shortage(phase=phase)))
+    evaluation = options(shortage(recipe=ClmRecipe(per_device_eval_batch_size=16), phase="evaluate"))
     assert evaluation["--per_device_eval_batch_size 8"] == 16
-    assert evaluation["--num_beams 1"] == 24
     assert "--gradient_checkpointing" not in evaluation
-
-
-def test_optimizer_state_that_is_still_to_come_counts():
-    first = replace(DDP, phase="update", held=Held(8 * GIB, 8 * GIB, 0, GIB), due=Held(optimizer=16 * GIB))
-    assert options(first)["--config_file accelerate_configs/zero1.yaml"] == 12
-    assert "optimizer state (none now; about 16.00 GiB to come)" in report(first)
-
-
-def test_gradients_that_are_gone_are_not_saved():
-    evaluating = replace(DDP, phase="evaluate", held=Held(8 * GIB, 0, 16 * GIB, GIB), due=Held(gradients=8 * GIB))
-    assert options(evaluating)["--lora"] == 16
-    assert options(replace(evaluating, phase="update"))["--lora"] == 24
+    assert options(shortage(phase="evaluate"))["--lora"] == 16, "gradients are gone by then"
 
 
 def test_offload_is_proposed_where_the_host_has_room():
-    room = {
-        "zero2_offload": 17 * GIB,
-        "zero3_offload": 25 * GIB,
-    }  # four processes, each with a quarter of 16 (+ 8) GiB
-    for pair, free in room.items():
-        option = f"--config_file accelerate_configs/{pair}.yaml"
-        assert option in options(replace(DDP, host_free=free))
-        assert option not in options(replace(DDP, host_free=free - 2 * GIB))
+    for name, each in (("zero2_offload", 32), ("zero3_offload", 40)):  # four processes, each with a quarter
+        room = shortage(host_free=(each + 1) * GIB)
+        assert pair(name) in options(room)
+        assert pair(name) not in options(replace(room, host_free=(each - 1) * GIB))
 
 
 def test_host_memory_has_remedies_of_its_own():
-    offloading = replace(
-        DDP, where="host", stage=3, offload_optimizer=True, dataloader_workers=4, lengths={},
-        held=Held(0, 0, 16 * GIB, 4 * GIB), copies={"save_async": 16 * GIB, "dataloader_num_workers": 2 * GIB},
-    )  # fmt: skip
+    recipe = ClmRecipe(dataloader_num_workers=4)
+    offloading = shortage(strategy_of(3, ranks=4, offload=("optimizer",)), recipe, on_host=True, copied=GIB,
+                          activations=0)  # fmt: skip
     assert list(options(offloading)) == [
-        "--num_processes 2 --gradient_accumulation_steps 4",
-        "--config_file accelerate_configs/zero3.yaml",
-        "--save_async false",
+        "--num_processes 2 --gradient_accumulation_steps 4", pair("zero3"), "--save_async false",
         "--dataloader_num_workers 0",
-    ]
-
-
-def test_every_pair_that_is_proposed_exists():
-    named = set()
-    for stage in range(4):
-        for offload in (False, True) if stage > 1 else (False,):
-            for where in ("device", "host"):
-                situation = replace(DDP, stage=stage, offload_optimizer=offload, where=where, can_share_layers=True,
-                                    can_split_rows=True)  # fmt: skip
-                named |= set(re.findall(r"--config_file (\S+)", " ".join(options(situation))))
-    assert len(named) >= 10
-    assert all((ROOT / name).is_file() for name in named), named
+    ]  # fmt: skip
 
 
 def test_every_option_that_is_proposed_exists():
     known = {*ClmRecipe().to_dict(), *Seq2SeqRecipe().to_dict(), "config_file", "num_processes", "save_async"}
-    situations = (DDP, replace(DDP, phase="evaluate", eval_batch=4, beams=2, generates=True),
-                  replace(DDP, where="host", dataloader_workers=2))  # fmt: skip
-    named = {name for s in situations for option in options(s) for name in re.findall(r"--(\w+)", option)}
-    assert len(named) >= 10
+    several = (shortage(), shortage(phase="evaluate"), shortage(phase="load"), shortage(on_host=True))
+    named = {name for s in several for option in options(s) for name in re.findall(r"--(\w+)", option)}
+    assert len(named) >= 6
     assert named <= known
 
 
 @pytest.mark.parametrize(("sizes", "smaller"), [((8, 1), (4, 2)), ((6, 3), (3, 6)), ((5, 1), (1, 5)), ((1, 4), None)])
 def test_the_global_batch_stays(sizes, smaller):
     assert smaller_batch(*sizes) == smaller
-
-
-def test_the_message_is_short_and_says_where():
-    lines = report(DDP).splitlines()
-    assert len(lines) <= 20
-    assert lines[0].startswith("out of memory: rank 1 of 4, backward of update 3, the device's memory")
-    assert lines[1] == "  asked for 2.00 GiB; 512.0 MiB of 80.00 GiB free"
-    assert any(re.fullmatch(r"\s+activations, logits and workspace\s+30\.00 GiB", line) for line in lines)
 
 
 # ---------------------------------------------------------------------------------------------------- of a real engine
@@ -331,11 +279,8 @@ def test_the_message_is_short_and_says_where():
 def tiny_run():
     """(recipe, strategy, engine) of a tiny GPT-2 on the CPU."""
     recipe = ClmRecipe(config_name="gpt2", block_size=64, per_device_train_batch_size=4)
-    launch = SimpleNamespace(rank=0, world_size=1)
-    strategy = SimpleNamespace(
-        layout=ParallelLayout(), name="single", deepspeed=None, batches=BatchSizes(4, 1, 1), launch=launch,
-        precision="fp32", shards_parameters=False, tensor=1, stage=0,
-    )  # fmt: skip
+    strategy = strategy_of(ranks=1, batches=(4, 1))
+    strategy.tensor, strategy.shards_parameters, strategy.launch.rank = 1, False, 0
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=True)
     accelerator.prepare = lambda model, optimizer: (model, SimpleNamespace(optimizer=optimizer))
     model = tiny_model("gpt2")
@@ -346,15 +291,29 @@ def tiny_run():
 
 def test_an_engine_is_measured(tiny_run):
     recipe, strategy, engine = tiny_run
+    recipe.remember_sources({"block_size": "--block_size"})
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
-    message = explain(error, phase="backward", update=1, recipe=recipe, strategy=strategy, engine=engine)
-    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    facts = RunFacts(strategy, engine)
+    message = explain(error, "backward", 1, "clm", recipe, facts)
+    lines, weights = message.splitlines(), sum(parameter.nbytes for parameter in engine.module.parameters())
+    assert len(lines) <= 20
+    assert lines[0] == "out of memory: rank 0 of 1, backward of update 1, host memory (ddp, fp32)"
+    assert lines[1].startswith("  asked for 1.00 GiB; ")
     assert re.search(rf"weights\s+{size(weights)}", message)
-    assert f"about {size(2 * weights)} to come" in message
-    assert "asked for 1.00 GiB" in message
+    assert f"optimizer state (none now; about {size(2 * weights)} to come)" in message
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in message
     assert "offload" not in message, "on a CPU there is nothing to move to the host"
-    assert any("batch_size" in line for line in host_advice(recipe, strategy, engine))
+    assert any("batch_size" in line for line in host_advice(recipe, facts))
+
+
+def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
+    recipe, strategy, engine = tiny_run
+    recipe.remember_sources({"block_size": "--block_size", "config_name": "--config_name"})
+    message = explain(MemoryError(), "backward", 1, "clm", recipe, RunFacts(strategy, engine))
+    words = shlex.split(message.splitlines()[-1])
+    assert words[:8] == ["zerofit", "plan", "--task", "clm", "--block_size", "64", "--config_name", "gpt2"]
+    assert plan_main([*words[2:], "--strategies", "single", "--batch_sizes", "1", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["predictions"]
 
 
 def on_a_device(engine, monkeypatch, peak: int) -> None:
@@ -369,10 +328,10 @@ def test_the_program_is_no_part_of_a_device_s_peak(tiny_run, monkeypatch):
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     on_a_device(engine, monkeypatch, weights + 3 * 2**20)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
-    found = take_stock(error, "forward", 1, recipe, strategy, engine, program_bytes=600 * 2**20)
-    assert (found.held.weights, found.held.rest) == (weights, 3 * 2**20)
-    assert found.activations == 4 * 2**20
-    batch = next(remedy for remedy in remedies(found) if "batch_size" in remedy.option)
+    found = take_stock(error, "forward", recipe, RunFacts(strategy, engine, program_bytes=600 * 2**20))
+    assert (found.held.weights, found.rest) == (weights, 3 * 2**20)
+    assert found.shortage.activations == 4 * 2**20
+    batch = next(remedy for remedy in found.remedies if "batch_size" in remedy.option)
     assert batch.saves == 2 * 2**20  # half of the rows
 
 
@@ -380,8 +339,8 @@ def test_on_a_cpu_the_program_is_no_activation(tiny_run, monkeypatch):
     recipe, strategy, engine = tiny_run
     monkeypatch.setattr(MemoryMeter, "peak_bytes", lambda self: 900 * 2**20)
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine, program_bytes=600 * 2**20)
-    assert found.held.rest == 300 * 2**20 - weights
+    found = take_stock(MemoryError(), "forward", recipe, RunFacts(strategy, engine, program_bytes=600 * 2**20))
+    assert found.rest == 300 * 2**20 - weights
 
 
 def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
@@ -391,50 +350,47 @@ def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         engine.model = torch.nn.parallel.DistributedDataParallel(engine.module, gradient_as_bucket_view=True)
-        found = take_stock(MemoryError(), "forward", 1, recipe, strategy, engine)
+        found = take_stock(MemoryError(), "forward", recipe, RunFacts(strategy, engine))
     finally:
         torch.distributed.destroy_process_group()
-    assert found.held.gradients == found.due.gradients == weights
+    assert found.held.gradients == found.expected.gradients == weights
 
 
 # ------------------------------------------------------------------------------------------- before there is an engine
 
-LOADING = replace(
-    DDP, phase="load", update=None, held=Held(3 * GIB, rest=GIB), due=Held(8 * GIB, 8 * GIB, 16 * GIB),
-    parameters=2 * GIB,
-)  # fmt: skip
-
 
 def test_while_loading_only_what_makes_weights_smaller_helps():
-    pair = "--config_file accelerate_configs/{}.yaml".format
-    assert options(LOADING) == {
-        pair("zero3_offload"): 8, "--lora --load_in_4bit --precision bf16": 7, pair("zero3"): 6,
-        "--lora --precision bf16": 4,
+    found = options(shortage(phase="load", activations=0))
+    assert found == {
+        pair("zero3_offload"): 8, "--lora --load_in_4bit --precision bf16": pytest.approx(8 - 2 * NF4_BYTES),
+        pair("zero3"): 6, "--lora --precision bf16": 4,
     }  # fmt: skip
-    assert list(options(replace(LOADING, stage=2))) == [
-        pair("zero3_offload"), "--lora --load_in_4bit --precision bf16", pair("zero3"), "--precision bf16",
-    ]  # fmt: skip
-    half = replace(LOADING, stage=3, element=2, precision="bf16")
+    half = shortage(strategy_of(3, "bf16"), phase="load", activations=0)
     assert list(options(half)) == [pair("zero3_offload")]
-    assert list(options(replace(half, where="host", on_cpu=True))) == [], "fewer processes would hold more each"
-    on_cpu = options(replace(LOADING, where="host", on_cpu=True))
-    assert on_cpu == {
+    assert list(options(replace(half, on_host=True, on_cpu=True))) == [], "fewer processes would hold more each"
+    assert options(shortage(phase="load", activations=0, on_host=True, on_cpu=True)) == {
         "--num_processes 2 --gradient_accumulation_steps 4": 16, pair("zero3"): 6, "--lora --precision bf16": 4,
     }  # fmt: skip
 
 
-def test_the_model_s_size_stands_against_the_limit():
-    lines = report(replace(LOADING, total=24 * GIB)).splitlines()
+def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
+    recipe, strategy, _ = tiny_run
+    monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
+    monkeypatch.setattr("zerofit.health.out_of_memory.host_memory", lambda: (GIB, 12 * GIB))
+    monkeypatch.setattr("zerofit.health.out_of_memory._process_limit", lambda: None)
+    facts = RunFacts(strategy, parameters=GIB, program_bytes=2 * GIB)
+    found = take_stock(MemoryError(), "load", recipe, facts)
+    assert (found.held.weights, found.rest, found.expected.weights) == (3 * GIB, 2 * GIB, 4 * GIB)
+    lines = explain(MemoryError(), "load", None, "clm", recipe, facts).splitlines()
     assert lines[2] == (
-        "  the model has 2,147,483,648 parameters: of each rank 8.00 GiB of weights, 32.00 GiB with gradients and "
-        "optimizer state, of the 24.00 GiB that it may have (8.00 GiB too much)"
+        "  the model has 1,073,741,824 parameters: of each rank 4.00 GiB of weights, 16.00 GiB with gradients and "
+        "optimizer state, of the 12.00 GiB that it may have (exceeds the limit by 4.00 GiB)"
     )
-    assert re.fullmatch(r"\s+weights, so far \(about 8\.00 GiB once loaded\)\s+3\.00 GiB", lines[4])
-    assert "(activations come on top)" in report(LOADING)
-    shared = report(replace(LOADING, where="host", on_cpu=True, total=24 * GIB, process_limit=7 * GIB))
-    assert "of the 6.00 GiB that it may have" in shared, "four processes share the host"
-    assert "no option saves memory here" in report(replace(LOADING, pretrained=False, where="host", local_processes=1,
-                                                           world_size=1, on_cpu=True))  # fmt: skip
+    assert re.fullmatch(r"\s+weights, so far \(about 4\.00 GiB once loaded\)\s+3\.00 GiB", lines[4])
+    assert replace(found, process_limit=7 * GIB).limit == 7 * GIB
+    several = replace(found, shortage=replace(found.shortage, local_processes=4))
+    assert several.limit == 3 * GIB, "four processes share the host"
+    assert host_advice(recipe, facts)[0].startswith("model    the model has 1,073,741,824 parameters")
 
 
 @pytest.mark.parametrize(
@@ -446,43 +402,34 @@ def test_the_model_s_size_stands_against_the_limit():
         ("fsdp2", "bf16", False, (100, 100, 200)), ("fsdp2", "bf16", True, (50, 0, 0)),
     ],
 )  # fmt: skip
-def test_the_state_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
-    strategy = SimpleNamespace(deepspeed={} if isinstance(stage, int) else None, precision=precision,
-                               stage={None: 0, "fsdp2": 3}.get(stage, stage), layout=ParallelLayout(4),
-                               tensor=1)  # fmt: skip
-    found = sizes_of(strategy, ClmRecipe(lora=lora), 100)
-    assert (found.weights, found.gradients, found.optimizer) == sizes
+def test_the_states_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
+    found = state_setup(strategy_of(stage, precision), ClmRecipe(lora=lora), 100).states
+    assert found == RankStates(*sizes)
 
 
-def test_the_state_of_a_rank_that_has_half_of_each_layer():
-    strategy = SimpleNamespace(deepspeed={}, stage=2, precision="bf16", tensor=2,
-                               layout=ParallelLayout(4, tensor=2))  # fmt: skip
-    found = sizes_of(strategy, ClmRecipe(), 100)
-    assert (found.weights, found.gradients, found.optimizer) == (100, 50, 300)
+def test_the_states_of_a_rank_that_has_half_of_each_layer():
+    assert state_setup(strategy_of(2, "bf16", tensor=2), ClmRecipe(), 100).states == RankStates(100, 50, 300)
 
 
-def test_what_is_loaded_so_far_is_measured(tiny_run, monkeypatch):
-    recipe, strategy, _ = tiny_run
-    monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
-    found = take_stock(MemoryError(), "load", None, recipe, strategy, parameters=GIB, program_bytes=2 * GIB)
-    assert (found.held.weights, found.held.rest, found.weights, found.whole) == (3 * GIB, 2 * GIB, 4 * GIB, 16 * GIB)
-    advice = host_advice(recipe, strategy, parameters=GIB)
-    assert advice[0].startswith("model    the model has 1,073,741,824 parameters")
+def test_what_is_offloaded_is_on_the_host():
+    setup = StateSetup(100, 0, 2, 2, 1200, stage=3, ranks=4, offloads_optimizer=True)
+    assert setup.held(on_host=False) == RankStates(50)
+    assert setup.held(on_host=True) == RankStates(0, 50, 300)
 
 
 def test_copies_for_checkpoints_are_given_up_only_where_there_are_any(tiny_run):
     """In a first forward pass `--save_async false` stood before all others."""
     recipe, strategy, engine = tiny_run
-    moments = (("forward", 0), ("forward", 2**30), ("load", 0))
-    of_run = {"update": 1, "recipe": recipe, "strategy": strategy, "engine": engine}
-    said = [explain(MemoryError(), phase=phase, copied=copied, **of_run) for phase, copied in moments]
+    moments = (("update", 0), ("update", 2**30), ("load", 0))
+    said = [explain(MemoryError(), phase, 1, "clm", recipe, RunFacts(strategy, engine, copied=copied))
+            for phase, copied in moments]  # fmt: skip
     assert ["--save_async false" in message for message in said] == [False, True, False]
     assert "about 1.00 GiB  --save_async false" in said[1]
 
 
 def test_what_cannot_be_measured_is_left_out(tiny_run):
     recipe, strategy, _ = tiny_run
-    message = explain(MemoryError(), phase="load", update=None, recipe=recipe, strategy=strategy)
+    message = explain(MemoryError(), "load", None, "clm", recipe, RunFacts(strategy))
     assert message.startswith("out of memory: rank 0 of 1, load, host memory")
     assert "held by this rank" not in message
     assert "about" not in message

@@ -5,10 +5,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from zerofit.health.out_of_memory import EXIT_OUT_OF_MEMORY, explain, is_out_of_memory
+from zerofit.health.out_of_memory import RunFacts, explain
+from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from zerofit.health.watchdog import died_elsewhere
 from zerofit.recipe.errors import EXIT_FAILED, first_line, printable
 from zerofit.recipe.last_message import print_last
+from zerofit.recipe.tasks import TaskRecipe
 
 
 def explain_failure(
@@ -16,9 +18,9 @@ def explain_failure(
     at: tuple[str, int | None],
     named: Callable[[str], str],
     waits_for: Callable[[], list[str]],
-    *,
-    strategy,
-    **facts,
+    task: str,
+    recipe: TaskRecipe,
+    facts: RunFacts,
 ) -> int | None:
     """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
 
@@ -26,20 +28,19 @@ def explain_failure(
         at: the phase and the update in which the error came.
         named: names the machines of the addresses in a text.
         waits_for: says which collective the ranks wait in.
-        facts: what the out-of-memory report is made of, see `explain`.
     """
     phase, update = at
     if is_out_of_memory(error):
         if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
             phase = "loss"
-        text = explain(error, phase=phase, update=update, strategy=strategy, **facts)
+        text = explain(error, phase, update, task, recipe, facts)
         print_last(printable(f"\n{text}"))
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
         said = re.sub(r"^\[\S+\.cc:\d+\] ", "", first_line(error).split(". ")[0])  # a line of gloo's source
         cause = f"another process is gone ({named(said)})"
-        said = "\n  waiting  ".join([f"rank {strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
+        said = "\n  waiting  ".join([f"rank {facts.strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
         print(printable(f"\n{said}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None

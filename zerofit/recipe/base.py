@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -72,6 +73,22 @@ class Recipe:
     def to_publish(self) -> dict[str, Any]:
         """The same for model cards and trackers, without the folders of this machine."""
         return {name: value if name in TEXTS else without_folders(value) for name, value in self.to_dict().items()}
+
+    def flags_given(self, kind: type | None = None, without: Sequence[str] = ()) -> list[str]:
+        """`--config FILE` and the flags that were given, but for some.
+
+        Args:
+            kind: of whose options; None: of this recipe's.
+        """
+        words = ["--config", self.source("config")] if self.source("config") else []
+        for field in dataclasses.fields(kind or self):
+            if self.source(field.name) == f"--{field.name}" and field.name not in without:
+                value = getattr(self, field.name)
+                values = (
+                    value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+                )
+                words += [f"--{field.name}", *map(str, values)]
+        return words
 
     def problems(self) -> list[str]:
         """What is wrong with this combination of options; empty if nothing is."""

@@ -37,6 +37,11 @@ def field(text: str, name: str, unit: int = 1) -> int | None:
     return None
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    return field(read("/proc/self/status"), "VmRSS:", 1024) or 0
+
+
 def number(text: str) -> int | None:
     return int(text) if text.strip().isdigit() else None
 

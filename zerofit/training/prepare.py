@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from zerofit.health.flight import FOLDER, PREFIX
-from zerofit.health.out_of_memory import resident_bytes
 from zerofit.model.load import build_model, size_of_model
 from zerofit.model.lora import Adapter, add_adapter
 from zerofit.model.parameters import count_parameters
@@ -27,6 +26,7 @@ from zerofit.record.meters import without_mfu
 from zerofit.strategy.deepspeed_schedule import with_schedule
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.gpus import describe_device
+from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
 from zerofit.training.length import RunLength, run_length

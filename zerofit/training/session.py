@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from accelerate import Accelerator
 
 from zerofit.health.failure import explain_failure
-from zerofit.health.out_of_memory import host_advice
+from zerofit.health.out_of_memory import RunFacts, host_advice
 from zerofit.health.shutdown import ShutdownHandler
 from zerofit.health.watchdog import Watchdog
 from zerofit.recipe.errors import explain_failures_with
@@ -16,7 +16,6 @@ from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import say
 from zerofit.record.timeline import Timeline
-from zerofit.strategy.engine import Engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.rank_meeting import MEETING
@@ -44,18 +43,6 @@ class Measurement(Protocol):
         """Called in place of training. Returns the exit code."""
 
 
-@dataclass
-class Facts:
-    """What the out-of-memory report is made of, as far as it is known by now."""
-
-    strategy: Strategy
-    engine: Engine | None = None
-    row_tokens: int | None = None  # of a training row
-    program_bytes: int = 0  # resident memory of the host before the model
-    parameters: int = 0  # of the whole model
-    copied: int = 0  # bytes of the copies that checkpoints are written from
-
-
 @dataclass(frozen=True)
 class Session:
     """A launch whose configuration is resolved.
@@ -68,7 +55,7 @@ class Session:
     timeline: Timeline
     watchdog: Watchdog
     shutdown: ShutdownHandler
-    facts: Facts
+    facts: RunFacts
     stored: "StoredModel | None"
     measurement: Measurement | None
 
@@ -91,7 +78,7 @@ class Session:
         if config.strategy.layout.is_main:
             config.folder.lock()
         shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.told)
-        session = cls(config, timeline, watchdog, shutdown, Facts(config.strategy), stored, measurement)
+        session = cls(config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement)
         explain_failures_with(session.explain)
         watchdog.phase("data", patience=math.inf)
         timeline.mark("checks")
@@ -144,10 +131,8 @@ class Session:
         Args:
             copied: bytes of the copies that checkpoints are written from, where there are some from now on.
         """
-        known = self.facts
-        known.copied = known.copied if copied is None else copied
-        self.watchdog.advise(host_advice(self.recipe, known.strategy, known.engine, known.row_tokens,
-                                         parameters=known.parameters, copied=known.copied))  # fmt: skip
+        self.facts.copied = self.facts.copied if copied is None else copied
+        self.watchdog.advise(host_advice(self.recipe, self.facts))
 
     def explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone; of any other error nothing is known here."""
@@ -156,5 +141,5 @@ class Session:
             return code
         watchdog = self.watchdog
         return explain_failure(
-            error, watchdog.at, MEETING.named, watchdog.waits_for, recipe=self.recipe, **vars(self.facts)
+            error, watchdog.at, MEETING.named, watchdog.waits_for, self.task, self.recipe, self.facts
         )

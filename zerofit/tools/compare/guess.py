@@ -90,7 +90,7 @@ def _predictions(request: dict[str, Any]) -> dict[str, Guess]:
 
 def _programs(request: dict[str, Any]) -> dict[bool, int]:
     """{with DeepSpeed: bytes of a trial on a CPU before its model}: of this process, once it has what a trial has."""
-    from zerofit.health.out_of_memory import resident_bytes
+    from zerofit.strategy.host_memory import resident_bytes
     from zerofit.tools.compare.trial import import_libraries
 
     programs = {}

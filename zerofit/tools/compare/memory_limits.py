@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from zerofit.health.out_of_memory import resident_bytes
 from zerofit.record.meters import MemoryMeter
+from zerofit.strategy.host_memory import resident_bytes
 
 SAMPLE_EVERY_S = 0.002
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

@@ -19,7 +19,7 @@ import torch
 
 from zerofit.data.collate import Batch
 from zerofit.health.anomaly import AnomalyDetector
-from zerofit.health.out_of_memory import EXIT_OUT_OF_MEMORY, is_out_of_memory
+from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from zerofit.recipe.errors import UserError, leave
 from zerofit.recipe.places import script
 from zerofit.strategy.devices import synchronise

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from zerofit.health.out_of_memory import memory_in
+from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.record.terminal import size
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.journal import Journal

@@ -1,6 +1,5 @@
 """`zerofit plan --write DIR`: the pair and the command of what was predicted, to be launched as they are."""
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def write_pairs(predictions: list[Prediction], folder: Path, options: Any, recip
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"write = {str(folder)!r}: {error.strerror}. Set --write to a folder") from None
-    flags = recipe_flags(options, recipe)
+    flags = options.flags_given(recipe, without=SET_HERE)
     return [_write_pair(prediction, folder, options, flags) for prediction in predictions]
 
 
@@ -68,17 +67,6 @@ def batch_flags(prediction: Prediction, options: Any) -> list[str]:
              "--gradient_accumulation_steps", str(prediction.accumulation)]  # fmt: skip
     words += ["--block_size", str(prediction.length)] if options.lengths else []
     return [*words, "--global_batch_size", str(prediction.global_batch)] if options.global_batch_size else words
-
-
-def recipe_flags(options: Any, recipe: type) -> list[str]:
-    """`--config FILE` and the flags that were given of the recipe's options, but for batches."""
-    words = ["--config", options.source("config")] if options.source("config") else []
-    for field in dataclasses.fields(recipe):
-        if options.source(field.name) == f"--{field.name}" and field.name not in SET_HERE:
-            value = getattr(options, field.name)
-            values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
-            words += [f"--{field.name}", *map(str, values)]
-    return words
 
 
 def _said(one: Prediction) -> str:
