@@ -5,9 +5,11 @@ import json
 
 import pytest
 from datasets import Dataset
+from helpers import ROOT
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
+from zerofit.data.file_formats import FORMATS
 from zerofit.data.sources import not_utf8, read_source
 from zerofit.data.tables import columns_present, hold_out
 from zerofit.data.text.documents import load_texts, split_off
@@ -47,6 +49,13 @@ def test_formats(tmp_path, cache, name):
     found = records(cache, write(tmp_path, name), validation_split_percentage=10)
     assert sorted([*found.train["text"], *found.validation["text"]]) == sorted(ROWS)
     assert len(found.validation) == 4
+
+
+def test_every_file_type_of_records_is_read_by_a_test():
+    texts = [(ROOT / "tests" / "unit" / name).read_text() for name in ("test_sources.py", "test_csv_files.py")]
+    types = [ending for ending, kind in FORMATS.items() if kind != "text"]
+    assert len(types) >= 6
+    assert not [ending for ending in types if not any(f'a{ending}"' in text for text in texts)]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md"])
