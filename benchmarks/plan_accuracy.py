@@ -41,8 +41,8 @@ from provenance import provenance
 
 from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
-from zerofit.tools.compare.machine import Machine, launch_environment
 from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.compare.trial_request import ANSWERS, Answers, TrialRequest
 from zerofit.tools.launches import Trial, launched
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -361,7 +361,7 @@ def peaks_in(folder: Path, configuration: Configuration, on: str) -> dict[str, i
 
 def _environment(on: str, processes: int) -> dict[str, str]:
     if on == "cpu":
-        return launch_environment(Machine("cpu", [], 0, 0, {}), processes) | {"OMP_NUM_THREADS": "1"}
+        return launch_environment(TrialMachine(), processes) | {"OMP_NUM_THREADS": "1"}
     from zerofit.tools.simulate import build as simgpu_build
 
     sizes = ",".join([str(16 * GIB)] * processes)

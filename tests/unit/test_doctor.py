@@ -15,17 +15,18 @@ from zerofit.cli import main
 from zerofit.recipe.idle import IDLE, idle_options
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.tools.doctor.installation import COMPILED, IMPOSSIBLE, TO_COMPILE, Folder, Installation
 from zerofit.tools.doctor.judge import Needs, judge
-from zerofit.tools.doctor.machine import COMPILED, IMPOSSIBLE, TO_COMPILE, Device, Folder, Machine
 from zerofit.tools.doctor.report import Finding, Report
 from zerofit.tools.doctor.values import OWNERS, flat
+from zerofit.tools.machine import Device
 
 GIB = 2**30
 A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
 T4 = Device("T4", 16 * GIB, 15 * GIB, has_bf16=False)
 OUTPUT = Folder("output", "--output_dir", "outputs/x", free=100 * GIB, total=200 * GIB)
-HEALTHY = Machine(
-    cores=8, memory_free=60 * GIB, memory_total=64 * GIB, shm=32 * GIB, torch="2.13.0+cu128", built_for="CUDA 12.8",
+HEALTHY = Installation(
+    cores=8, memory_free=60 * GIB, memory=64 * GIB, shm=32 * GIB, torch="2.13.0+cu128", built_for="CUDA 12.8",
     kind="cuda", devices=(A100, A100), present={"NVIDIA": 2}, compiler="/usr/bin/c++", ninja="/usr/bin/ninja",
     cuda_toolkit="12.8", operations={"cpu_adam": TO_COMPILE, "fused_adam": TO_COMPILE}, folders=(OUTPUT,),
 )  # fmt: skip
@@ -41,11 +42,11 @@ output_dir: out
 """
 
 
-def judged(machine: Machine = HEALTHY, needs: Needs = NEEDS, **variables: str) -> list[tuple[str, str]]:
+def judged(machine: Installation = HEALTHY, needs: Needs = NEEDS, **variables: str) -> list[tuple[str, str]]:
     return [(one.level, f"{one.what}. {one.remedy}") for one in judge(machine, needs, variables)]
 
 
-def change(machine=HEALTHY, **changes) -> Machine:
+def change(machine=HEALTHY, **changes) -> Installation:
     return dataclasses.replace(machine, **changes)
 
 

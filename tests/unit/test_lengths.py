@@ -17,10 +17,10 @@ from zerofit.tools.compare import guess
 from zerofit.tools.compare.axis import LENGTHS
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
-from zerofit.tools.compare.machine import Limits
 from zerofit.tools.compare.options import CompareOptions
 from zerofit.tools.compare.report import Report
 from zerofit.tools.compare.results import Row, with_rates_of
+from zerofit.tools.compare.trial_machine import Limits
 from zerofit.tools.lengths import parse_length, possible_lengths, read_lengths
 from zerofit.tools.tool_recipe import read_with_recipe
 

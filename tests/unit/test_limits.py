@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -24,7 +25,6 @@ from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_
 from zerofit.tools.compare.finished import Finished
 from zerofit.tools.compare.guess import largest
 from zerofit.tools.compare.journal import Journal, key_of
-from zerofit.tools.compare.machine import Limits, Machine, choose_limits
 from zerofit.tools.compare.memory_limits import limit_device
 from zerofit.tools.compare.options import CompareOptions
 from zerofit.tools.compare.report import Report, markdown_table
@@ -32,10 +32,12 @@ from zerofit.tools.compare.results import Row, common_size, conclusion, fact_of
 from zerofit.tools.compare.search import Fact, SearchState, next_size, next_step, predict
 from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK
 from zerofit.tools.compare.trial_launch import TrialLaunch
+from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
 from zerofit.tools.compare.trial_request import Answers, TrialRequest
 from zerofit.tools.compare.worst_case_batch import WorstCaseBatches
 from zerofit.tools.json_lines import add_line
 from zerofit.tools.launches import MARK
+from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 from zerofit.training.task import Task
 
@@ -352,13 +354,14 @@ def test_the_recipe_of_trials_is_a_recipe_for_every_one_in_the_tree(tmp_path):
         assert bool(given.global_batch_size and not given.gradient_accumulation_steps) == bool(made.notes)
 
 
-def machine(devices=(), memory=24 * GIB, available=20 * GIB) -> Machine:
+def machine(devices=(), memory=24 * GIB, available=20 * GIB) -> TrialMachine:
     environment = {"hardware": {"cpu": "a CPU", "cores": 2}, "packages": {"torch": "2.13"}, "python": "3.11",
                    "zerofit_commit": "0123456789abcdef", "zerofit_changed": False}  # fmt: skip
-    return Machine("cuda" if devices else "cpu", list(devices), memory, available, environment)
+    kind = "cuda" if devices else "cpu"
+    return TrialMachine(kind, tuple(devices), 2, memory, available, environment=environment)
 
 
-GPU = {"name": "GPU", "total": 80 * GIB, "free": 79 * GIB}
+GPU = Device("GPU", 80 * GIB, 79 * GIB)
 
 
 def test_limits_are_what_the_machine_has():
@@ -369,7 +372,7 @@ def test_limits_are_what_the_machine_has():
     shared = choose_limits(machine([GPU]), 2, 24 * GIB, 64 * GIB // 4)
     assert (shared.device, shared.host) == (24 * GIB, 8 * GIB)
     assert "gloo" in shared.notes[0]
-    busy = choose_limits(machine([{**GPU, "free": 30 * GIB}]), 1, None, None)
+    busy = choose_limits(machine([replace(GPU, free=30 * GIB)]), 1, None, None)
     assert "50.00 GiB are in use by other programs" in busy.notes[0]
 
 
@@ -396,7 +399,7 @@ def test_processes_that_share_a_device_leave_room_for_their_contexts():
     assert choose_limits(machine([GPU]), 4, exact, None).device == exact
     said = refusal(choose_limits, machine([GPU]), 4, exact + 1, None)
     assert "a memory_limit of at most 19.38 GiB, or at most 3 processes" in said
-    small = {"name": "GPU", "total": 2 * GIB, "free": 2 * GIB}
+    small = Device("GPU", 2 * GIB, 2 * GIB)
     said = refusal(choose_limits, machine([small]), 4, None, None)
     assert said.endswith("4 x (640.0 MiB of context) on one that has 2.00 GiB. Use at most 3 processes")
 
@@ -596,7 +599,7 @@ print(before, full, segment.now())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts what Linux counts")
 def test_on_a_cpu_a_freed_tensor_is_given_back_although_others_lie_between():
     """512 of 128 KiB, of which 8 are kept: 64 MiB, and 1 after that. In the heap all of it would stay."""
-    settings = Machine("cpu", [], 0, 0, {}).settings
+    settings = TrialMachine().settings
     done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS], capture_output=True, text=True, check=True,
                           env={**os.environ, **settings})  # fmt: skip
     before, full, after = (int(one) / 2**20 for one in done.stdout.split())

@@ -13,10 +13,11 @@ from zerofit.tools.compare import simulated
 from zerofit.tools.compare.axis import BATCHES
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.journal import key_of
-from zerofit.tools.compare.machine import Limits, launch_environment
 from zerofit.tools.compare.options import CompareOptions
 from zerofit.tools.compare.report import Report
 from zerofit.tools.compare.results import with_rates_of
+from zerofit.tools.compare.trial_machine import Limits, launch_environment
+from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
 
 GIB = 2**30
@@ -28,7 +29,7 @@ def built(monkeypatch, tmp_path):
     """A compiled device, and an inspection that launches nothing."""
     monkeypatch.setattr(simulated.build, "target", lambda: ROOT / "README.md")
     monkeypatch.setattr(simulated.build, "build", lambda: tmp_path / "simgpu_c.so")
-    monkeypatch.setattr(simulated, "inspect_machine", lambda variables: variables)
+    monkeypatch.setattr(simulated, "inspect_trial_machine", lambda variables: variables)
 
 
 def test_a_device_for_each_process(built):
@@ -78,21 +79,20 @@ def test_weights_are_not_read(tmp_path):
 
 
 def test_launches_and_results_are_those_of_the_simulation():
-    real, ours = machine([{"name": "GPU", "total": GIB, "free": GIB}]), machine()
-    ours = type(real)(real.kind, real.devices, real.memory, real.available, real.environment, VARIABLES)
+    real = machine([Device("GPU", GIB, GIB)])
+    ours = replace(real, simulated=VARIABLES)
     assert launch_environment(ours, 1) == VARIABLES
     assert launch_environment(real, 1) == {}
     keys = [key_of(machine=each.identity) for each in (real, ours)]
     assert keys[0] != keys[1], "a journal does not take one for the other"
-    elsewhere = type(real)(real.kind, real.devices, real.memory, real.available, real.environment,
-                           VARIABLES | {"PYTHONPATH": "/y"})  # fmt: skip
+    elsewhere = replace(real, simulated=VARIABLES | {"PYTHONPATH": "/y"})
     assert key_of(machine=elsewhere.identity) == keys[1]
 
 
 def test_the_report_says_that_it_is_simulated(tmp_path):
     untimed = [replace(row, trials=[with_rates_of(line, []) for line in row.trials]) for row in rows()]
-    real = machine([{"name": "simulated device", "total": GIB, "free": GIB}])
-    ours = type(real)("npu", real.devices, real.memory, real.available, real.environment, VARIABLES)
+    real = machine([Device("simulated device", GIB, GIB)])
+    ours = replace(real, kind="npu", simulated=VARIABLES)
     comparison = SimpleNamespace(
         axis=BATCHES, timer=None, rows=lambda: untimed, machine=ours, limits=Limits(1000 * 2**20, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
@@ -120,7 +120,7 @@ def test_speeds_that_were_timed_stand_beside_simulated_sizes(tmp_path):
     assert timer.precision("bf16")[0] == timer.precision("fp16")[0] == timer.precision("fp32")[0] == "fp32"
     assert simulated.Timer(machine()).precision("bf16") == ("bf16", "")
     assert "in fp32, for bf16 products take 12 times as long" in timer.note("bf16")
-    ours = replace(machine([{"name": "simulated device", "total": GIB, "free": GIB}]), simulated=VARIABLES)
+    ours = replace(machine([Device("simulated device", GIB, GIB)]), simulated=VARIABLES)
     comparison = SimpleNamespace(
         axis=BATCHES, timer=timer, rows=lambda: compared, machine=ours, limits=Limits(1000 * 2**20, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=2),

@@ -8,21 +8,16 @@ from zerofit.estimate.links import Links, MeasuredLinks
 from zerofit.estimate.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
 from zerofit.estimate.speeds import Curve, Speeds
 from zerofit.estimate.time_constants import (
-    ATTENTION_OF_PEAK,
-    ATTENTION_OF_PEAK_NEWER,
-    BEST_OF_PEAK,
-    BEST_OF_PEAK_OTHERS,
     CONTENTION,
     GPUS_OF_A_HOST,
     HOST_ADAM,
     NETWORK,
-    NEWER,
     OF_BEST_BY_FLOPS,
     OF_MEMORY_BY_BYTES,
     OF_PCIE,
     OPERATION_S,
 )
-from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
+from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
 
 CALIBRATE = "zerofit plan --calibrate"
 OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
@@ -84,17 +79,16 @@ def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
 
 def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     """The maker's peaks, with stated efficiencies."""
-    model = gpu.model if gpu else ""
     half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half)
     memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory)
     if not half or not memory:
         lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
         return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]
-    best = BEST_OF_PEAK.get(model, BEST_OF_PEAK_OTHERS)
+    best, of_attention = (gpu.of_peak, gpu.attention_of_peak) if gpu else (OF_PEAK, ATTENTION_OF_PEAK)
     shape, moved = Curve(OF_BEST_BY_FLOPS), Curve(OF_MEMORY_BY_BYTES).times(memory)
     rates = {(kind, width): moved for kind in (MEMORY, MATH, RANDOM) for width in (False, True)}
     rates[MATRIX, True] = shape.times(half * best)
-    rates[ATTENTION, True] = Curve(((1.0, half * (ATTENTION_OF_PEAK_NEWER if model in NEWER else ATTENTION_OF_PEAK)),))
+    rates[ATTENTION, True] = Curve(((1.0, half * of_attention),))
     if gpu is not None and gpu.single:
         rates[MATRIX, False] = rates[ATTENTION, False] = shape.times(gpu.single * best)
     pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA

@@ -2,23 +2,12 @@
 
 MILLION = 1e6
 
-# The best that torch's matrix products reach of a GPU's peak in bf16, by model. Source: measured by S. Bekman,
-# "Maximum Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator); of models that he has not, an
-# assumption.
-BEST_OF_PEAK = {"A100": 0.869, "H100": 0.803, "H100 PCIe": 0.803, "H200": 0.803, "B200": 0.776, "MI300X": 0.514}
-BEST_OF_PEAK_OTHERS = 0.8
-
 # How near a product of (size in FLOP) comes to that best. Source: Isaev et al. 2023, Calculon, systems/a100_80g.json
 # and h100_80g_nvl8.json (matrix, gflops_efficiency), relative to the largest.
 OF_BEST_BY_FLOPS = ((0.1e9, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0))
 
 # What operations that move (size in bytes) reach of the memory's bandwidth. Source: the same, mem1, MB_efficiency.
 OF_MEMORY_BY_BYTES = ((0.1 * MILLION, 0.3), (MILLION, 0.6), (10 * MILLION, 0.75), (100 * MILLION, 0.9))
-
-# Flash attention's part of the peak. Source: Dao 2023, FlashAttention-2 (50 to 73 % on an A100); Shah et al. 2024,
-# FlashAttention-3: the same code reaches 35 % of an H100. In fp32 attention is taken to be like matrix products.
-ATTENTION_OF_PEAK, ATTENTION_OF_PEAK_NEWER = 0.6, 0.35
-NEWER = ("H100", "H100 PCIe", "H100 NVL", "H200", "H200 NVL", "H800", "GH200", "B200", "GB200", "B300", "GB300")
 
 # Python and torch start operations one after another. An assumption: it matters for small models only, and calibration
 # replaces it.

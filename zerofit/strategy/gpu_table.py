@@ -10,6 +10,11 @@ PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 # A laptop's or export card, a slower or faster one with the same number, a vGPU (A40-12Q), a name that two GPUs have.
 OTHERS = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
 SLICE = " MIG "
+# The best of a peak in bf16 that torch's matrix products reach. Source: measured by S. Bekman, "Maximum Achievable
+# Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator); of models that he has not, an assumption. Flash
+# attention: Dao 2023, FlashAttention-2 (50 to 73 % on an A100); Shah et al. 2024, FlashAttention-3: the same code
+# reaches 35 % of an H100, which newer ones are taken to do too.
+OF_PEAK, ATTENTION_OF_PEAK, NEWER = 0.8, 0.6, {"attention_of_peak": 0.35}
 NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix products in bf16 or fp16)"
 
 
@@ -28,6 +33,8 @@ class Gpu:
         pcie: to the host.
         network: to other machines, of one GPU, in the machine that its maker builds around it.
         sms: its streaming multiprocessors: a MIG slice of it has some of them.
+        of_peak: the best that torch's matrix products reach of `half`.
+        attention_of_peak: the same of flash attention.
     """
 
     name: str
@@ -41,6 +48,8 @@ class Gpu:
     network: float | None = None
     sms: int | None = None
     has_bf16: bool = True
+    of_peak: float = OF_PEAK
+    attention_of_peak: float = ATTENTION_OF_PEAK
 
 
 def _gpu(
@@ -85,27 +94,27 @@ GPUS = {
         _gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5),
         _gpu("rtxpro6000-96gb", 94.97, "RTX PRO 6000 Blackwell Workstation", 500, 125, 1792, None, 5, sms=188),
         # A100 data sheet (1758950-r4)
-        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108),
-        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108),
+        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, of_peak=0.869),
+        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, of_peak=0.869),
         _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108),  # an A100 with slower NVLink
         # H100 data sheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL), all sparse; H200 data sheet: 1,979 and 1,671
-        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132),
-        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114),
-        _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132),
-        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132),
-        _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132),
-        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132),  # an H100 with slower NVLink
-        _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132),
+        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, of_peak=0.803, **NEWER),
+        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, of_peak=0.803, **NEWER),
+        _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132, **NEWER),
+        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.803, **NEWER),
+        _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132, **NEWER),
+        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, **NEWER),  # an H100 with slower NVLink
+        _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **NEWER),
         _gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
         # Blackwell technical brief, table 3; HGX B300: 36 PFLOPS in sparse FP16 of 8; GB200 and GB300 NVL72: 360 of 72
-        _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5),
-        _gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900),
-        _gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900),
-        _gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900),
+        _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5, of_peak=0.776, **NEWER),
+        _gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900, **NEWER),
+        _gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900, **NEWER),
+        _gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900, **NEWER),
         # AMD Instinct data sheets. An MI250X is one of its two dies; what links them to others was not found
         _gpu("mi210-64gb", 63.98),
         _gpu("mi250x-64gb", 63.98, "MI250X", 191.5, 23.9, 1640),
-        _gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5),
+        _gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5, of_peak=0.514),
         _gpu("mi325x-256gb", 255.98, "MI325X", 1307.4, 163.4, 6000, 448, 5),
     )
 }

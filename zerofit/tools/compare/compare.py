@@ -29,10 +29,10 @@ from zerofit.tools.compare.candidates import (
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from zerofit.tools.compare.finish import Finish, values_to_finish
-from zerofit.tools.compare.machine import Limits, Machine, choose_limits, inspect_machine
 from zerofit.tools.compare.options import CompareOptions
 from zerofit.tools.compare.report import Report
 from zerofit.tools.compare.simulated import LEFT_OUT, Timer, simulated_machine, without_weights
+from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits, inspect_trial_machine
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 
@@ -55,8 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     if to_finish:
         check_overrides(candidates, to_finish, cls)
     candidates = with_one_batch_evaluations(candidates, options)
-    machine = simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_machine()
-    timer = Timer(inspect_machine()) if options.times_simulated else None
+    machine = (
+        simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_trial_machine()
+    )
+    timer = Timer(inspect_trial_machine()) if options.times_simulated else None
     limits = limits_of(options, machine, output)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
 
 
-def limits_of(options, machine: Machine, output: Path) -> Limits:
+def limits_of(options, machine: TrialMachine, output: Path) -> Limits:
     """The limits from the options. On a CPU without --memory_limit, a part of the free memory is chosen once and kept:
     free memory changes, and a resumed comparison needs the limit that it began with.
 
@@ -100,7 +102,7 @@ def limits_of(options, machine: Machine, output: Path) -> Limits:
         num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
         chosen = limit if num_processes == options.num_processes else None
     if machine.simulated:
-        device = device or machine.devices[0]["total"]
+        device = device or machine.devices[0].total
     limits = choose_limits(machine, options.num_processes, device or chosen, host)
     if chosen:
         limits.notes.append(f"memory_limit {size(chosen)}, as it was when this comparison began")

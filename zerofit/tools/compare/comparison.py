@@ -13,11 +13,11 @@ from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.guess import Guess, guess
 from zerofit.tools.compare.journal import Journal, code_hash, key_of, peak_of
-from zerofit.tools.compare.machine import Limits, Machine
 from zerofit.tools.compare.results import Row, common_size, fact_of, outcome_text, with_rates_of
 from zerofit.tools.compare.search import SearchState, Step, next_step, predict
 from zerofit.tools.compare.simulated import Timer
 from zerofit.tools.compare.trial_launch import Ending, TrialLaunch
+from zerofit.tools.compare.trial_machine import Limits, TrialMachine
 from zerofit.tools.compare.trial_request import TrialRequest
 from zerofit.tools.launches import Trial
 
@@ -35,7 +35,7 @@ class Comparison:
     """
 
     def __init__(
-        self, options, candidates: list[Candidate], machine: Machine, limits: Limits, recipe: Path, output: Path,
+        self, options, candidates: list[Candidate], machine: TrialMachine, limits: Limits, recipe: Path, output: Path,
         timer: Timer | None = None,
     ):  # fmt: skip
         self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
@@ -74,7 +74,7 @@ class Comparison:
     def _guess(self) -> None:
         """Predict what is searched and was not predicted before."""
         new = [one for one in self.candidates if not self._guess_of(one) and not self._trials(one)]
-        limit = self.limits.device or min((device["total"] for device in self.machine.devices), default=None)
+        limit = self.limits.device or min((device.total for device in self.machine.devices), default=None)
         if self.named or not new or limit is None:
             return
         guesses = guess({
@@ -191,8 +191,8 @@ class Comparison:
         return self._run(candidate, request, self.keys[candidate.name], self.machine, again=again)
 
     def _run(
-        self, candidate: Candidate, request: TrialRequest, key: str, machine: Machine, flags: tuple[str, ...] = (),
-        again: bool = False,
+        self, candidate: Candidate, request: TrialRequest, key: str, machine: TrialMachine,
+        flags: tuple[str, ...] = (), again: bool = False,
     ) -> Ending:  # fmt: skip
         options = self.options
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{request.first}"

@@ -15,8 +15,8 @@ from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from zerofit.tools.compare.finished import Finished, read_finished
 from zerofit.tools.compare.journal import key_of
-from zerofit.tools.compare.machine import launch_environment
 from zerofit.tools.compare.results import Row
+from zerofit.tools.compare.trial_machine import launch_environment
 from zerofit.tools.launches import UPDATE, Launch, Trial, failure, launched, mistake
 from zerofit.tools.tool_recipe import recipe_values
 

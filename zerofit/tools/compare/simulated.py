@@ -12,7 +12,7 @@ from zerofit.model.configuration import known_architectures
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.record.terminal import say, size
 from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.compare.machine import Machine, inspect_machine
+from zerofit.tools.compare.trial_machine import TrialMachine, inspect_trial_machine
 from zerofit.tools.simulate import build
 from zerofit.tools.tool_recipe import parse_bytes
 
@@ -28,7 +28,7 @@ NAME = "npu"  # of the device's type, for accelerate has a list of those that it
 class Timer:
     """The real machine, which times what simulated devices hold."""
 
-    machine: Machine
+    machine: TrialMachine
 
     def precision(self, wanted: str) -> tuple[str, str]:
         """(the precision of timed updates, why it is not the wanted one: empty if it is)."""
@@ -44,7 +44,7 @@ class Timer:
         return f"Timed on {self.machine.describe()} without a memory limit, in {precision}{', for ' * bool(why)}{why}"
 
 
-def simulated_machine(device: str, num_processes: int) -> Machine:
+def simulated_machine(device: str, num_processes: int) -> TrialMachine:
     """This machine with one simulated device a process.
 
     Args:
@@ -62,7 +62,7 @@ def simulated_machine(device: str, num_processes: int) -> Machine:
         )
     if not build.target().is_file():
         say("the simulated device is being compiled, once for this version of torch: about a minute")
-    return inspect_machine({
+    return inspect_trial_machine({
         **build.environment(build.build()), "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
         "SIMGPU_WITHOUT_DATA": "1", "SIMGPU_MODEL": model, "SIMGPU_NAME": NAME,
     })  # fmt: skip

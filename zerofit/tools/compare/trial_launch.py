@@ -14,7 +14,7 @@ from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.record.terminal import size
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.journal import Journal
-from zerofit.tools.compare.machine import Machine, launch_environment
+from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, Answers, TrialRequest
 from zerofit.tools.launches import Launch, Trial, failure, launched, mistake
 
@@ -57,7 +57,8 @@ class TrialLaunch:
 
     def __init__(
         self, trial: Trial, num_processes: int, request: TrialRequest, candidate: Candidate, key: str,
-        journal: Journal, machine: Machine, answered: Callable[[dict[str, Any]], None], patience_s: float, again: bool,
+        journal: Journal, machine: TrialMachine, answered: Callable[[dict[str, Any]], None], patience_s: float,
+        again: bool,
     ):  # fmt: skip
         self.command, self.num_processes = trial.command(num_processes), num_processes
         self.request, self.candidate, self.key, self.journal = request, candidate, key, journal

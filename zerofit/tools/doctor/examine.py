@@ -18,9 +18,9 @@ from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
 from zerofit.strategy.pairs import find_strategies
 from zerofit.strategy.strategy import Strategy
+from zerofit.tools.doctor.installation import inspect_installation
 from zerofit.tools.doctor.judge import Needs, judge
 from zerofit.tools.doctor.launcher import Launch, look_at_launch, look_at_torchrun, shown_command
-from zerofit.tools.doctor.machine import inspect_machine
 from zerofit.tools.doctor.options import DoctorOptions
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report
 from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
@@ -208,7 +208,7 @@ class Examination:
                 check_devices()
             except UserError as error:
                 report.add(ERROR, error.problems)
-        machine = inspect_machine(self._folders(), looks_at_deepspeed=needs.deepspeed or not needs.examined)
+        machine = inspect_installation(self._folders(), looks_at_deepspeed=needs.deepspeed or not needs.examined)
         variables = self.launch.environment if self.launch else self.shell
         report.findings += judge(machine, needs, variables)
         report.lines += machine.lines()

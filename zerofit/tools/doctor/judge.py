@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zerofit.estimate.memory_constants import PROGRAM_BYTES
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import size
 from zerofit.strategy.gpu_table import NO_PEAK, gpu_of
 from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
-from zerofit.tools.compare.machine import PROGRAM_BYTES
-from zerofit.tools.doctor.machine import IMPOSSIBLE, TO_COMPILE, Folder, Machine
+from zerofit.tools.doctor.installation import IMPOSSIBLE, TO_COMPILE, Folder, Installation
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding
 
 SMALL_SHM = 512 * 2**20  # ds_report's limit
@@ -44,7 +44,7 @@ class Needs:
     examined: bool = True
 
 
-def judge(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> list[Finding]:
+def judge(machine: Installation, needs: Needs, variables: Mapping[str, str]) -> list[Finding]:
     """What is wrong.
 
     Args:
@@ -59,7 +59,7 @@ def judge(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> list[
     ]
 
 
-def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> list[Finding]:
+def _devices(machine: Installation, needs: Needs, variables: Mapping[str, str]) -> list[Finding]:
     findings, there = [], len(machine.devices)
     for maker, count in machine.present.items():
         hiding = [name for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]) if variables.get(name) in NO_DEVICE]
@@ -107,7 +107,7 @@ def _devices(machine: Machine, needs: Needs, variables: Mapping[str, str]) -> li
     return findings
 
 
-def _deepspeed(machine: Machine, needs: Needs) -> list[Finding]:
+def _deepspeed(machine: Installation, needs: Needs) -> list[Finding]:
     """DeepSpeed itself, and what it compiles when it is needed first."""
     if machine.deepspeed_problem:
         level = ERROR if needs.deepspeed else WARNING
@@ -155,7 +155,7 @@ def _or_without(names: list[str]) -> str:
     return f"; or {_without(names[0])[0].lower()}{_without(names[0])[1:]}" if len(names) == 1 else ""
 
 
-def _memory(machine: Machine, needs: Needs) -> list[Finding]:
+def _memory(machine: Installation, needs: Needs) -> list[Finding]:
     findings, several = [], needs.processes > 1
     if machine.shm is not None and machine.shm < SMALL_SHM and (machine.devices or several):
         findings.append(Finding(
@@ -168,9 +168,9 @@ def _memory(machine: Machine, needs: Needs) -> list[Finding]:
         return findings
     parts = f"about {size(total)} of host memory: {size(program)} for {counted(needs.processes, 'process')}" + (
         f", {size(needs.host_bytes)} for the state that they keep there" if needs.host_bytes else "")  # fmt: skip
-    if total > machine.memory_total:
+    if total > machine.memory:
         findings.append(Finding(
-            ERROR, f"the run takes {parts}; this machine has {size(machine.memory_total)}",
+            ERROR, f"the run takes {parts}; this machine has {size(machine.memory)}",
             "Offload less (zero3 offloads nothing), or use more machines" if machine.devices else
             "Use fewer processes, a smaller model, or another machine"))  # fmt: skip
     else:
@@ -179,7 +179,7 @@ def _memory(machine: Machine, needs: Needs) -> list[Finding]:
     return findings
 
 
-def _folders(machine: Machine, needs: Needs) -> list[Finding]:
+def _folders(machine: Installation, needs: Needs) -> list[Finding]:
     findings = []
     for folder in machine.folders:
         is_output = folder.what == "output"

@@ -1,53 +1,45 @@
 """The machine that a comparison runs on, and the memory limits that it allows.
 
-`python -m zerofit.tools.compare.machine` prints its description. It runs as another process, since a process that uses
-a GPU through torch takes half a GiB of it until it ends.
+`python -m zerofit.tools.compare.trial_machine` prints its description, as another process: one that uses a GPU through
+torch takes half a GiB of it until it ends.
 """
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES, PROGRAM_BYTES
 from zerofit.recipe.errors import UserError
+from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import size
 from zerofit.strategy.launch import SHARES_DEVICES
+from zerofit.tools.machine import Device, Machine, inspect_machine
 
 USABLE = 0.9  # part of the free memory
-PROGRAM_BYTES = 400 * 2**20  # of host memory, for one rank before it has a model
-# Device memory of a process outside torch's allocator, and so outside its limit. A CUDA context has 287 MB at first,
-# and 667 MB with all of torch's kernels loaded (pytorch/pytorch#86509).
-CONTEXT_BYTES = {"cuda": 640 * 2**20}
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine. Sizes are in bytes.
+class TrialMachine(Machine):
+    """The machine that trials run on.
 
-    Args:
-        kind: of the devices: cuda, xpu, ...; cpu where there are none.
-        devices: name, total and free memory of each.
-        memory, available: of the host.
+    Attributes:
         environment: versions, commit and hardware, for the report's provenance.
         simulated: variables that put a launch on simulated devices; empty: its devices are real.
-        bf16_slowdown: zerofit.strategy.devices.bf16_slowdown of its CPU; None where it has devices.
     """
 
-    kind: str
-    devices: list[dict[str, Any]]
-    memory: int
-    available: int
-    environment: dict[str, Any]
+    environment: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, str] = field(default_factory=dict)
-    bf16_slowdown: float | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes it from other machines."""
-        return {"devices": [[device["name"], device["total"]] for device in self.devices],
+        return {"devices": [[device.name, device.total] for device in self.devices],
                 "cpu": self.environment["hardware"].get("cpu"), "cores": self.environment["hardware"].get("cores"),
                 "memory": self.memory, "packages": self.environment["packages"],
                 **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")}}  # fmt: skip
@@ -70,20 +62,20 @@ class Machine:
     def describe(self) -> str:
         """One line."""
         hardware = self.environment["hardware"]
-        names = {device["name"] for device in self.devices}
-        devices = [f"{sum(device['name'] == name for device in self.devices)} x {name}" for name in sorted(names)]
+        names = {device.name for device in self.devices}
+        devices = [f"{sum(device.name == name for device in self.devices)} x {name}" for name in sorted(names)]
         cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
         return ", ".join([*devices, cpu])
 
 
-def launch_environment(machine: Machine, num_processes: int) -> dict[str, str]:
+def launch_environment(machine: TrialMachine, num_processes: int) -> dict[str, str]:
     """Environment variables of a launch: the machine's settings, and that processes may share its devices where it has
     fewer."""
     shares = 0 < len(machine.devices) < num_processes
     return machine.settings | machine.simulated | ({SHARES_DEVICES: "1"} if shares else {})
 
 
-def inspect_machine(simulated: dict[str, str] | None = None) -> Machine:
+def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachine:
     """The machine that this runs on.
 
     Args:
@@ -94,33 +86,19 @@ def inspect_machine(simulated: dict[str, str] | None = None) -> Machine:
     """
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
-        [sys.executable, "-m", "zerofit.tools.compare.machine"], capture_output=True, text=True, cwd=root,
+        [sys.executable, "-m", "zerofit.tools.compare.trial_machine"], capture_output=True, text=True, cwd=root,
         env={**os.environ, **(simulated or {})},
     )  # fmt: skip
     if finished.returncode:
         raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
-    return Machine(**json.loads(finished.stdout.splitlines()[-1]), simulated=simulated or {})
+    found = json.loads(finished.stdout.splitlines()[-1])
+    devices = tuple(Device(**device) for device in found.pop("devices"))
+    return TrialMachine(devices=devices, **found, simulated=simulated or {})
 
 
 def _print_description() -> None:
-    import torch
-
-    from zerofit.record.environment import describe_environment
-    from zerofit.strategy.devices import bf16_slowdown
-    from zerofit.strategy.host_memory import host_memory
-
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    devices = []
-    for index in range(torch.accelerator.device_count() if device.type != "cpu" else 0):
-        free, total = torch.accelerator.get_memory_info(index)
-        name = getattr(getattr(torch, device.type), "get_device_name", lambda index: device.type)(index)
-        devices.append({"name": name, "total": total, "free": free})
-    available, memory = host_memory()
-    print(json.dumps({
-        "kind": device.type, "devices": devices, "memory": memory, "available": available,
-        "environment": describe_environment([], device),
-        "bf16_slowdown": bf16_slowdown() if device.type == "cpu" else None,
-    }))  # fmt: skip
+    machine = inspect_machine()
+    print(json.dumps({**asdict(machine), "environment": describe_environment([], torch.device(machine.kind))}))
 
 
 @dataclass(frozen=True)
@@ -132,7 +110,7 @@ class Limits:
     notes: list[str]
 
 
-def choose_limits(machine: Machine, num_processes: int, device: int | None, host: int | None) -> Limits:
+def choose_limits(machine: TrialMachine, num_processes: int, device: int | None, host: int | None) -> Limits:
     """The limits of a rank.
 
     Args:
@@ -158,11 +136,14 @@ def choose_limits(machine: Machine, num_processes: int, device: int | None, host
     return Limits(limit, host_each, notes)
 
 
-def _limit_on_devices(machine: Machine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     ranks = -(-num_processes // len(machine.devices))
-    total, context = min(device["total"] for device in machine.devices), CONTEXT_BYTES.get(machine.kind, 0)
-    notes = [f"{device['name']} {index}: {size(device['total'] - device['free'])} are in use by other programs"
-             for index, device in enumerate(machine.devices) if device["free"] < USABLE * device["total"]]  # fmt: skip
+    total, context = (
+        min(device.total for device in machine.devices),
+        CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0,
+    )
+    notes = [f"{device.name} {index}: {size(device.total - device.free)} are in use by other programs"
+             for index, device in enumerate(machine.devices) if device.free < USABLE * device.total]  # fmt: skip
     if ranks * ((limit or 0) + context) > total:
         raise UserError(_too_many(machine, num_processes, ranks, limit, total, context))
     if ranks > 1:
@@ -174,7 +155,9 @@ def _limit_on_devices(machine: Machine, num_processes: int, limit: int | None) -
     return limit, notes
 
 
-def _too_many(machine: Machine, num_processes: int, ranks: int, limit: int | None, total: int, context: int) -> str:
+def _too_many(
+    machine: TrialMachine, num_processes: int, ranks: int, limit: int | None, total: int, context: int
+) -> str:
     """The message for processes that do not fit on a device with their limit: the numbers, and what to set."""
     of_process = " + ".join([*([f"memory_limit {size(limit)}"] if limit else []),
                        *([f"{size(context)} of context"] if context else [])])  # fmt: skip
@@ -187,7 +170,7 @@ def _too_many(machine: Machine, num_processes: int, ranks: int, limit: int | Non
     )
 
 
-def _limit_on_cpu(machine: Machine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+def _limit_on_cpu(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     if limit is not None and num_processes * limit > machine.memory:
         raise UserError(
             f"num_processes = {num_processes} and memory_limit = {size(limit)}: together "
@@ -196,12 +179,12 @@ def _limit_on_cpu(machine: Machine, num_processes: int, limit: int | None) -> tu
         )
     if limit is not None:
         return limit, []
-    limit = int(USABLE * machine.available / num_processes)
+    limit = int(USABLE * machine.memory_free / num_processes)
     if limit < PROGRAM_BYTES:
         raise UserError(
-            f"num_processes = {num_processes}: {size(machine.available)} are free here, and a process takes about "
+            f"num_processes = {num_processes}: {size(machine.memory_free)} are free here, and a process takes about "
             f"{size(PROGRAM_BYTES)} before it has a model. Use at most "
-            f"{int(USABLE * machine.available / PROGRAM_BYTES)} processes"
+            f"{int(USABLE * machine.memory_free / PROGRAM_BYTES)} processes"
         )
     note = f"memory_limit {size(limit)}: an equal part of what is free now. Set --memory_limit to have the same again"
     return limit, [note]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerofit.recipe.errors import first_line
 from zerofit.recipe.files import is_shared
 from zerofit.recipe.paths import cannot_be_written
@@ -18,22 +20,12 @@ from zerofit.recipe.words import counted
 from zerofit.record.terminal import size
 from zerofit.strategy.build_locks import abandoned_locks, extensions_folder
 from zerofit.strategy.gpus import gpus_of_the_machine
-from zerofit.strategy.host_memory import host_memory, usable_cores
+from zerofit.tools.machine import Machine, inspect_machine
 
 # {operation of DeepSpeed: the class of its builder}
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
 INSTALLED, COMPILED, TO_COMPILE, IMPOSSIBLE = "installed", "compiled", "to compile", "not for this machine"
 SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator. Sizes are in bytes; `has_bf16` is None where torch does not say."""
-
-    name: str
-    total: int
-    free: int
-    has_bf16: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -56,12 +48,10 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What there is. Sizes are in bytes.
+class Installation(Machine):
+    """A machine, and what is installed on it. Sizes are in bytes.
 
     Attributes:
-        kind: of the devices; cpu where there are none.
-        bf16_slowdown: times that bf16 takes of fp32 on its CPU, where that matters.
         present: {maker: GPUs that the operating system has}, whether or not torch sees them.
         shm: of /dev/shm; None: there is none.
         compiler: the C++ compiler; None: it is not found.
@@ -71,15 +61,9 @@ class Machine:
         accelerate: what `accelerate env` says.
     """
 
-    cores: int
-    memory_free: int
-    memory_total: int
-    shm: int | None
-    torch: str
-    built_for: str
-    kind: str = "cpu"
-    devices: tuple[Device, ...] = ()
-    bf16_slowdown: float | None = None
+    shm: int | None = None
+    torch: str = ""
+    built_for: str = ""
     present: dict[str, int] = field(default_factory=dict)
     driver: str = ""
     compiler: str | None = None
@@ -102,7 +86,7 @@ class Machine:
             ("devices", "; ".join(devices) or f"no accelerator, {counted(self.cores, 'core')}"),
             ("torch", f"{self.torch}, built for {self.built_for}"
              + (f", driver {self.driver}" if self.driver else "")),
-            ("memory", f"{size(self.memory_free)} free of {size(self.memory_total)}"
+            ("memory", f"{size(self.memory_free)} free of {size(self.memory)}"
              + (f"; /dev/shm {size(self.shm)}" if self.shm is not None else "")),
             ("compilers", "; ".join(tools)),
             ("DeepSpeed", "; ".join(f"{name} {how}" for name, how in self.operations.items())),
@@ -112,37 +96,26 @@ class Machine:
         return [(what, text) for what, text in lines if text]
 
 
-def inspect_machine(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed: bool) -> Machine:
+def inspect_installation(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed: bool) -> Installation:
     """This machine.
 
     Args:
         folders: {(what it is for, what sets it): folder}.
         looks_at_deepspeed: its operations are looked at, which takes some seconds.
     """
-    import torch
-
-    from zerofit.strategy.devices import bf16_slowdown
-
-    free, total = host_memory()
     operations, problem, toolkit = {}, None, ""
     if looks_at_deepspeed:
         operations, toolkit, problem = _of_deepspeed()
-    kind, devices = _devices()
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     with contextlib.suppress(ImportError):
         from torch.utils.cpp_extension import get_cxx_compiler
 
         compiler = shutil.which(get_cxx_compiler().split()[0])
-    return Machine(
-        cores=usable_cores(),
-        memory_free=free,
-        memory_total=total,
+    return Installation(
+        **vars(inspect_machine()),
         shm=shutil.disk_usage(SHM).total if SHM.is_dir() else None,
         torch=torch.__version__,
-        built_for=built_for(torch),
-        kind=kind,
-        devices=tuple(devices),
-        bf16_slowdown=None if devices else bf16_slowdown(),
+        built_for=built_for(),
         present=gpus_of_the_machine(),
         driver=_driver(),
         compiler=compiler,
@@ -156,27 +129,10 @@ def inspect_machine(folders: Mapping[tuple[str, str], Path], looks_at_deepspeed:
     )
 
 
-def built_for(torch) -> str:
+def built_for() -> str:
     """What torch's build serves beside the CPU."""
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     return next((f"{name} {found}" for name, found in versions.items() if found), "the CPU alone")
-
-
-def _devices() -> tuple[str, list[Device]]:
-    import torch
-
-    from zerofit.strategy.devices import device_name, has_bf16
-    from zerofit.strategy.gpus import num_devices
-
-    count = num_devices()
-    if not count:
-        return "cpu", []
-    kind, found = torch.accelerator.current_accelerator().type, []
-    for index in range(count):
-        device = torch.device(kind, index)
-        free, total = torch.accelerator.get_memory_info(index)
-        found.append(Device(device_name(device), total, free, has_bf16(device)))
-    return kind, found
 
 
 def _driver() -> str:
@@ -199,8 +155,6 @@ def _of_deepspeed() -> tuple[dict[str, str], str, str | None]:
             from deepspeed.env_report import accelerator_name, installed_ops, nvcc_version, probe_is_compatible
         except Exception as error:  # a CUDA build that does not fit raises errors of its own
             return {}, "", f"{type(error).__name__}: {first_line(error)}"
-        import torch
-
         accelerator, operations = get_accelerator(), {}
         for name, builder_class in BUILDERS.items():
             builder = accelerator.create_op_builder(builder_class)
