@@ -330,9 +330,9 @@ def test_want_of_memory_brings_the_remedies():
 
 
 def test_a_rank_that_was_told_to_stop_gets_one_line():
-    messages = RankMessages().after("phase\tbackward\t4\t1").after("told\tSIGTERM")
+    messages = RankMessages().after("phase\tbackward\t4\t1").after("stop_requested\tSIGTERM")
     message = crash_report(1, 42, messages, signal.SIGKILL, [PLENTY], PLENTY)
-    assert message == "rank 1 (pid 42) had been told to stop (SIGTERM), and was killed in phase backward of update 4"
+    assert message == "rank 1 (pid 42) had been asked to stop (SIGTERM), and was killed in phase backward of update 4"
 
 
 # ------------------------------------------------------------------------------------------------------------- cgroups

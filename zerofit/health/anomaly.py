@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.data.collate import Batch
+from zerofit.strategy.engine import Engine
 
 WINDOW = 256
 ENOUGH = 64  # accepted updates before anything can be called a spike
@@ -101,7 +102,7 @@ class Anomaly:
     batches: list[Batch]  # this rank's micro-batches
     losses: list[float]  # and the loss sum of each
 
-    def report(self, engine, action: str, preview_sample: Callable[[int], str]) -> dict[str, Any] | None:
+    def report(self, engine: Engine, action: str, preview_sample: Callable[[int], str]) -> dict[str, Any] | None:
         """The line of anomalies.jsonl, on the main process; None elsewhere. All ranks call it together.
 
         Args:
@@ -117,5 +118,5 @@ class Anomaly:
             return None
         parts = [part for reporter in engine.layout.loss_ranks for part in ranks[reporter]]
         heads = {index: preview_sample(index)[:SHOWN_CHARACTERS] for part in parts for index in part["samples"]}
-        return {"update": self.update, "reason": self.reason, "action": action, **self.figures,
-                "micro_batches": parts, "heads": heads}  # fmt: skip
+        line = {"update": self.update, "reason": self.reason, "action": action, **self.figures}
+        return {**line, "micro_batches": parts, "heads": heads}

@@ -11,6 +11,7 @@ Reading takes Python's own library alone, since the watchdog process does it; wr
 
 import contextlib
 import os
+import pickle
 import sys
 from typing import Any
 
@@ -21,10 +22,9 @@ SHOWN = 3  # groups in a summary
 
 def write_record(folder: str, rank: int) -> None:
     """Write this rank's record into a run's folder, unless no run has begun there. Nothing is raised."""
-    import pickle
-
     c10d, groups = sys.modules.get("torch._C._distributed_c10d"), sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not os.path.isfile(os.path.join(os.path.dirname(folder), "files.json")):
+    begun = os.path.isfile(os.path.join(os.path.dirname(folder), "files.json"))
+    if c10d is None or groups is None or not begun:
         return
     with contextlib.suppress(Exception):
         of_nccl = groups.is_initialized() and groups.get_backend() == "nccl"
@@ -52,18 +52,19 @@ def recorded(folder: str, since: float) -> dict[int, str]:
     return found
 
 
+class PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts and containers: no code is run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a record holds no {module}.{name}")
+
+
 def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
-    """{rank: its record}, of those that were written after `since`. A record holds no code: none is run."""
-    import pickle
-
-    class Plain(pickle.Unpickler):
-        def find_class(self, module, name):
-            raise pickle.UnpicklingError(f"a record holds no {module}.{name}")
-
+    """{rank: its record}, of those that were written after `since`."""
     found = {}
     for rank, path in recorded(folder, since).items():
         with contextlib.suppress(Exception), open(path, "rb") as file:
-            record = Plain(file).load()
+            record = PlainUnpickler(file).load()
             found[rank] = {key: record[key] for key in ("entries", "pg_config")}
     return found
 
@@ -71,7 +72,7 @@ def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
 def describe(records: dict[int, dict[str, Any]]) -> list[str]:
     """Which collective each group waits in, and which of its ranks have not come to it; empty: none waits."""
     groups: dict[str, list[int]] = {}
-    entries: dict[str, dict[int, list[dict]]] = {}
+    entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for rank, record in records.items():
         for name, config in record["pg_config"].items():
             groups[name] = [int(number) for number in config["ranks"].strip("[]").split(",")]
@@ -100,19 +101,19 @@ def last(record: dict[str, Any]) -> list[str]:
     return [f"{_named(entry)} was the last" for entry in record["entries"][-1:]]
 
 
-def _named(entry: dict) -> str:
+def _named(entry: dict[str, Any]) -> str:
     name, description = entry["process_group"]
     what = f"{entry['profiling_name']} of {entry['input_sizes']}"
     return f"{what}, number {_number(entry)} in group {description or name}"
 
 
-def _waits(entry: dict) -> bool:
+def _waits(entry: dict[str, Any]) -> bool:
     """Whether it has not ended. gloo knows no states (torch 2.13); of NCCL, one that is given up is retired too."""
     of_gloo = entry["profiling_name"].startswith("gloo:")
     return not entry["is_p2p"] and (not entry["retired"] if of_gloo else entry["state"] != "completed")
 
 
-def _number(entry: dict) -> int:
+def _number(entry: dict[str, Any]) -> int:
     return entry["collective_seq_id"]
 
 

@@ -39,9 +39,7 @@ class StopReason(enum.IntEnum):
     @property
     def text(self) -> str:
         """The reason in a message: `stopped by TEXT`."""
-        named = {"CTRL_C": "Ctrl-C", "OUT_OF_TIME": "max_hours", "ANOMALY": "an anomaly",
-                 "CHECKPOINT_FAILED": "a checkpoint that failed"}  # fmt: skip
-        return named.get(self.name, self.name)
+        return REASONS.get(self, self.name)
 
     @property
     def is_signal(self) -> bool:
@@ -59,10 +57,17 @@ class StopReason(enum.IntEnum):
         return EXIT_NEEDS_A_PERSON if needs_a_person else EXIT_TO_BE_RESUMED
 
 
+REASONS = {
+    StopReason.CTRL_C: "Ctrl-C",
+    StopReason.OUT_OF_TIME: "max_hours",
+    StopReason.ANOMALY: "an anomaly",
+    StopReason.CHECKPOINT_FAILED: "a checkpoint that failed",
+}
 SIGNALS = {
-    signal.SIGTERM: StopReason.SIGTERM, signal.SIGUSR1: StopReason.SIGUSR1, signal.SIGINT: StopReason.CTRL_C,
-}  # fmt: skip
-
+    signal.SIGTERM: StopReason.SIGTERM,
+    signal.SIGUSR1: StopReason.SIGUSR1,
+    signal.SIGINT: StopReason.CTRL_C,
+}
 
 _RECEIVERS: list[Callable[[int], None]] = []  # the last one is told of signals
 

@@ -1,7 +1,7 @@
 """The watchdog of a rank: a small process beside it, which tells how the rank ended when the rank itself cannot.
 
-A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a rank that is no more waits
-for good. The watchdog process (watchdog_process.py) learns of the first by the end of a pipe, of the second by
+A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a dead rank hangs
+forever. The watchdog process (watchdog_process.py) learns of the first by the end of a pipe, of the second by
 silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started, or
 dies, the run continues without it.
 """
@@ -64,8 +64,10 @@ class Watchdog:
         self.rank, self.limit_seconds = rank, math.inf if limit_seconds is None else limit_seconds
         self.locks_after_seconds = locks_after_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
-        self._message, self._pipe, self._child, self._pid = b"", None, None, os.getpid()
-        self._flight, self._began = None, time.time()
+        self._message, self._pid, self._began = b"", os.getpid(), time.time()
+        self._pipe: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._flight: str | None = None
 
     def start(self) -> None:
         """Start the watchdog process; once, as early as the rank is known. On Windows there is none."""
@@ -83,8 +85,11 @@ class Watchdog:
         try:
             self._child = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(script), *numbers],
-                stdin=reader, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
-            )  # fmt: skip
+                stdin=reader,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
         except OSError:
             os.close(writer)
             return
@@ -119,9 +124,9 @@ class Watchdog:
         """A sign of life within the phase."""
         self._send(self._message)
 
-    def told(self, signal_name: str) -> None:
+    def stop_requested(self, signal_name: str) -> None:
         """The rank has been asked to stop; should it be killed before it has, one line says so."""
-        self._send(f"told\t{signal_name}\n".encode())
+        self._send(f"stop_requested\t{signal_name}\n".encode())
 
     def advise(self, lines: Iterable[str]) -> None:
         """What the watchdog is to propose from here on, a line each, should the rank die for want of host memory."""
@@ -136,11 +141,12 @@ class Watchdog:
             folder: of the run.
             others: the other machines, in words; empty where there are none.
         """
-        if self._child is None:
+        if self._child is None or self._child.stdout is None:
             return
-        self._flight = str(folder.absolute() / flight.FOLDER)
-        threading.Thread(target=self._write_records, args=(self._child.stdout.fileno(),), daemon=True).start()
-        self._send("\t".join(("group", self._flight, str(world_size), backend, others)).encode() + b"\n")
+        self._flight = records = str(folder.absolute() / flight.FOLDER)
+        asked = self._child.stdout.fileno()
+        threading.Thread(target=self._write_records, args=(asked, records), daemon=True).start()
+        self._send("\t".join(("group", records, str(world_size), backend, others)).encode() + b"\n")
 
     def waits_for(self) -> list[str]:
         """What is known of the collective that this rank has failed in; its record is written."""
@@ -150,10 +156,10 @@ class Watchdog:
         records = flight.read_records(self._flight, self._began)
         return flight.describe(records) or (flight.last(records[self.rank]) if self.rank in records else [])
 
-    def _write_records(self, asked: int) -> None:
+    def _write_records(self, asked: int, folder: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             while os.read(asked, 64):
-                flight.write_record(self._flight, self.rank)
+                flight.write_record(folder, self.rank)
 
     def leave(self) -> None:
         """The rank leaves in order: the watchdog process ends and says nothing."""
@@ -180,13 +186,14 @@ class Watchdog:
 
 def died_elsewhere(error: BaseException) -> bool:
     """Whether an error, or what it came from, only tells that another process is gone: that one has the cause."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, RuntimeError):
-            text = str(error)
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, RuntimeError):
+            text = str(cause)
             is_gloo = "gloo" in text.lower()
             if any(words in text for words in OF_TORCH) or (is_gloo and any(words in text for words in OF_GLOO)):
                 return True
-        error = error.__cause__ or error.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

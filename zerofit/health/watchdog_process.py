@@ -56,8 +56,8 @@ class RankMessages(NamedTuple):
     phase: str = "start"
     update: str = ""
     patience: float = math.inf  # nobody can say how long imports take
-    told: str = ""  # the signal that asked it to stop, and that it has taken notice of
-    asked: bool = False  # it was ended by a signal that asks
+    stop_requested: str = ""  # the signal that asked it to stop, and that it has handled
+    was_terminated: bool = False  # by SIGTERM, before it had a handler
     advice: tuple[str, ...] = ()
     flight: str = ""  # the folder of records of collectives
     world_size: int = 1
@@ -71,11 +71,11 @@ class RankMessages(NamedTuple):
             return self._replace(phase=words[0], update=words[1], patience=float(words[2]))
         if kind == "group":
             return self._replace(flight=words[0], world_size=int(words[1]), backend=words[2], others=words[3])
-        if kind == "told":
-            return self._replace(told=words[0])
+        if kind == "stop_requested":
+            return self._replace(stop_requested=words[0])
         if kind == "advice":
             return self._replace(advice=(*self.advice, words[0]) if words[0] else ())
-        return self._replace(asked=self.asked or kind.startswith("Stack ("))  # of faulthandler, see watchdog.py
+        return self._replace(was_terminated=self.was_terminated or kind.startswith("Stack ("))  # faulthandler's
 
     @property
     def where(self) -> str:
@@ -89,9 +89,8 @@ def take_sample(pid: int, groups: list[str]) -> Sample:
     memory, pages = read("/proc/meminfo"), read(f"/proc/{pid}/statm").split()
     rooms = [room for room in map(headroom, groups) if room]
     limit, left = min(rooms, key=lambda room: room[1]) if rooms else (None, None)
-    counts = [field(read(f"{groups[0]}/{name}"), "oom_kill") for name in ("memory.events", "memory.oom_control")
-              ] if groups else []  # fmt: skip
-    counts.append(field(read("/proc/vmstat"), "oom_kill"))
+    files = [f"{group}/{name}" for group in groups[:1] for name in ("memory.events", "memory.oom_control")]
+    counts = [field(read(file), "oom_kill") for file in (*files, "/proc/vmstat")]
     return Sample(
         resident=int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None,
         total=field(memory, "MemTotal:", 1024),
@@ -112,10 +111,12 @@ def open_state(pid: int) -> int | None:
 
 def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
     """(state letter, whether it is on its way out, wait status) of a process on Linux; None if it cannot be seen."""
+    if descriptor is None:
+        return None
     try:
         words = os.pread(descriptor, 4096, 0).decode(errors="replace").rpartition(")")[2].split()
         return words[0], bool(int(words[6]) & 0x4) or words[0] in "ZX", int(words[49])
-    except (OSError, TypeError, IndexError):
+    except (OSError, IndexError):
         return None
 
 
@@ -173,9 +174,7 @@ def describe_memory(sample: Sample) -> str:
     if sample.total and sample.available is not None:
         parts.append(f"{sample.available / GIB:.2f} of the host's {sample.total / GIB:.2f} GiB were available")
     if sample.limit and sample.left is not None and sample.limit < (sample.total or math.inf):
-        parts.append(
-            f"{sample.left / GIB:.2f} of the {sample.limit / GIB:.2f} GiB of its cgroup (container) were left"
-        )
+        parts.append(f"{sample.left / GIB:.2f} of the {sample.limit / GIB:.2f} GiB of its cgroup were left")
     return "; ".join(parts) or "unknown on this system"
 
 
@@ -184,11 +183,12 @@ def crash_report(
 ) -> str:
     """What is said of a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
-    if ended_by == 0 or ended_by in ORDERLY or messages.asked:
+    if ended_by == 0 or ended_by in ORDERLY or messages.was_terminated:
         return ""
     why, for_memory = cause(status, samples, now, messages)
-    if messages.told and not for_memory:
-        return f"rank {rank} (pid {pid}) had been told to stop ({messages.told}), and was killed in {messages.where}"
+    if messages.stop_requested and not for_memory:
+        name, where = messages.stop_requested, messages.where
+        return f"rank {rank} (pid {pid}) had been asked to stop ({name}), and was killed in {where}"
     lines = [
         f"rank {rank} (pid {pid}) ended without a message in {messages.where}",
         f"cause    {why}",
@@ -227,7 +227,7 @@ class Watch:
         self.state = open_state(pid)
         self.messages, self.rest, self.messages_at = RankMessages(), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
-        self.stopped_at = None
+        self.stopped_at: float | None = None
         self.end = select.poll()
         self.end.register(0, 0)  # wakes when no writer is left, not for every message
         os.set_blocking(0, False)
@@ -242,7 +242,7 @@ class Watch:
             if closed:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
             self.samples = [*self.samples[1 - HISTORY :], take_sample(self.pid, self.groups)]
-            self.look_for_stop(bool(state) and state[0] in "Tt")
+            self.look_for_stop(state is not None and state[0] in "Tt")
             slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
             self.messages_at += slept_s if slept_s > SLEPT_S else 0
             silent_s = self.looked_at - self.messages_at
@@ -285,7 +285,9 @@ class Watch:
         if not is_stopped:
             self.stopped_at = None
             return
-        self.messages_at, self.stopped_at = now, now if self.stopped_at is None else self.stopped_at
+        self.messages_at = now
+        if self.stopped_at is None:
+            self.stopped_at = now
         launcher = state_and_parent(self.pid)[1]
         if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
             self.stopped_at = math.inf
@@ -332,8 +334,7 @@ class Watch:
             say(f"rank {self.rank} continues after all, in {self.messages.where}")
             return False
         say("\n".join(f"rank {self.rank} by the flight recorder: {line}" for line in self.waiting()))
-        say(f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs for good (--watchdog_minutes); "
-            f"{RESUME}")  # fmt: skip
+        say(f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs (--watchdog_minutes); {RESUME}")
         send(self.pid, signal.SIGKILL)
         return True
 

@@ -77,7 +77,7 @@ class Session:
         config = resolve(task, recipe if stored is None else stored.recipe)
         if config.strategy.layout.is_main:
             config.folder.lock()
-        shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.told)
+        shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.stop_requested)
         session = cls(config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement)
         explain_failures_with(session.explain)
         watchdog.phase("data", patience=math.inf)
