@@ -375,7 +375,7 @@ class Predictor:
     """What `zerofit plan` predicts for a configuration."""
 
     def __init__(self, configuration: Configuration, on: str):
-        from zerofit.estimate.planned_model import read_planned_model
+        from zerofit.estimate.read_model import read_planned_model
         from zerofit.tools.plan.plan_options import PlanOptions
         from zerofit.tools.plan.planner import Planner
         from zerofit.tools.plan.prediction import Budget

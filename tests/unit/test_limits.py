@@ -23,7 +23,7 @@ from zerofit.tools.compare import guess as guess_module
 from zerofit.tools.compare.axis import BATCHES
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.finished import Finished
-from zerofit.tools.compare.guess import largest
+from zerofit.tools.compare.guess import PredictedSize, guess_of
 from zerofit.tools.compare.journal import Journal, key_of
 from zerofit.tools.compare.memory_limits import limit_device
 from zerofit.tools.compare.options import CompareOptions
@@ -38,6 +38,7 @@ from zerofit.tools.compare.worst_case_batch import WorstCaseBatches
 from zerofit.tools.json_lines import add_line
 from zerofit.tools.launches import MARK
 from zerofit.tools.machine import Device
+from zerofit.tools.plan.size_search import search
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 from zerofit.training.task import Task
 
@@ -96,16 +97,20 @@ def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
 def test_the_largest_batch_is_predicted_from_a_few_peaks():
     asked = []
 
-    def peak_at(size):
-        asked.append(size)
-        return 1000 + 8 * size + size // 100
+    def guess_within(limit: int, sizes: list[int]):
+        def predict(size: int) -> PredictedSize:
+            asked.append(size)
+            peak = 1000 + 8 * size + size // 100
+            return PredictedSize(size, peak, peak <= limit)
 
-    found = largest(peak_at, list(range(1, 4097)), 3000)
+        return guess_of(search(sizes, predict, limit))
+
+    found = guess_within(3000, list(range(1, 4097)))
     assert (found.size, found.peak) == (249, 1000 + 8 * 249 + 2)
-    assert len(asked) <= 6
-    assert found.peak_at(250) == pytest.approx(peak_at(250), abs=2)
-    assert largest(peak_at, [4, 8, 16], 1000).size == 0
-    assert largest(peak_at, [4, 8, 16], 10**6).size == 16
+    assert len(asked) <= 8
+    assert found.peak_at(250) == pytest.approx(1000 + 8 * 250 + 2, abs=2)
+    assert guess_within(1000, [4, 8, 16]).size == 0
+    assert guess_within(10**6, [4, 8, 16]).size == 16
 
 
 def test_a_prediction_that_fails_is_none(monkeypatch, tmp_path):

@@ -12,7 +12,8 @@ from zerofit.cli import main
 from zerofit.estimate.fully_sharded import fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.pipeline_stages import Stage, stages_of
-from zerofit.estimate.planned_model import PlannedModel, read_planned_model
+from zerofit.estimate.planned_model import PlannedModel
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.layouts import Degrees, possible_degrees, read_pair
 from zerofit.tools.plan.plan_options import PlanOptions

@@ -45,6 +45,15 @@ class States:
     host: dict[str, int] = field(default_factory=dict)
     disk: int = 0
 
+    @property
+    def held(self) -> int:
+        """Weights, gradients and optimizer state where the model is computed."""
+        return self.weights + self.optimizer + max(self.gradients, self.step.get("gradients", 0))
+
+    @property
+    def offloaded(self) -> int:
+        return sum(self.host.values())
+
 
 def torch_states(
     weights: Weights, world_size: int, trained_dtype, frozen_dtype, on_gpu: bool, optim: str = "adamw"

@@ -77,7 +77,7 @@ def find_peak(
         program: on a CPU, bytes beside tensors.
         on_host: bytes on the host beside the states.
     """
-    host = sum(states.host.values()) + on_host
+    host = states.offloaded + on_host
     if not on_gpu:  # offloaded states lie in the same memory
         beside = {"offloaded": host, "program": program}
         moments = [Moment(one.phase, one.components | beside) for one in moments]

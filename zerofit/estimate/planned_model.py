@@ -3,32 +3,30 @@
 import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from peft import LoraConfig, inject_adapter_in_model
+from transformers.pytorch_utils import Conv1D
 
 from zerofit.estimate.every_nth import EveryNth
-from zerofit.estimate.memory_constants import NF4_BYTES
+from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
-from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, Rows
+from zerofit.estimate.planned_rows import TASKS, Rows
 from zerofit.estimate.trace_cache import TraceCache, model_key
 from zerofit.estimate.traced_experts import divide_experts
 from zerofit.estimate.traced_shares import split_layers
 from zerofit.estimate.traced_steps import TracedStep, in_flight
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
-from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.model.lora import split_targets
-from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.paths import is_missing_folder
 from zerofit.strategy.layout import ParallelLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NO_LIMIT = 2**20  # positions
 
 
 @dataclass
@@ -145,6 +143,10 @@ class PlannedModel:
         return Weights(every, stacks, "".join(heads), max(layers, default=0), quantised, width)
 
     @property
+    def checkpoint_bytes(self) -> int:
+        return MASTER_BYTES * self.weights.trained + self.weights.state_bytes(self.recipe.optim)
+
+    @property
     def keeps_layers(self) -> bool:
         """Whether ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
         checked by forward passes before training (gathered.py)."""
@@ -227,63 +229,8 @@ class PlannedModel:
         return build
 
 
-def read_planned_model(recipe, task: str, on_gpu: bool) -> PlannedModel:
-    """The configuration and the full model on "meta".
-
-    Raises:
-        UserError: the configuration is out of reach, or makes no model.
-    """
-    import transformers
-
-    auto_class = getattr(transformers, TASKS[task])
-    has_weights = bool(recipe.model_name_or_path)
-    try:
-        config = load_configuration(_shape_only(recipe), auto_class)
-    except UserError as error:
-        if not has_weights or recipe.architecture:
-            raise
-        similar = similar_architecture(recipe.model_name_or_path)
-        shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
-        raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
-    if task == "cls":
-        config.num_labels = max(1, getattr(config, "num_labels", 2))
-        config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
-    if not has_weights:
-        _set_vocabulary(config, recipe)
-    if task == "seq2seq" and config.decoder_start_token_id is None:
-        config.decoder_start_token_id = 0
-    with torch.device("meta"):
-        full = make_model(config, task, torch.float32, None, traced=False)
-    add_lora(full, recipe, task)
-    if recipe.gradient_checkpointing:
-        check_recomputation(full, recipe.gradient_checkpointing)
-    return PlannedModel(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
-
-
-def _shape_only(recipe):
-    """The recipe for reading the model's shape: attention kernels need not be installed here, and weights that are
-    elsewhere give way to a known architecture.
-
-    Raises:
-        UserError: there are neither the weights nor a shape of that name.
-    """
-    recipe, name = recipe.draft(), recipe.model_name_or_path
-    recipe.reset_option("attn_implementation")
-    shape = recipe.architecture or (name if name and not Path(name).is_dir() else None)
-    if not shape or not (recipe.architecture or shape.lower() in known_architectures()):
-        if name and is_missing_folder(name):
-            raise UserError(f"model_name_or_path = {name!r}: there is no such folder")
-        return recipe
-    for other in ("model_name_or_path", "model_type"):
-        recipe.reset_option(other)
-    recipe.adopt("config_name", shape, "--architecture" if recipe.architecture else "model_name_or_path")
-    return recipe
-
-
 def make_model(config, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
     """A model with random weights, on the default device."""
-    import transformers
-
     auto_class, config = getattr(transformers, TASKS[task]), copy.deepcopy(config)
     model_class = auto_class._model_mapping[type(config)]
     arguments = {}
@@ -298,9 +245,6 @@ def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers.pytorch_utils import Conv1D
-
     chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
     targets = chosen or list(family_of(model.config).lora_targets)
     modules, of_experts = split_targets(model, targets)
@@ -320,27 +264,6 @@ def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in trained:
             module.requires_grad_(True)
-
-
-def _set_vocabulary(config, recipe) -> None:
-    """From scratch: the vocabulary of the tokenizer that will be trained, and its padding."""
-    size = recipe.train_tokenizer_vocab_size or config.vocab_size
-    multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
-    config.vocab_size = -(-size // multiple) * multiple
-
-
-def _rows_of(recipe, task: str, config, full: torch.nn.Module) -> Rows:
-    if task == "cls":
-        return Rows(task, recipe.max_length)
-    head = full.get_output_embeddings()
-    whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
-    kind = "full" if whole else "chunked"
-    if task == "seq2seq":
-        return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind)
-    positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
-    length = recipe.block_size or min(positions, LONGEST_BLOCK)
-    masked = recipe.packing == "documents" and not recipe.data_path
-    return Rows(task, length, masked=masked, loss_kind=kind)
 
 
 def _lists(full: torch.nn.Module) -> dict[str, int]:

@@ -10,16 +10,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from zerofit.tools.plan.size_search import search
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 120
 # Of a trial on a CPU: its data and process group. Source: before its model it has 476 MiB, and 545 under DeepSpeed;
 # with the libraries alone a process has 454 and 521.
 BEFORE_MODEL_BYTES = 24 * 2**20
-MOST_PREDICTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -58,33 +59,29 @@ def guess(request: dict[str, Any]) -> dict[str, Guess]:
     return {}
 
 
-def largest(peak_at: Callable[[int], int], sizes: list[int], limit: int) -> Guess:
-    """The largest size whose peak is within the limit, from a few peaks: they grow almost in proportion."""
-    known = {size: peak_at(size) for size in dict.fromkeys((sizes[0], sizes[min(3, len(sizes) - 1)]))}
-    place = 0
-    while len(known) < MOST_PREDICTIONS:
-        beyond = [size for size in known if known[size] > limit]
-        within = max(set(known) - set(beyond), default=min(known))
-        low, high = (within, min(beyond)) if beyond else sorted(known)[-2:] if len(known) > 1 else (within, within)
-        slope = (known[high] - known[low]) / (high - low) if high != low else 0
-        # Where the optimizer's step needs most, small batches all need the same.
-        reached = low + (limit - known[low]) / slope if slope > 0 else 4 * max(known)
-        place = max(0, sum(size <= reached for size in sizes) - 1)
-        if sizes[place] in known:
-            break
-        known[sizes[place]] = peak_at(sizes[place])
-    fitting = [size for size in known if known[size] <= limit]
-    size = max(fitting, default=0)
-    near = sorted(known, key=lambda other: abs(other - size))[:2]
-    slope = (known[near[1]] - known[near[0]]) / (near[1] - near[0]) if len(near) > 1 else 0.0
-    return Guess(size, known[size or sizes[0]], slope, sorted(known.items()))
+@dataclass(frozen=True)
+class PredictedSize:
+    """The predicted peak of a size, as the limit counts it."""
+
+    size: int
+    device_bytes: int
+    fits: bool
+
+
+def guess_of(tried: list[PredictedSize]) -> Guess:
+    """From what a search has predicted, by size."""
+    size = max((one.size for one in tried if one.fits), default=0)
+    first, *others = sorted(tried, key=lambda one: abs(one.size - size))[:2]
+    slope = (others[0].device_bytes - first.device_bytes) / (others[0].size - first.size) if others else 0.0
+    return Guess(size, first.device_bytes, slope, [(one.size, one.device_bytes) for one in tried])
 
 
 def _predictions(request: dict[str, Any]) -> dict[str, Guess]:
     guesses, programs = {}, _programs(request) if request["kind"] == "cpu" else {}
     for name, (config, flags) in request["candidates"].items():
         with contextlib.suppress(Exception):
-            guesses[name] = largest(_peaks_of(request, config, flags, programs), request["sizes"], request["limit"])
+            predict = _predictor(request, config, flags, programs)
+            guesses[name] = guess_of(search(request["sizes"], predict, request["limit"]))
     return guesses
 
 
@@ -100,14 +97,12 @@ def _programs(request: dict[str, Any]) -> dict[bool, int]:
     return programs
 
 
-def _peaks_of(
+def _predictor(
     request: dict[str, Any], config: str, flags: list[str], programs: dict[bool, int]
-) -> Callable[[int], int]:
+) -> Callable[[int], PredictedSize]:
     """Peaks by size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
-    from dataclasses import replace
-
     from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
-    from zerofit.estimate.planned_model import read_planned_model
+    from zerofit.estimate.read_model import read_planned_model
     from zerofit.tools.plan.length_planner import LengthPlanner
     from zerofit.tools.plan.plan_options import PlanOptions
     from zerofit.tools.plan.planner import Planner
@@ -126,14 +121,15 @@ def _peaks_of(
 
     lengths = LengthPlanner(planner, request["sizes"])
 
-    def peak_at(size: int) -> int:
-        found = lengths.predict(resolved, size) if request["by_length"] else planner.predict(resolved, size)
-        peak = found.peak
+    def predict(size: int) -> PredictedSize:
+        peak = (lengths if request["by_length"] else planner).predict(resolved, size).peak
         if kind == "cpu":
-            return peak.allocated + programs[resolved.zero is not None]
-        return peak.reserved if kind == "cuda" else peak.allocated - CUBLAS_WORKSPACE_BYTES
+            counted = peak.allocated + programs[resolved.zero is not None]
+        else:
+            counted = peak.reserved if kind == "cuda" else peak.allocated - CUBLAS_WORKSPACE_BYTES
+        return PredictedSize(size, counted, counted <= request["limit"])
 
-    return peak_at
+    return predict
 
 
 if __name__ == "__main__":

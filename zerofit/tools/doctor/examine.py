@@ -49,7 +49,7 @@ class Examination:
         self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
         self.launch: Launch | None = None
         self.strategy: Strategy | None = None
-        self.looked_at_model, self.subject = False, None  # the model without weights
+        self.looked_at_model, self.planned = False, None  # the model without weights
         self.needs = Needs(processes=max(1, num_devices()), examined=False)
 
     def of_launch(self, program: list[str]) -> None:
@@ -149,9 +149,9 @@ class Examination:
         """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
         import transformers
 
-        from zerofit.estimate.planned_model import TASKS as AUTO_CLASSES
+        from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
+        from zerofit.estimate.read_model import read_planned_model
         from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
-        from zerofit.tools.doctor.size_up import model_of
         from zerofit.training.configuration import check_model
 
         recipe = self.recipe.draft()
@@ -160,7 +160,7 @@ class Examination:
         with self._collected():
             check_model(self.task, recipe, self.strategy, auto_class)
         with self._collected():
-            self.subject = model_of(recipe, self.task, num_devices() > 0)
+            self.planned = read_planned_model(recipe, self.task, num_devices() > 0)
         if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
             check_vocabulary(config, load_tokenizer(recipe, config), recipe)
 
@@ -179,25 +179,26 @@ class Examination:
         needs = dataclasses.replace(needs, precision=strategy.precision, operations=operations_of(strategy.deepspeed))
         if not (self.task and self.is_sound and self.recipe.trains):
             return needs
-        if strategy.layout.tensor > 1:  # no process holds a whole layer, which plan's states do not know
+        if self.looked_at_model and self.planned is None:
             return needs
-        if self.looked_at_model and self.subject is None:
-            return needs
-        from zerofit.tools.doctor.size_up import model_of, size_up
+        from zerofit.estimate.planned_strategy import plan_strategy
+        from zerofit.estimate.read_model import read_planned_model
 
         try:
-            sizes = size_up(self.subject or model_of(self.recipe, self.task, on_gpu), strategy)
+            planned = self.planned or read_planned_model(self.recipe, self.task, on_gpu)
+            states = plan_strategy(strategy.name, strategy, planned).states(planned, strategy.batches.accumulation > 1)
         except UserError as error:
             self.report.findings.append(Finding(
                 NOTE, f"the model's size is not known here, so memory and disk are not checked: "
                 f"{error.problems[0]}"))  # fmt: skip
             return needs
-        trained = "" if sizes.trained == sizes.parameters else f", {sizes.trained / 1e6:,.1f} M of them are trained"
-        self.report.lines.append(("model", f"{sizes.parameters / 1e6:,.1f} M parameters{trained}"))
+        weights, host = planned.weights, states.offloaded + (0 if on_gpu else states.held)
+        trained = f", {weights.trained / 1e6:,.1f} M of them are trained" if weights.frozen else ""
+        self.report.lines.append(("model", f"{(weights.trained + weights.frozen) / 1e6:,.1f} M parameters{trained}"))
         saves = self.recipe.save_strategy != "no" or self.recipe.save_minutes
         return dataclasses.replace(
-            needs, state_bytes=sizes.state if on_gpu else None, host_bytes=sizes.host * launch.local_world_size,
-            checkpoint_bytes=sizes.checkpoint if saves and not self.recipe.save_only_model else None,
+            needs, state_bytes=states.held if on_gpu else None, host_bytes=host * launch.local_world_size,
+            checkpoint_bytes=planned.checkpoint_bytes if saves and not self.recipe.save_only_model else None,
         )  # fmt: skip
 
     def of_machine(self) -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from zerofit.estimate.device_speeds import STAND_IN, device_speeds, stand_in_speeds
 from zerofit.estimate.memory_constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
-from zerofit.estimate.planned_model import PlannedModel, read_planned_model
+from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help

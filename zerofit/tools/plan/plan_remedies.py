@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from zerofit.estimate.planned_model import read_planned_model
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.recipe.errors import UserError
 from zerofit.tools.plan.layouts import Degrees
 from zerofit.tools.plan.parallel import find_all

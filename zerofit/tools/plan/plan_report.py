@@ -71,7 +71,7 @@ class PlanReport:
         lines += self._misfits() + self._refusals()
         offloaded = [one for one, *_ in shown if one.disk_bytes]
         lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
-        lines.append(f"A checkpoint takes {size(self.planner.checkpoint_bytes)} of disk.")
+        lines.append(f"A checkpoint takes {size(self.planner.subject.checkpoint_bytes)} of disk.")
         text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
         return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -163,7 +163,7 @@ class PlanReport:
                 label: [{"options": one.options, "per_device_train_batch_size": one.micro_batch} for one in several]
                 for label, several in self.remedies.items()
             },
-            "checkpoint_bytes": self.planner.checkpoint_bytes,
+            "checkpoint_bytes": self.planner.subject.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,
             "trained_parameters": weights.trained,
         }

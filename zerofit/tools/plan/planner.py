@@ -9,7 +9,6 @@ from zerofit.estimate.memory_constants import (
     CPU_GROUP_BYTES,
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
-    MASTER_BYTES,
 )
 from zerofit.estimate.peak import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
 from zerofit.estimate.pipeline_stages import Stage
@@ -124,11 +123,6 @@ class Planner:
             return None
         accumulation = self.accumulation(micro_batch, resolved.layout.data_size)
         return self.timing.predict(resolved, micro_batch, accumulation)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        weights = self.subject.weights
-        return MASTER_BYTES * weights.trained + weights.state_bytes(self.recipe.optim)
 
     # -------------------------------------------------------------------------------------------------- global batches
 

@@ -61,6 +61,10 @@ class Prediction:
         return labelled(self.strategy, self.degrees)
 
     @property
+    def device_bytes(self) -> int:
+        return self.peak.device
+
+    @property
     def is_timed(self) -> bool:
         """Whether the time is known, and not only the rank."""
         return self.speed is not None and self.speed.is_known

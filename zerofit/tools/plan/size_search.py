@@ -1,13 +1,25 @@
 """The largest candidate that fits: micro-batches, or lengths of rows."""
 
-from collections.abc import Callable, Sequence
-
-from zerofit.tools.plan.prediction import Prediction
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 FURTHEST = 16  # times as large a candidate as the largest that was seen to fit
 
 
-def search(candidates: Sequence[int], predict: Callable[[int], Prediction], limit: int) -> list[Prediction]:
+class Sized(Protocol):
+    """What was predicted of a candidate."""
+
+    @property
+    def fits(self) -> bool: ...
+
+    @property
+    def device_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
     """The predictions that were needed, by size; with the largest candidate that fits and the next one.
 
     Memory grows almost in proportion to the size, so two predictions tell where to look.
@@ -16,7 +28,7 @@ def search(candidates: Sequence[int], predict: Callable[[int], Prediction], limi
         candidates: ascending.
         limit: bytes of a device.
     """
-    made: dict[int, Prediction] = {}
+    made: dict[int, T] = {}
     fits, fails = -1, len(candidates)
     while fails - fits > 1:
         place = _next_place(made, candidates, fits, fails, limit)
@@ -28,7 +40,7 @@ def search(candidates: Sequence[int], predict: Callable[[int], Prediction], limi
     return [made[place] for place in sorted(made)]
 
 
-def _next_place(made: dict[int, Prediction], candidates: Sequence[int], fits: int, fails: int, limit: int) -> int:
+def _next_place(made: Mapping[int, Sized], candidates: Sequence[int], fits: int, fails: int, limit: int) -> int:
     """Where to look next: the smallest, four times as many; then where the line through two predictions reaches the
     limit (not too far beyond what was seen) and, every other time between two bounds, halfway."""
     if fits < 0:
@@ -40,7 +52,7 @@ def _next_place(made: dict[int, Prediction], candidates: Sequence[int], fits: in
     if not growing and len(made) % 2:
         return (fits + fails) // 2
     low, high = sorted((fits, further[-1]))
-    rise, run = made[high].peak.device - made[low].peak.device, candidates[high] - candidates[low]
-    size = candidates[high] + (limit - made[high].peak.device) * run / rise if rise > 0 else candidates[-1]
+    rise, run = made[high].device_bytes - made[low].device_bytes, candidates[high] - candidates[low]
+    size = candidates[high] + (limit - made[high].device_bytes) * run / rise if rise > 0 else candidates[-1]
     place = sum(candidate <= size for candidate in candidates) - 1
     return min(max(place, fits + 1), fails - 1, FURTHEST * fits + 3 if growing else fails)

@@ -1,0 +1,94 @@
+"""From a recipe to the model of a plan: its configuration and rows, without a weight."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
+from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, Rows
+from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
+from zerofit.model.recomputation import check_recomputation
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.paths import is_missing_folder
+
+NO_LIMIT = 2**20  # positions
+
+
+def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
+    """The configuration and the full model on "meta".
+
+    Raises:
+        UserError: the configuration is out of reach, or makes no model.
+    """
+    auto_class = getattr(transformers, TASKS[task])
+    has_weights = bool(recipe.model_name_or_path)
+    try:
+        config = load_configuration(_shape_only(recipe), auto_class)
+    except UserError as error:
+        if not has_weights or _architecture(recipe):
+            raise
+        similar = similar_architecture(recipe.model_name_or_path)
+        shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
+        raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
+    if task == "cls":
+        config.num_labels = max(1, getattr(config, "num_labels", 2))
+        config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
+    if not has_weights:
+        _set_vocabulary(config, recipe)
+    if task == "seq2seq" and config.decoder_start_token_id is None:
+        config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        full = make_model(config, task, torch.float32, None, traced=False)
+    add_lora(full, recipe, task)
+    if recipe.gradient_checkpointing:
+        check_recomputation(full, recipe.gradient_checkpointing)
+    return PlannedModel(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
+
+
+def _shape_only(recipe: Any) -> Any:
+    """The recipe for reading the model's shape: attention kernels need not be installed here, and weights that are
+    elsewhere give way to a known architecture.
+
+    Raises:
+        UserError: there are neither the weights nor a shape of that name.
+    """
+    recipe, name = recipe.draft(), recipe.model_name_or_path
+    recipe.reset_option("attn_implementation")
+    architecture = _architecture(recipe)
+    shape = architecture or (name if name and not Path(name).is_dir() else None)
+    if not shape or not (architecture or shape.lower() in known_architectures()):
+        if name and is_missing_folder(name):
+            raise UserError(f"model_name_or_path = {name!r}: there is no such folder")
+        return recipe
+    for other in ("model_name_or_path", "model_type"):
+        recipe.reset_option(other)
+    recipe.adopt("config_name", shape, "--architecture" if architecture else "model_name_or_path")
+    return recipe
+
+
+def _architecture(recipe: Any) -> str | None:
+    """An option of `zerofit plan`, which a run's recipe does not have."""
+    return getattr(recipe, "architecture", None)
+
+
+def _set_vocabulary(config: Any, recipe: Any) -> None:
+    """From scratch: the vocabulary of the tokenizer that will be trained, and its padding."""
+    size = recipe.train_tokenizer_vocab_size or config.vocab_size
+    multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
+    config.vocab_size = -(-size // multiple) * multiple
+
+
+def _rows_of(recipe: Any, task: str, config: Any, full: torch.nn.Module) -> Rows:
+    if task == "cls":
+        return Rows(task, recipe.max_length)
+    head = full.get_output_embeddings()
+    whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
+    kind = "full" if whole else "chunked"
+    if task == "seq2seq":
+        return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind)
+    positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    length = recipe.block_size or min(positions, LONGEST_BLOCK)
+    masked = recipe.packing == "documents" and not recipe.data_path
+    return Rows(task, length, masked=masked, loss_kind=kind)
