@@ -177,6 +177,24 @@ def metrics(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+def read_data(recipe):
+    """The tables that a recipe names."""
+    from zerofit.data.options import DataOptions
+    from zerofit.data.sources import read_source
+
+    return read_source(DataOptions.of(recipe).files)
+
+
+def load_texts(recipe):
+    """The training and held-out texts that a recipe names."""
+    from zerofit.data.options import DataOptions
+    from zerofit.data.text.documents import read_records, take_texts
+
+    options = DataOptions.of(recipe)
+    source, unit = read_records(options.files, recipe.document_separator, recipe.packing)
+    return take_texts(source, unit, recipe.text_column, recipe.document_separator, options.parts)
+
+
 def updates(lines: list[dict]) -> list[dict]:
     """The lines of updates, without that of update 0."""
     return [line for line in lines if line["update"] > 0]

@@ -92,6 +92,10 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 
+    growth = None
+    if recipe.trains and recipe.block_size_warmup:
+        stated = recipe.source("block_size_warmup")
+        growth = growing_blocks(recipe.block_size_warmup, stated, data.block_size, data.is_chat)
     task = Task(
         recipe=recipe,
         train_set=data.train,
@@ -100,9 +104,9 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         evaluate=evaluate if data.validation else None,
         num_held_out=len(data.validation or ()),
         longest={"input_ids": data.block_size},
-        lengths=growing_blocks(recipe, data.block_size, data.is_chat),
+        lengths=growth,
         order=data.order,
-        easiest=easiest_first(recipe, data.train, session.strategy.batches.consumed),
+        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         routing=routing,
     )

@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
-        easiest=easiest_first(recipe, data.train, session.strategy.batches.consumed),
+        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),
         report=lambda: report_classes(session.folder, data.labels, data.held_out),

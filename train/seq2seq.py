@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
-        easiest=easiest_first(recipe, data.train, session.strategy.batches.consumed),
+        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: trivial_answers(data.validation),
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import ROOT, launch, launched, metrics, tiny_deberta, tiny_t5, updates
+from helpers import ROOT, launch, launched, load_texts, metrics, tiny_deberta, tiny_t5, updates
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
@@ -300,7 +300,6 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(run, material, ca
     lines, output = run(case, layout)
     model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    from zerofit.data.text.documents import load_texts
     from zerofit.recipe import ClmRecipe
 
     recipe = ClmRecipe(train_file=[str(material / "text" / "train.txt")], packing="none")

@@ -7,11 +7,10 @@ The model is small and has random weights; the same text, packed, is trained on 
 
 import pytest
 import torch
-from helpers import ROOT, launch, updates
+from helpers import ROOT, launch, load_texts, updates
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zerofit.data.text.documents import load_texts
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.recipe import ClmRecipe, parse_recipe

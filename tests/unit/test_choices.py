@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, refusal
+from helpers import ROOT, read_data, refusal
 from transformers import AutoModelForMultipleChoice, BertConfig
 
 from zerofit.data.collate import ChoiceCollator
-from zerofit.data.labelled.choices import ChoiceRows, find_choices
+from zerofit.data.labelled.choices import ChoiceRows, LabelColumns, find_choices
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
-from zerofit.data.sources import read_source
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.model.tokenizer import padding_values, train_tokenizer
@@ -62,6 +61,10 @@ def _recipe(tokenizer, path, cache, *flags):
     return parse_recipe(ClsRecipe, words)
 
 
+def named(recipe: ClsRecipe) -> LabelColumns:
+    return LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
+
+
 def others(record: dict) -> list[dict]:
     """Records that show where the numbers of the choices begin."""
     name = next(name for name in ("label", "answer", "answerKey") if name in record)
@@ -73,20 +76,20 @@ def others(record: dict) -> list[dict]:
 def test_published_forms(recipe_of, tmp_path, form):
     record, (question, texts), right = FORMS[form]
     recipe = recipe_of(write(tmp_path / "a.jsonl", [record, *others(record)]))
-    table = read_source(recipe).parts["train"]
-    choices = find_choices(recipe, table)
+    table = read_data(recipe).parts["train"]
+    choices = find_choices(named(recipe), table)
     assert choices.read(table[0]) == ([(question, text) for text in texts], right)
 
 
 def test_what_is_no_multiple_choice(recipe_of, tmp_path):
     plain = write(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
     recipe = recipe_of(plain)
-    assert find_choices(recipe, read_source(recipe).parts["train"]) is None
+    assert find_choices(named(recipe), read_data(recipe).parts["train"]) is None
     record = FORMS["JCommonsenseQA"][0]
     recipe = recipe_of(write(tmp_path / "b.jsonl", others(record)), "--text_columns", "question")
-    assert find_choices(recipe, read_source(recipe).parts["train"]) is None
+    assert find_choices(named(recipe), read_data(recipe).parts["train"]) is None
     recipe = recipe_of(tmp_path / "b.jsonl", "--choice_columns", "choice0", "nothing")
-    assert "no column 'nothing'" in refusal(find_choices, recipe, read_source(recipe).parts["train"])
+    assert "no column 'nothing'" in refusal(find_choices, named(recipe), read_data(recipe).parts["train"])
 
 
 def test_samples_and_their_loss(recipe_of, tmp_path):

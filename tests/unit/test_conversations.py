@@ -4,10 +4,10 @@ import json
 
 import pytest
 from datasets import Dataset, Features, Translation
-from helpers import refusal
+from helpers import read_data, refusal
 
-from zerofit.data.chat.instructions import find_form
-from zerofit.data.pairs.columns import Columns, Pair, find_columns
+from zerofit.data.chat.instructions import FormOptions, find_form
+from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
 from zerofit.data.pairs.prepare import (
     PairEncoder,
@@ -17,18 +17,16 @@ from zerofit.data.pairs.prepare import (
     turn_separator,
 )
 from zerofit.data.records import BadRecord
-from zerofit.data.sources import read_source
 from zerofit.model.configuration import load_configuration
-from zerofit.model.tokenizer import load_tokenizer
-from zerofit.recipe import ClmRecipe, Seq2SeqRecipe, UserError, parse_recipe
-from zerofit.recipe.tasks import PairOptions
+from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
+from zerofit.recipe import Seq2SeqRecipe, UserError, parse_recipe
 
 TURNS = ["Hi!", "Hello, who are you?", "A cat."]
 ROLES = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), TURNS)]
 
 
 def columns_of(record: dict, **options: str) -> Columns:
-    return find_columns(PairOptions(**options), Dataset.from_list([record]))
+    return find_columns(PairColumns(**options), Dataset.from_list([record]))
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -142,7 +140,7 @@ def test_conversations_by_their_name(tmp_path):
     table = read_keyed_conversations(paths)
     expected = [[f"{turn} ({n})" for turn in TURNS] for n in (0, 1, 2, 10, 11, 12)]
     assert table["dialogue"][:] == expected
-    assert find_columns(PairOptions(), table) == Columns("dialogue", None, None)
+    assert find_columns(PairColumns(), table) == Columns("dialogue", None, None)
     assert read_keyed_conversations(paths)._fingerprint == table._fingerprint  # every process finds the same cache
     assert read_keyed_conversations(paths[:1])._fingerprint != table._fingerprint
 
@@ -173,7 +171,7 @@ def blenderbot(data):
     folder = data("tokenizers/blenderbot")
     flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name", str(folder), "--train_file", "a.jsonl"]
     config = load_configuration(parse_recipe(Seq2SeqRecipe, flags))
-    tokenizer = load_tokenizer(parse_recipe(Seq2SeqRecipe, flags), config)
+    tokenizer = load_tokenizer(TokenizerOptions.of(parse_recipe(Seq2SeqRecipe, flags)), config)
 
     def encoder(source: int = 128, target: int = 128, prefix: str = "", separator: str | None = None) -> PairEncoder:
         separator = separator or turn_separator(config, tokenizer)
@@ -394,13 +392,13 @@ def test_parts_without_a_text_are_called_what_they_are():
     turns = [{"role": "user", "content": picture}, {"role": "assistant", "content": [{"type": "text", "text": "?"}]}]
     with pytest.raises(BadRecord, match="a turn holds image_url, and no text \\(text or value or content\\)"):
         Columns("d", None, None).pairs({"d": turns})
-    assert find_form(ClmRecipe(), Dataset.from_dict({"messages": [turns]})).kind == "messages"
+    assert find_form(FormOptions(), Dataset.from_dict({"messages": [turns]})).kind == "messages"
 
 
 def test_an_instruction_beside_an_input_is_not_left_out_silently():
     table = Dataset.from_dict({"instruction": ["Add."], "input": ["1 2"], "output": ["3"]})
     with pytest.raises(UserError, match="the columns are instruction, input, output"):
-        find_columns(Seq2SeqRecipe(), table)
+        find_columns(PairColumns(), table)
 
 
 def test_questions_about_a_text():
@@ -421,7 +419,7 @@ def test_parlais_text(tmp_path):
     ]
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
     table = read_conversation_files([tmp_path / "a.txt"])
-    columns = find_columns(Seq2SeqRecipe(), table)
+    columns = find_columns(PairColumns(), table)
     assert [pair for record in table for pair in columns.pairs(record)] == [
         Pair(["your persona: I ski.\nHi."], "Hello."),
         Pair(["your persona: I ski.\nHi.", "Hello.", "How are you?"], "Well|fine."),
@@ -445,9 +443,9 @@ def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache
     rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)
-    table = split_translation_columns(read_source(recipe).parts["train"])
-    assert find_columns(recipe, table) == Columns(None, "en", "de")
-    back = find_columns(PairOptions(source_column="de", target_column="en"), table)
+    table = split_translation_columns(read_data(recipe).parts["train"])
+    assert find_columns(PairColumns.of(recipe), table) == Columns(None, "en", "de")
+    back = find_columns(PairColumns(source_column="de", target_column="en"), table)
     assert back.pairs(table[1]) == [Pair(["ein 1"], "a 1")]
     assert split_translation_columns(table) is table
     data = prepare(tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en",

@@ -19,13 +19,14 @@ from tests.helpers import ROOT, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
 from zerofit.data.megatron.blend import Blend, build
-from zerofit.data.megatron.corpus import Card, megatron, open_corpus, tokenizer_fingerprint
+from zerofit.data.megatron.corpus import INDICES, Card, megatron, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, MicroBatches, loader
 from zerofit.model.configuration import load_configuration
 from zerofit.model.export import export_model
 from zerofit.model.loss import IGNORE, install_loss
 from zerofit.model.preflight import check_mask_support
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
+from zerofit.recipe.cache import cache_root
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
@@ -54,6 +55,12 @@ def prefixes(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpora")
     return [write_corpus(folder / name, random_documents(seed, count))
             for seed, (name, count) in enumerate((("a", 300), ("b", 90), ("c", 150)))]  # fmt: skip
+
+
+def indices(recipe) -> tuple[tuple[str, ...], Path]:
+    """The options that restart, and the folder of indices."""
+    root = Path(recipe.data_cache_path) if recipe.data_cache_path else cache_root(recipe.cache_dir) / INDICES
+    return tuple(name for name in FLAGS if getattr(recipe, name)), root
 
 
 def recipe_of(*flags: str):
@@ -106,7 +113,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
     blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
     blend.check()
     held_out = 0 if split in ("1",) else min(7, blend.max_samples_without_repeats(1))
-    train, validation = build(blend, samples, held_out, VOCABULARY, EOD, recipe)
+    train, validation = build(blend, samples, held_out, VOCABULARY, EOD, *indices(recipe))
     theirs = megatrons(words, split, size, samples, held_out, 5, {name: name in flags for name in FLAGS})
     compared = 0
     for ours, reference, count in ((train, theirs[0], samples), (validation, theirs[1], held_out)):
@@ -119,7 +126,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
                 assert sample["position_ids"].tolist() == found["position_ids"].tolist()
             compared += 1
     assert compared == samples + held_out
-    again, _ = build(blend, samples, held_out, VOCABULARY, EOD, recipe)  # mapped from the index, not made
+    again, _ = build(blend, samples, held_out, VOCABULARY, EOD, *indices(recipe))  # mapped from the index, not made
     assert again[samples - 1]["input_ids"].tolist() == train[samples - 1]["input_ids"].tolist()
 
 
@@ -127,7 +134,7 @@ def test_without_weights_a_longer_run_blends_by_size(prefixes, tmp_path):
     recipe = recipe_of("--data_path", *prefixes, "--split", "1", "--data_cache_path", str(tmp_path))
     blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], None, "1", 16, seed=1)
     once = blend.samples_per_epoch(0)
-    train, _ = build(blend, 3 * once, 0, VOCABULARY, EOD, recipe)
+    train, _ = build(blend, 3 * once, 0, VOCABULARY, EOD, *indices(recipe))
     assert len(train) >= 3 * once
     origins = np.bincount([int(train.dataset[index]["dataset_id"]) for index in range(3 * once)], minlength=3)
     assert np.allclose(origins / origins.sum(), blend.proportions, atol=0.01)
@@ -142,7 +149,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
     seen = []
     for passes in (1, 3):
-        _, held_out = build(blend, passes * blend.samples_per_epoch(0), most, VOCABULARY, EOD, recipe)
+        _, held_out = build(blend, passes * blend.samples_per_epoch(0), most, VOCABULARY, EOD, *indices(recipe))
         rows = [held_out[index]["input_ids"].tolist() for index in range(most)]
         origins = np.bincount([int(held_out.dataset[index]["dataset_id"]) for index in range(most)])
         assert origins.tolist() == [blend.samples(corpus, 1) for corpus in corpora]
@@ -156,7 +163,7 @@ def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights
     blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], weights, "80,20", 16, seed=1)
     recipe = recipe_of("--data_path", *prefixes, "--data_cache_path", str(tmp_path))
     most = blend.max_samples_without_repeats(1)
-    _, held_out = build(blend, 50, most, VOCABULARY, EOD, recipe)
+    _, held_out = build(blend, 50, most, VOCABULARY, EOD, *indices(recipe))
     rows = [tuple(held_out[index]["input_ids"].tolist()) for index in range(most)]
     assert len(set(rows)) == most > 0
 
@@ -166,7 +173,7 @@ def test_each_epoch_holds_every_token_once(prefixes, tmp_path):
     recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
     corpus = open_corpus("data_path", prefixes[0])
     blend = Blend([corpus], None, "1", 16, seed=3)
-    train, _ = build(blend, blend.samples_per_epoch(0), 0, VOCABULARY, EOD, recipe)
+    train, _ = build(blend, blend.samples_per_epoch(0), 0, VOCABULARY, EOD, *indices(recipe))
     read = np.concatenate([train[index]["input_ids"] for index in range(len(train))])
     counts, all_of_them = (np.bincount(ids, minlength=VOCABULARY) for ids in (read, corpus.ids()))
     assert len(read) > 0.99 * corpus.tokens
@@ -184,7 +191,7 @@ def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, fla
     given = [f"--{name}" for name in flags]
     recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path), *given)
     blend = Blend([open_corpus("data_path", prefixes[0])], None, "1", 48, seed=2)
-    train, _ = build(blend, 12, 0, VOCABULARY, EOD, recipe)
+    train, _ = build(blend, 12, 0, VOCABULARY, EOD, *indices(recipe))
     theirs = megatrons(prefixes[:1], "1", 48, 12, 0, 2, {name: name in flags for name in FLAGS})[0]
     rows = [theirs[index] for index in range(12)]
     assert sum(int((row["tokens"] == EOD).sum()) for row in rows) > 20
@@ -207,7 +214,9 @@ def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, fla
 
 def test_fillers_are_not_trained_on(prefixes, tmp_path):
     recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
-    train, _ = build(Blend([open_corpus("data_path", prefixes[0])], None, "1", 16, 0), 4, 0, VOCABULARY, EOD, recipe)
+    train, _ = build(
+        Blend([open_corpus("data_path", prefixes[0])], None, "1", 16, 0), 4, 0, VOCABULARY, EOD, *indices(recipe)
+    )
     batch = CausalCollator(pad_id=0)([(train[0], 0), (train[0], -1)])
     assert batch.num_targets == batch.num_tokens == 16
     assert batch.inputs["next_tokens"][1].tolist() == [IGNORE] * 16
@@ -360,7 +369,7 @@ def test_an_index_goes_by_the_file_and_not_by_its_name(tokenised, tmp_path, monk
     recipe = recipe_of("--data_path", str(prefix), "--data_cache_path", str(tmp_path / "cache"))
     blend = Blend([open_corpus("data_path", str(prefix))], None, "90,10,0", 64, 42)
     for eod in (0, 5):
-        build(blend, 10, 0, 400, eod, recipe)
+        build(blend, 10, 0, 400, eod, *indices(recipe))
     folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(folders) == 3
 
@@ -377,7 +386,7 @@ def test_an_index_is_not_taken_for_another_corpus(tmp_path, monkeypatch):
 
     def first_sample():
         blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
-        return build(blend, 4, 0, VOCABULARY, EOD, recipe)[0]
+        return build(blend, 4, 0, VOCABULARY, EOD, *indices(recipe))[0]
 
     before = first_sample()
     write_corpus(tmp_path / "x", random_documents(2, 20))
@@ -507,7 +516,7 @@ def test_ids_beyond_the_vocabulary(tokenised, tmp_path):
         prepared(tokenised, tmp_path, "--data_path", prefix, "--split", "1")
     blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)  # and where nobody has looked before
     recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
-    train, _ = build(blend, 20, 0, 400, EOD, recipe)
+    train, _ = build(blend, 20, 0, 400, EOD, *indices(recipe))
     with pytest.raises(UserError, match=r"sample \d+ holds token 40,000"):
         [train[index] for index in range(20)]
 
@@ -522,7 +531,7 @@ def test_ids_below_zero(tokenised, tmp_path, number):
 def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 96, 5] * 50])
     recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
-    train, _ = build(Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, 90, EOD, recipe)
+    train, _ = build(Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, 90, EOD, *indices(recipe))
     batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
     with pytest.raises(UserError) as caught:
         list(loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
@@ -534,7 +543,9 @@ def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
     """Dropout of an update follows from its seed, also of the first one after a resume."""
     prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
     recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
-    train, _ = build(Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, VOCABULARY, EOD, recipe)
+    train, _ = build(
+        Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, VOCABULARY, EOD, *indices(recipe)
+    )
     for workers in (0, 1):
         batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
         made = iter(loader(train, batches, CausalCollator(pad_id=0), workers, pin=False))

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from datasets import Dataset
 
-from tests.helpers import refusal
+from tests.helpers import read_data, refusal
 from zerofit.data.file_formats import BUILDERS
+from zerofit.data.options import DataOptions
 from zerofit.data.plain_files import plain_files
-from zerofit.data.sources import read_source
 from zerofit.data.tables import check_name, columns_present
 from zerofit.recipe import ClmRecipe, ClsRecipe
 from zerofit.recipe.columns import columns_of, is_value
@@ -29,7 +29,7 @@ def write(path, delimiter=",", encoding="utf-8", header=HEADER, rows=ROWS) -> st
 
 
 def read(path: str, cache, **options) -> Dataset:
-    return read_source(ClsRecipe(train_file=[path], cache_dir=cache, **options)).parts["train"]
+    return read_data(ClsRecipe(train_file=[path], cache_dir=cache, **options)).parts["train"]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
@@ -48,7 +48,7 @@ def test_a_separator_can_be_named(tmp_path, cache):
     assert read(path, cache, delimiter="tab").column_names == ["a, b", "c"]
     assert any("delimiter = 'ab'" in problem for problem in ClsRecipe(train_file=[path], delimiter="ab").problems())
     recipe = ClmRecipe(train_file=["a.jsonl"], delimiter=";")
-    assert "delimiter = ';'" in refusal(plain_files, [tmp_path / "a.jsonl"], "json", recipe)
+    assert "delimiter = ';'" in refusal(plain_files, [tmp_path / "a.jsonl"], "json", DataOptions.of(recipe).files)
 
 
 def test_columns_of_another_encoding_are_no_matter_of_the_early_check(tmp_path, cache):

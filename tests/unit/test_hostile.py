@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import refusal, tiny_model
+from tests.helpers import read_data, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, flaw, seal
-from zerofit.data.sources import read_source
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import read_config, read_model
@@ -56,11 +55,14 @@ def corpus(tmp_path) -> str:
 
 def build_index(prefix: str, *flags: str):
     from zerofit.data.megatron.blend import Blend, build
-    from zerofit.data.megatron.corpus import open_corpus
+    from zerofit.data.megatron.corpus import INDICES, open_corpus
+    from zerofit.recipe.cache import cache_root
 
     words = ["--config_name", "gpt2", "--tokenizer_name", "any", "--data_path", prefix, "--split", "1", *flags]
     blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
-    return build(blend, 20, 0, 97, 0, parse_recipe(ClmRecipe, words))[0]
+    recipe = parse_recipe(ClmRecipe, words)
+    root = Path(recipe.data_cache_path) if recipe.data_cache_path else cache_root(recipe.cache_dir) / INDICES
+    return build(blend, 20, 0, 97, 0, (), root)[0]
 
 
 def test_an_index_lies_in_the_users_cache_and_nothing_beside_the_corpus_is_read(corpus, tmp_path, monkeypatch):
@@ -221,5 +223,5 @@ def test_reading_a_file_looks_up_no_host(tmp_path, monkeypatch):
         "--config_name", "gpt2", "--tokenizer_name", "any", "--train_file", str(tmp_path / "x.jsonl"), "--cache_dir",
         str(tmp_path / "cache"),
     ])  # fmt: skip
-    assert len(read_source(recipe).parts["train"]) == 9
+    assert len(read_data(recipe).parts["train"]) == 9
     assert not asked

@@ -15,9 +15,9 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import refusal
-from zerofit.data.sources import read_source
+from tests.helpers import read_data, refusal
 from zerofit.data.text.prepare import tokenize_texts
+from zerofit.data.token_tables import TableCache
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.chat import apply_template
 from zerofit.model.folders import read_json
@@ -34,7 +34,7 @@ NAMED = ["--config_name", "gpt2", "--tokenizer_name", "any", "--train_file", "x"
 
 def source_of(path: Path):
     recipe = ["--config_name", "gpt2", "--tokenizer_name", "any", "--cache_dir", str(path.parent / "cache")]
-    return read_source(parse_recipe(ClmRecipe, [*recipe, "--train_file", str(path)]))
+    return read_data(parse_recipe(ClmRecipe, [*recipe, "--train_file", str(path)]))
 
 
 # --------------------------------------------------------------------------------------------------------------- YAML
@@ -143,12 +143,15 @@ def test_too_many_columns(tmp_path):
 
 def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):
     table = Dataset.from_dict({"text": ["a " * 10**5, "a a"]})
-    assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [10**5 + 1, 3]
+    assert [len(row) for row in tokenize_texts(table, tokenizer, True, TableCache(tmp_path))["input_ids"]] == [
+        10**5 + 1,
+        3,
+    ]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 << 20))
-    assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)
+    assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, TableCache(tmp_path))
 
 
 def test_a_regular_expression_without_end(tokenizer, tmp_path):
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     table = Dataset.from_dict({"text": [f"{'a' * 40}b"]})
-    assert "tokenizer_name" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)
+    assert "tokenizer_name" in refusal(tokenize_texts, table, tokenizer, False, TableCache(tmp_path))

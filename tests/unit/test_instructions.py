@@ -7,7 +7,7 @@ from datasets import Dataset
 from helpers import refusal
 
 from zerofit.data.causal import prepare_causal_data
-from zerofit.data.chat.instructions import Form, find_form
+from zerofit.data.chat.instructions import Form, FormOptions, find_form
 from zerofit.data.records import BadRecord
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, parse_recipe
@@ -20,7 +20,7 @@ SHAREGPT = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
 
 
 def form_of(record: dict, **options) -> Form | None:
-    return find_form(ClmRecipe(**options), Dataset.from_list([record]))
+    return find_form(FormOptions(**options), Dataset.from_list([record]))
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -346,7 +346,7 @@ def test_a_held_out_file_without_the_columns(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
     other = write(tmp_path / "b.jsonl", [{"text": "x"}])
     message = refusal(prepare, path, "--chat_template", "instruction", "--validation_file", other)
-    assert "training and held-out data are not of one kind" in message
+    assert "training and held-out data have different formats" in message
     assert f"{other}: running text a record, the columns are text" in message
 
 
@@ -361,7 +361,7 @@ def test_a_held_out_file_of_another_form(tmp_path, prepare):
 
 def test_turns_as_the_text_of_a_json_list():
     table = Dataset.from_list([{"messages": json.dumps(TURNS)}])
-    form = find_form(ClmRecipe(), table)
+    form = find_form(FormOptions(), table)
     assert form == Form("messages", "messages")
     assert form.messages(table[0]) == TURNS
     with pytest.raises(BadRecord, match="JSON list that is not valid"):

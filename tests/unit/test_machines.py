@@ -14,7 +14,9 @@ from test_saving import Alone, fill
 from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
-from zerofit.recipe import ClmRecipe, cache
+from zerofit.data import token_tables
+from zerofit.data.token_tables import TableCache
+from zerofit.recipe import ClmRecipe
 from zerofit.recipe.files import appears, is_shared, is_there, put_in_place
 from zerofit.strategy import machines
 from zerofit.strategy.layout import ParallelLayout
@@ -139,15 +141,14 @@ def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, mo
 
 def test_who_renews_a_cache(monkeypatch, tmp_path):
     """On a disk of the machine's own each machine does, on a shared one rank 0 alone."""
-    recipe = ClmRecipe(cache_dir=str(tmp_path), overwrite_cache=True)
     monkeypatch.setenv("RANK", "8")
-    monkeypatch.setattr(cache, "is_shared", lambda folder: False)
-    assert cache.prepare_anew(recipe)
-    monkeypatch.setattr(cache, "is_shared", lambda folder: True)
-    assert not cache.prepare_anew(recipe)
+    monkeypatch.setattr(token_tables, "is_shared", lambda folder: False)
+    assert TableCache.of(tmp_path, None, True).overwrite
+    monkeypatch.setattr(token_tables, "is_shared", lambda folder: True)
+    assert not TableCache.of(tmp_path, None, True).overwrite
     monkeypatch.setenv("RANK", "0")
-    assert cache.prepare_anew(recipe)
-    assert not cache.prepare_anew(ClmRecipe(cache_dir=str(tmp_path)))
+    assert TableCache.of(tmp_path, None, True).overwrite
+    assert not TableCache.of(tmp_path, None, False).overwrite
 
 
 def test_what_this_launch_has_renewed_is_not_renewed_again(monkeypatch, tmp_path):
@@ -157,7 +158,7 @@ def test_what_this_launch_has_renewed_is_not_renewed_again(monkeypatch, tmp_path
     for world_size, age, expected in ((2, 5, True), (2, -5, False), (1, 5, False)):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         os.utime(table, (launched + age, launched + age))
-        assert cache.made_by_this_launch([table]) is expected
+        assert token_tables.made_by_this_launch([table]) is expected
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("nfs4", True), ("lustre", True), ("ext4", False), ("overlay", False)])

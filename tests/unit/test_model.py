@@ -23,7 +23,7 @@ from zerofit.model.nan_check import check_finite, count_not_finite
 from zerofit.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.recomputation import enable_recomputation
-from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
+from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe, UserError
 from zerofit.strategy.strategy import Strategy
 
@@ -192,7 +192,7 @@ def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(data, name, co
     """AutoTokenizer alone refuses the first, and gives 12199 for "hello" in the second, as it was published."""
     folder = data(f"tokenizers/{name}")
     recipe = ClmRecipe(config_name=config, tokenizer_name=str(folder))
-    ids = load_tokenizer(recipe, load_configuration(recipe))("hello world")["input_ids"]
+    ids = load_tokenizer(TokenizerOptions.of(recipe), load_configuration(recipe))("hello world")["input_ids"]
     assert ids == read_plainly(folder, "hello world")
     assert len(ids) >= 2
     if data.real:
@@ -202,9 +202,16 @@ def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(data, name, co
 def test_vocabulary_files_of_another_kind_are_refused(data):
     """GPT-2's, read as a Llama's, make nothing of a sentence, and a corpus would become a handful of tokens."""
     recipe = ClmRecipe(tokenizer_name=str(data("tokenizers/gpt2")))
-    message = refusal(load_tokenizer, recipe, AutoConfig.for_model("llama"))
+    message = refusal(load_tokenizer, TokenizerOptions.of(recipe), AutoConfig.for_model("llama"))
     assert "they make 0 tokens of 'The quick brown fox" in message
-    assert len(load_tokenizer(recipe, AutoConfig.for_model("gpt2"))("The quick brown fox")["input_ids"]) >= 4
+    assert (
+        len(
+            load_tokenizer(TokenizerOptions.of(recipe), AutoConfig.for_model("gpt2"))("The quick brown fox")[
+                "input_ids"
+            ]
+        )
+        >= 4
+    )
 
 
 def test_a_folder_that_says_what_it_is_is_believed(data, tmp_path):
@@ -212,8 +219,8 @@ def test_a_folder_that_says_what_it_is_is_believed(data, tmp_path):
     llama, text = data("models/llama/hf"), "Once upon a time"
     AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path)
     config = load_configuration(ClmRecipe(model_name_or_path=str(llama)))
-    told = load_tokenizer(ClmRecipe(tokenizer_name=str(tmp_path)), config)
-    bare = load_tokenizer(ClmRecipe(model_name_or_path=str(llama)), config)
+    told = load_tokenizer(TokenizerOptions.of(ClmRecipe(tokenizer_name=str(tmp_path))), config)
+    bare = load_tokenizer(TokenizerOptions.of(ClmRecipe(model_name_or_path=str(llama))), config)
     assert told(text)["input_ids"] == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
     assert bare(text)["input_ids"] == read_plainly(llama, text) != told(text)["input_ids"]
     if data.real:
@@ -267,18 +274,24 @@ def renamed(data, tmp_path):
 def test_vocabulary_files_of_any_name(data, renamed):
     config = AutoConfig.for_model("llama")  # which says nothing of them
     files = {"vocab_file": str(renamed / "gpt2-tiny-vocab.json"), "merge_file": str(renamed / "gpt2-tiny-merges.txt")}
-    named = load_tokenizer(ClmRecipe(**files), config)
+    named = load_tokenizer(TokenizerOptions.of(ClmRecipe(**files)), config)
     text = "def hello(world): return 1"
     assert named(text)["input_ids"] == read_plainly(data("tokenizers/gpt2"), text)
     assert named.name_or_path == files["vocab_file"]
     assert named.decode([named.eos_token_id]) == "<|endoftext|>"
     for option in ("tokenizer_name", "model_name_or_path"):
-        found = load_tokenizer(ClmRecipe(**{option: str(renamed)}), AutoConfig.for_model("gpt2"))
+        found = load_tokenizer(TokenizerOptions.of(ClmRecipe(**{option: str(renamed)})), AutoConfig.for_model("gpt2"))
         assert found(text)["input_ids"] == named(text)["input_ids"]
-    said = refusal(load_tokenizer, ClmRecipe(vocab_file=files["merge_file"], merge_file=files["merge_file"]), config)
+    said = refusal(
+        load_tokenizer,
+        TokenizerOptions.of(ClmRecipe(vocab_file=files["merge_file"], merge_file=files["merge_file"])),
+        config,
+    )
     assert "is no JSON file" in said
     (renamed / "other.json").write_text('{"a": 0, "<|endoftext|>": 1}')
-    said = refusal(load_tokenizer, ClmRecipe(**files | {"vocab_file": str(renamed / "other.json")}), config)
+    said = refusal(
+        load_tokenizer, TokenizerOptions.of(ClmRecipe(**files | {"vocab_file": str(renamed / "other.json")})), config
+    )
     assert f"merge_file = {files['merge_file']!r} does not belong to vocab_file" in said
 
 

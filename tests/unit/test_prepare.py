@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -23,7 +22,7 @@ from zerofit.data.file_formats import FORMATS
 from zerofit.data.megatron import corpus as corpus_files
 from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
 from zerofit.model.families.gpt2 import END_OF_TEXT
-from zerofit.model.tokenizer import load_tokenizer
+from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.tools.prepare import encode
 from zerofit.tools.prepare.cutting import cut_text
@@ -49,7 +48,7 @@ def tokenizers(data) -> dict:
     found = {}
     for name, folder in FOLDERS.items():
         config = GPT2Config() if name == "gpt2" else LlamaConfig()
-        asked = SimpleNamespace(tokenizer_name=str(data(folder)), model_name_or_path=None, trust_remote_code=False)
+        asked = TokenizerOptions("tokenizer_name", str(data(folder)))
         found[name] = load_tokenizer(asked, config)
     return found
 
@@ -431,7 +430,7 @@ def test_one_folder_is_the_same_tokenizer_in_prepare_and_in_training(data, small
         for name in {"gpt2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.model",)}[family]:
             (folder / f"{start}{name}").write_bytes((data(f"tokenizers/{family}") / name).read_bytes())
     prepared_with = named_tokenizer("tokenizer", str(folder))
-    asked = SimpleNamespace(tokenizer_name=str(folder), model_name_or_path=None, trust_remote_code=False)
+    asked = TokenizerOptions("tokenizer_name", str(folder))
     trained_with = load_tokenizer(asked, AutoConfig.for_model(family))
     text = "Hello world, once more."
     assert prepared_with(text)["input_ids"] == trained_with(text)["input_ids"]

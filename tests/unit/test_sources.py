@@ -7,12 +7,14 @@ import pytest
 from datasets import Dataset
 from helpers import ROOT
 
+from tests.helpers import load_texts, read_data
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
 from zerofit.data.file_formats import FORMATS
-from zerofit.data.sources import not_utf8, read_source
+from zerofit.data.options import DataOptions
+from zerofit.data.sources import not_utf8
 from zerofit.data.tables import columns_present, hold_out
-from zerofit.data.text.documents import load_texts, split_off
+from zerofit.data.text.documents import split_off
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, UserError
 from zerofit.recipe.paths import find_files
@@ -199,7 +201,11 @@ def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
     recipe = ClmRecipe(train_file=[str(tmp_path / name)], cache_dir=cache, **options)
     with pytest.raises((UserError, UnicodeDecodeError)) as refused:  # of JSON, when its text is looked at
         assert load_texts(recipe).train["text"][:]
-    error = refused.value if isinstance(refused.value, UserError) else not_utf8(recipe, refused.value)
+    error = (
+        refused.value
+        if isinstance(refused.value, UserError)
+        else not_utf8(DataOptions.of(recipe).files, refused.value)
+    )
     assert f"say --encoding {encoding}" in str(error)
     assert "吾輩は猫である。" in str(error)
     found = records(cache, tmp_path / name, encoding=encoding, **options)
@@ -259,20 +265,20 @@ def test_squads_own_files(tmp_path, cache):
     article = {"title": "t", "paragraphs": [{"context": "Ann did.", "qas": [question, question]}]}
     (tmp_path / "a.json").write_text(json.dumps({"version": "1.1", "data": [article] * 3}))
     recipe = ClmRecipe(train_file=[str(tmp_path / "a.json")], cache_dir=cache, field="data")
-    table = read_source(recipe).parts["train"]
+    table = read_data(recipe).parts["train"]
     assert len(table) == 6
     assert table[0] == {"context": "Ann did.", "question": "Who?", "answers": {"text": ["Ann"]}}
 
 
 def test_columns_in_any_capitals(tmp_path, cache):
     (tmp_path / "a.csv").write_text("Text, Label\na,1\nb,2\n")
-    table = read_source(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
+    table = read_data(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
     assert table.column_names == ["text", "label"]
     named = ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache, text_column="Text")
-    assert read_source(named).parts["train"].column_names == ["Text", "label"]
+    assert read_data(named).parts["train"].column_names == ["Text", "label"]
     (tmp_path / "b.csv").write_text("Text,text\na,1\n")
     both = ClmRecipe(train_file=[str(tmp_path / "b.csv")], cache_dir=cache)
-    assert read_source(both).parts["train"].column_names == ["Text", "text"]
+    assert read_data(both).parts["train"].column_names == ["Text", "text"]
 
 
 @pytest.mark.parametrize("name", ["latin.csv", "latin.jsonl"])
@@ -307,7 +313,7 @@ def test_columns(tmp_path, cache):
 
 def test_columns_are_shown_as_the_file_has_them(tmp_path, cache):
     (tmp_path / "a.csv").write_text("Text,Label\na,1\nb,2\n")
-    table = read_source(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
+    table = read_data(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
     assert columns_present(table) == "the columns are Text, Label"
 
 
@@ -317,4 +323,4 @@ def test_a_file_to_be_answered_is_read_as_utf8_where_it_is_that(tmp_path, cache)
         (tmp_path / f"{encoding}.jsonl").write_bytes('{"text": "吾輩"}\n{"text": "a"}\n'.encode(encoding))
         recipe = ClmRecipe(model_name_or_path="x", predict_file=[str(tmp_path / f"{encoding}.jsonl")],
                            encoding="cp932", cache_dir=cache)  # fmt: skip
-        assert read_source(recipe).first["text"][0] == "吾輩"
+        assert read_data(recipe).first["text"][0] == "吾輩"

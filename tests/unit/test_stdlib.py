@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import read_data
 from zerofit.data.pairs.prepare import prepare_pairs
-from zerofit.data.sources import read_source
 from zerofit.data.stdlib import EMBEDDED, MIN_WORDS, NUM_PACKAGES, definitions, in_words
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
@@ -16,7 +16,7 @@ from zerofit.training.generation import trivial_answers
 
 def parts_of(name: str, cache: str) -> dict[str, list[dict]]:
     flags = ["--model_type", "bert", "--train_tokenizer_vocab_size", "400", "--dataset_name", name]
-    source = read_source(parse_recipe(ClsRecipe, [*flags, "--cache_dir", cache]))
+    source = read_data(parse_recipe(ClsRecipe, [*flags, "--cache_dir", cache]))
     return {part: table.to_list() for part, table in source.parts.items()}
 
 

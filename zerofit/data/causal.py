@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 
-from zerofit.data.chat.instructions import KINDS, Form, find_form
-from zerofit.data.chat.prepare import prepare_chat
+from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
+from zerofit.data.chat.prepare import ChatSettings, prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
+from zerofit.data.options import DataOptions
 from zerofit.data.pack import TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source, not_utf8
 from zerofit.data.tables import columns_present
-from zerofit.data.text.documents import read_records
+from zerofit.data.text.documents import read_records, take_texts
 from zerofit.data.text.prepare import prepare_text
-from zerofit.recipe.cache import one_process_at_a_time
+from zerofit.data.token_tables import one_process_at_a_time
+from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
 
@@ -23,41 +25,61 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
     No process group exists yet, so that none can time out meanwhile.
 
     Args:
+        config: the model's.
         consumed: (updates) -> samples of so many updates; corpora are laid out for the whole run.
     """
+    source = recipe.source("block_size")
+    block_size = choose_length("block_size", recipe.block_size or DEFAULT_BLOCK_SIZE, source, config)
     if recipe.data_path:
-        return prepare_corpora(recipe, config, consumed)
-    block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
+        return prepare_corpora(recipe, config, block_size, consumed)
+    options = DataOptions.of(recipe)
+    form = FormOptions(
+        recipe.data_format,
+        recipe.messages_column,
+        recipe.text_column,
+        recipe.system_prompt,
+        answered=not recipe.predict_file,
+    )
     if recipe.predict_file:
-        return read_causal_prompts(recipe, config, block_size)
+        return read_causal_prompts(recipe, options, form, config, block_size)
     try:
-        with one_process_at_a_time(recipe.cache_dir):
-            data = _prepare_text_or_chat(recipe, config, block_size)
+        with one_process_at_a_time(options.cache.folder):
+            data = _prepare_text_or_chat(recipe, options, form, config, block_size)
     except UnicodeDecodeError as error:
-        raise not_utf8(recipe, error) from None
+        raise not_utf8(options.files, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
     return data
 
 
-def _prepare_text_or_chat(recipe: ClmRecipe, config, block_size: int) -> TextData:
-    source, unit = read_records(recipe)
-    forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
+def _prepare_text_or_chat(
+    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
+) -> TextData:
+    source, unit = read_records(options.files, recipe.document_separator, recipe.packing)
+    forms = {part: find_form(form, table) for part, table in source.parts.items()}
     _check_options(recipe, next(iter(forms.values())), source)
     if all(forms.values()):
-        return prepare_chat(recipe, config, source, forms, block_size)
+        settings = ChatSettings(recipe.chat_template, recipe.train_on_prompt, recipe.packing, block_size)
+        return prepare_chat(options, config, source, forms, settings)
     if any(forms.values()):
         kinds = "; ".join(
             f"{source.where(part)}: {KINDS[form.kind] if form else 'running text'} a record, "
-            f"{columns_present(source.parts[part])}" for part, form in forms.items()
-        )  # fmt: skip
-        raise UserError(
-            f"training and held-out data are not of one kind. {kinds}. Say what both are with --data_format"
+            f"{columns_present(source.parts[part])}"
+            for part, form in forms.items()
         )
-    return prepare_text(recipe, config, source, unit, block_size)
+        raise UserError(
+            f"training and held-out data have different formats. {kinds}. Say what both are with --data_format"
+        )
+    records = take_texts(source, unit, recipe.text_column, recipe.document_separator, options.parts)
+    texts = records.train if recipe.trains else records.validation
+    every = (text for batch in texts.iter(100) for text in batch["text"])
+    tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, texts._fingerprint)
+    return prepare_text(
+        records, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
+    )
 
 
 def is_packed(recipe: ClmRecipe) -> bool:
-    """Whether documents are kept apart by positions that begin anew, which transformers' attention must heed."""
+    """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
     if recipe.predict_file:
         return False
     if recipe.data_path:

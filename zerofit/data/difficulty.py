@@ -9,19 +9,18 @@ from zerofit.data.order import LARGEST_DRAWN, EasiestFirst
 from zerofit.data.pack import SampleSet
 from zerofit.data.tables import columns_present
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.growth import LENGTH, read_difficulty
+from zerofit.recipe.growth import LENGTH, Difficulty
 
 
-def score_column(recipe, table: Dataset) -> str | None:
+def score_column(difficulty: Difficulty | None, table: Dataset) -> str | None:
     """The column of the training records that says how difficult each is; None where none does.
 
     Raises:
         UserError: there is no such column, or not a number in each record.
     """
-    name, _ = read_difficulty(recipe.difficulty_warmup or "") or (LENGTH, 0)
-    if name == LENGTH or not recipe.trains:
+    if difficulty is None or difficulty.field == LENGTH:
         return None
-    stated = f"difficulty_warmup = {recipe.difficulty_warmup} ({recipe.source('difficulty_warmup')})"
+    name, stated = difficulty.field, difficulty.stated
     if name not in table.column_names:
         raise UserError(f"{stated}: there is no column {name!r}; {columns_present(table)}. Name one, or {LENGTH}")
     numbers = table.data.column(name)
@@ -38,8 +37,10 @@ def scores_of(table: Dataset, column: str | None) -> np.ndarray | None:
     return None if column is None else np.asarray(table.with_format("numpy")[column][:], dtype=np.float64)
 
 
-def easiest_first(recipe, samples: SampleSet | None, consumed: Callable[[int], int]) -> EasiestFirst | None:
-    """The beginning of the first epoch, where the recipe says difficulty_warmup.
+def easiest_first(
+    difficulty: Difficulty | None, samples: SampleSet | None, consumed: Callable[[int], int]
+) -> EasiestFirst | None:
+    """The beginning of the first epoch, with difficulty_warmup.
 
     Args:
         samples: of the training; their `scores`, else their lengths, say how difficult each is.
@@ -48,10 +49,9 @@ def easiest_first(recipe, samples: SampleSet | None, consumed: Callable[[int], i
     Raises:
         UserError: samples are packed, the first epoch has fewer updates, or there are too many samples.
     """
-    if recipe.difficulty_warmup is None or samples is None:
+    if difficulty is None or samples is None:
         return None
-    name, updates = read_difficulty(recipe.difficulty_warmup)
-    stated = f"difficulty_warmup = {recipe.difficulty_warmup} ({recipe.source('difficulty_warmup')})"
+    name, updates, stated = difficulty.field, difficulty.updates, difficulty.stated
     scores = samples.lengths if name == LENGTH else getattr(samples, "scores", None)
     if samples.lengths is None:
         raise UserError(f"{stated}: samples are packed, each has its share of easy and difficult records. Say "
@@ -64,8 +64,8 @@ def easiest_first(recipe, samples: SampleSet | None, consumed: Callable[[int], i
         raise UserError(f"{stated}: at most {LARGEST_DRAWN:,} samples can be sorted, the data has {len(samples):,}")
     ends = [consumed(update) for update in range(1, updates + 1)]
     if ends[-1] > len(samples):
-        most = sum(end <= len(samples) for end in ends)
-        remedy = f"Say {name}@{most} or less" if most else "Leave it out"
+        max_updates = sum(end <= len(samples) for end in ends)
+        remedy = f"Say {name}@{max_updates} or less" if max_updates else "Leave it out"
         raise UserError(f"{stated}: the first epoch has {len(samples):,} samples, after which all have been seen, and "
                         f"{updates:,} updates take {ends[-1]:,}. {remedy}")  # fmt: skip
     return EasiestFirst(scores, ends)

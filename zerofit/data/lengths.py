@@ -3,8 +3,6 @@
 import numpy as np
 
 from zerofit.model.configuration import usable_positions
-from zerofit.recipe.base import Recipe
-from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.growth import Growth, read_growth
 
@@ -18,34 +16,37 @@ WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
 KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
 
 
-def choose_length(recipe: Recipe, option: str, config, default: int | None = None) -> int:
-    """The maximum length of a row in tokens: the value of `option`, else its default, at most the model's positions.
+def choose_length(option: str, length: int, source: str | None, config) -> int:
+    """The maximum length of a row in tokens, at most the model's positions.
+
+    Args:
+        source: what set the option; None: `length` is its default.
 
     Raises:
         UserError: the option is set to more than the model's positions.
     """
-    length, positions = getattr(recipe, option) or default, usable_positions(config)
+    positions = usable_positions(config)
     if positions and length > positions:
-        if recipe.source(option):
+        if source:
             raise UserError(
-                f"{option} = {length} ({recipe.source(option)}): the model has {positions} positions. "
-                f"Choose {positions} or less"
+                f"{option} = {length} ({source}): the model has {positions} positions. Choose {positions} or less"
             )
         return positions
     return length
 
 
-def growing_blocks(recipe, block_size: int, is_chat: bool) -> Growth | None:
-    """How the length of samples grows, in tokens; None where all have block_size.
+def growing_blocks(text: str, source: str | None, block_size: int, is_chat: bool) -> Growth:
+    """How the length of samples grows, in tokens.
+
+    Args:
+        text: START@UPDATES, of block_size_warmup.
+        source: what set the option.
 
     Raises:
         UserError: block_size is not reached in steps of the first length; answers would be cut off.
     """
-    text = recipe.block_size_warmup
-    if text is None or not recipe.trains:
-        return None
     first, updates = read_growth(text)
-    stated = f"block_size_warmup = {text} ({recipe.source('block_size_warmup')})"
+    stated = f"block_size_warmup = {text} ({source})"
     if is_chat:
         raise UserError(f"{stated}: the answers of conversations would be cut off. It is for text")
     if block_size % first or first in (1, block_size):
@@ -58,7 +59,7 @@ def growing_blocks(recipe, block_size: int, is_chat: bool) -> Growth | None:
 
 
 def report_data_loss(
-    recipe: SourceOptions,
+    is_allowed: bool,
     lost: int,
     total: int,
     what: str,
@@ -70,13 +71,14 @@ def report_data_loss(
     """A note about samples that are skipped or truncated; a warning if they are more than a tenth.
 
     Args:
+        is_allowed: allow_data_loss.
         what: the rest of the sentence: "training samples are skipped: ...".
         lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them,
             or as many as the model has positions for.
         stops: whether to stop the run if they are more than half.
 
     Raises:
-        UserError: they are more than half, and the recipe does not allow that.
+        UserError: they are more than half, and that is not allowed.
     """
     fraction, remedy = lost / max(total, 1), ""
     if lost and lengths is not None:
@@ -88,7 +90,7 @@ def report_data_loss(
         if at_most and kept <= 1 - fraction:
             remedy = f". The model has {positions} positions, and no more"
     message = f"{lost:,} of {total:,} {what}"
-    if stops and fraction > STOPPED and not recipe.allow_data_loss:
+    if stops and fraction > STOPPED and not is_allowed:
         raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")
     if fraction > WARNED:
         return [f"WARNING   {fraction:.0%}: {message}{remedy}"]

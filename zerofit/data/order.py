@@ -29,15 +29,17 @@ FILLER = -1  # a place in a batch without a sample
 LARGEST_DRAWN = 2**26  # samples: 4 s to draw, and 0.5 GiB on each rank
 
 
-def samples_of_run(recipe, num_samples: int, consumed: Callable[[int], int]) -> int:
+def samples_of_run(
+    num_train_epochs: float, max_train_steps: int | None, num_samples: int, consumed: Callable[[int], int]
+) -> int:
     """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it.
 
     Args:
         consumed: (updates) -> samples of so many updates.
     """
-    if recipe.max_train_steps is not None:
-        return consumed(recipe.max_train_steps)
-    return max(1, round(recipe.num_train_epochs * num_samples))
+    if max_train_steps is not None:
+        return consumed(max_train_steps)
+    return max(1, round(num_train_epochs * num_samples))
 
 
 @dataclass(frozen=True)

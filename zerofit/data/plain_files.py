@@ -11,16 +11,15 @@ from zipfile import BadZipFile
 import pandas as pd
 
 from zerofit.data.encodings import as_utf8, is_utf8, open_bytes
-from zerofit.recipe.cache import cache_root
+from zerofit.data.options import DataFiles
 from zerofit.recipe.columns import ending_of
-from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.parsing import parse_json
 
 
-def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_source: bool = False) -> list[Path]:
-    """The files themselves, or converted copies if the recipe has an `encoding` or a `field`.
+def plain_files(paths: list[Path], kind: str, data: DataFiles, of_another_source: bool = False) -> list[Path]:
+    """The files themselves, or converted copies if there is an `encoding` or a `field`.
 
     Args:
         of_another_source: the `encoding` may be that of the training data only: a UTF-8 file is read as UTF-8.
@@ -28,42 +27,40 @@ def plain_files(paths: list[Path], kind: str, recipe: SourceOptions, of_another_
     Raises:
         UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
     """
-    if recipe.encoding and kind in ("parquet", "xlsx"):
-        raise UserError(
-            f"encoding = {recipe.encoding!r} has no effect on .{kind} files, which state theirs. Remove it"
-        )
-    if recipe.delimiter and kind not in ("csv", "tsv"):
-        raise UserError(f"delimiter = {recipe.delimiter!r}: it is for .csv files, and {paths[0]} is {kind}. Remove it")
-    if recipe.field and kind != "json":
-        raise UserError(f"field = {recipe.field!r}: it is for .json files, and {paths[0]} is {kind}. Remove it")
+    if data.encoding and kind in ("parquet", "xlsx"):
+        raise UserError(f"encoding = {data.encoding!r} has no effect on .{kind} files, which state theirs. Remove it")
+    if data.delimiter and kind not in ("csv", "tsv"):
+        raise UserError(f"delimiter = {data.delimiter!r}: it is for .csv files, and {paths[0]} is {kind}. Remove it")
+    if data.field and kind != "json":
+        raise UserError(f"field = {data.field!r}: it is for .json files, and {paths[0]} is {kind}. Remove it")
     if kind == "xlsx":
-        return [_cached(path, recipe, ".csv", lambda path=path: [_first_sheet(path)]) for path in paths]
-    if not (recipe.encoding or recipe.field):
+        return [_cached(path, data, ".csv", lambda path=path: [_first_sheet(path)]) for path in paths]
+    if not (data.encoding or data.field):
         return paths
-    encodings = [None if of_another_source and is_utf8(path) else recipe.encoding for path in paths]
-    return [_plain(*both, recipe) if both[1] or recipe.field else both[0] for both in zip(paths, encodings)]
+    encodings = [None if of_another_source and is_utf8(path) else data.encoding for path in paths]
+    return [_plain(*both, data) if both[1] or data.field else both[0] for both in zip(paths, encodings)]
 
 
-def _plain(path: Path, encoding: str | None, recipe: SourceOptions) -> Path:
+def _plain(path: Path, encoding: str | None, data: DataFiles) -> Path:
     def portions() -> Iterator[bytes]:
         with open_bytes(path) as file:
             portions = as_utf8(file, encoding, path) if encoding else file
-            yield from _records(portions, recipe.field, path) if recipe.field else portions
+            yield from _records(portions, data.field, path) if data.field else portions
 
-    return _cached(path, recipe, ".jsonl" if recipe.field else ending_of(path), portions, encoding)
+    return _cached(path, data, ".jsonl" if data.field else ending_of(path), portions, encoding)
 
 
 def _cached(
     path: Path,
-    recipe: SourceOptions,
+    data: DataFiles,
     ending: str,
     portions: Callable[[], Iterable[bytes]],
     encoding: str | None = None,
 ) -> Path:
     """The file in the cache that these portions are written to, once."""
     file_stat = path.stat()
-    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, encoding, recipe.field)
-    place = cache_root(recipe.cache_dir) / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
+    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, encoding, data.field)
+    place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if not place.exists():
         with atomic_file(place, "wb") as written:
             for portion in portions():

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from zerofit.data.chat.instructions import find_form
-from zerofit.data.lengths import choose_length
+from zerofit.data.chat.instructions import FormOptions, find_form
+from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs.columns import find_sources
+from zerofit.data.pairs.columns import PairColumns, find_sources
 from zerofit.data.pairs.conversation_files import read_conversation_files
-from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, split_translation_columns
+from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, chosen_widths, split_translation_columns
 from zerofit.data.records import BadRecord, check_records, records_of
 from zerofit.data.rendering import Prompt, Renderer
-from zerofit.data.sources import PREDICT, Source, read_source
+from zerofit.data.sources import Source, read_source
 from zerofit.data.text.documents import text_column
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import usable_positions
@@ -57,12 +57,13 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     Raises:
         UserError: no column of sources is found, a text is empty.
     """
-    source = read_source(recipe, sample_by=lambda files: "line", reader=read_conversation_files)
+    options = DataOptions.of(recipe)
+    source = read_source(options.files, sample_by=lambda files: "line", reader=read_conversation_files)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_sources(recipe, source.first)
-    histories, notes = _read(recipe, source, columns.prompt_turns, columns)
-    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
-    widths = tuple(choose_length(recipe, name, config) for name in ("max_source_length", "max_target_length"))
+    columns = find_sources(PairColumns.of(recipe), source.first)
+    histories, notes = _read(options, source, columns.prompt_turns, columns)
+    tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
+    widths = chosen_widths(recipe, config)
     form = SourceFormat.of(tokenizer, config, widths[0])  # as in training, unless the recipe sets another
     overrides = {"prefix": "source_prefix", "separator": "turn_separator", "max_length": "max_source_length"}
     overrides = {name: getattr(recipe, option) for name, option in overrides.items() if recipe.source(option)}
@@ -77,7 +78,9 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
 
 
-def read_causal_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
+def read_causal_prompts(
+    recipe: ClmRecipe, options: DataOptions, asked: FormOptions, config, block_size: int
+) -> TextData:
     """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
     answers of the file; or texts to continue.
 
@@ -86,23 +89,23 @@ def read_causal_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
     """
     unit = recipe.document_separator
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
-    source = read_source(recipe, sample_by=lambda files: sample_by)
-    form = find_form(recipe, source.first)
-    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
+    source = read_source(options.files, sample_by=lambda files: sample_by)
+    form = find_form(asked, source.first)
+    tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:
         notes, ends = ["data      each record is a text to continue"], []
-        records = [{"prompt": text} for text in _texts(recipe, source)]
+        records = [{"prompt": text} for text in _texts(recipe.text_column, source)]
         renderer = Renderer(tokenizer, config, raw=True)
         ids = [renderer.ids(Prompt(record["prompt"])) for record in records]
     else:
         template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-        conversations, notes = _read(recipe, source, form.prompt_messages, form)
+        conversations, notes = _read(options, source, form.prompt_messages, form)
         notes = [form.describe, template.note, *notes]
         renderer = Renderer(tokenizer, config)
         records = [{"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
                    for turns in conversations]  # fmt: skip
         ids, ends = [renderer.ids_of(turns) for turns in conversations], renderer.end_of_turn()
-    longest = longest_answer(recipe, config)
+    longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     ids, cut_tokens = _with_room(ids, longest, config)
     if cut := sum(map(bool, cut_tokens)):
         notes.append(
@@ -114,9 +117,9 @@ def read_causal_prompts(recipe: ClmRecipe, config, block_size: int) -> TextData:
     return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
 
 
-def _read(recipe, source: Source, read, key: object) -> tuple[list, list[str]]:
+def _read(options: DataOptions, source: Source, read, key: object) -> tuple[list, list[str]]:
     """(the result of `read` for each record that can be used, notes about the others)."""
-    notes = check_records(recipe, source, PREDICT, read, ("asked", key))
+    notes = check_records(source, PREDICT, read, ("asked", key), options.rules, options.cache)
     values = []
     for batch in source.first.iter(200):
         for record in records_of(batch):
@@ -127,30 +130,33 @@ def _read(recipe, source: Source, read, key: object) -> tuple[list, list[str]]:
     return values, notes
 
 
-def _texts(recipe: ClmRecipe, source: Source) -> list[str]:
+def _texts(name: str | None, source: Source) -> list[str]:
     """The texts to continue, without empty lines."""
-    column = source.first[text_column(source.first, recipe.text_column)]
+    column = source.first[text_column(source.first, name)]
     texts = [text for text in column[:] if text and text.strip()]
     if not texts:
         raise UserError(f"{source.where(PREDICT)} holds no text: there is nothing to continue")
     return texts
 
 
-def longest_answer(recipe: ClmRecipe, config) -> int:
+def longest_answer(max_new_tokens: int, is_set: bool, config) -> int:
     """max_new_tokens; by default at most half of the model's positions.
+
+    Args:
+        is_set: max_new_tokens is not the default.
 
     Raises:
         UserError: no positions are left for a prompt.
     """
     positions = usable_positions(config)
-    if positions and not recipe.source("max_new_tokens"):
-        return min(recipe.max_new_tokens, positions // 2)
-    if positions and recipe.max_new_tokens >= positions:
+    if positions and not is_set:
+        return min(max_new_tokens, positions // 2)
+    if positions and max_new_tokens >= positions:
         raise UserError(
-            f"max_new_tokens = {recipe.max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
+            f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
             "Choose fewer"
         )
-    return recipe.max_new_tokens
+    return max_new_tokens
 
 
 def _with_room(ids: list[list[int]], longest: int, config) -> tuple[list[list[int]], list[int]]:

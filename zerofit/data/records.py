@@ -7,12 +7,10 @@ from typing import Any
 from datasets import Features, Value
 
 from zerofit.data.lengths import report_data_loss
+from zerofit.data.options import RecordRules
 from zerofit.data.sources import Source
-from zerofit.data.token_tables import encode_table
-from zerofit.recipe.cache import cache_root, prepare_anew
+from zerofit.data.token_tables import TableCache, encode_table
 from zerofit.recipe.errors import UserError
-
-COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column")
 
 
 class BadRecord(Exception):
@@ -24,11 +22,17 @@ def records_of(batch: dict[str, list]) -> list[dict[str, Any]]:
     return [dict(zip(batch, values)) for values in zip(*batch.values())]
 
 
-def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, Any]], Any], key: object) -> list[str]:
+def check_records(
+    source: Source,
+    part: str,
+    read: Callable[[dict[str, Any]], Any],
+    key: object,
+    rules: RecordRules,
+    cache: TableCache,
+) -> list[str]:
     """Notes about the records of a part that `read` refuses. Raises UserError unless they may be skipped.
 
     Args:
-        recipe: with SourceOptions and skip_bad_records.
         read: raises BadRecord.
         key: everything that `read` depends on, as text.
     """
@@ -45,21 +49,20 @@ def check_records(recipe, source: Source, part: str, read: Callable[[dict[str, A
 
     table = source.parts[part]
     features = Features({"record": Value("int64"), "problem": Value("string")})
-    bad = encode_table(table, check, features, ("problems", key), cache_root(recipe.cache_dir),
-                       recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
+    bad = encode_table(table, check, features, ("problems", key), cache, with_indices=True)
     if not len(bad):
         return []
     where = source.where(part)
     if len(bad) == len(table):
-        options = " or ".join(f"--{name}" for name in COLUMN_OPTIONS if hasattr(recipe, name))
+        options = " or ".join(f"--{name}" for name in rules.column_options)
         raise UserError(
             f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}. "
             f"Correct the data, or name the right column with {options}"
         )
-    if not recipe.skip_bad_records:
+    if not rules.skip_bad_records:
         raise bad_record(where, bad[0]["record"], bad[0]["problem"], bad["problem"][:])
     what = f"records of {where} are skipped, such as record {bad[0]['record'] + 1}: {bad[0]['problem']}"
-    return report_data_loss(recipe, len(bad), len(table), what)
+    return report_data_loss(rules.allow_data_loss, len(bad), len(table), what)
 
 
 def bad_record(where: str, index: int, what: str, problems: Iterable[str]) -> UserError:

@@ -18,16 +18,15 @@ from zerofit.data.file_formats import (
     unreadable,
     with_delimiter,
 )
+from zerofit.data.options import PREDICT, DataFiles
 from zerofit.data.plain_files import plain_files
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
-from zerofit.recipe.cache import cache_root
-from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.recipe.words import counted
 
 HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
-PREDICT = "predict"  # the part of predict_file, without labels
 
 
 @dataclass
@@ -58,16 +57,16 @@ class Source:
 
 
 def read_source(
-    recipe: SourceOptions,
+    data: DataFiles,
     held_out: dict[str, tuple[str, ...]] | None = None,
     sample_by: Callable[[list[Path]], str] | None = None,
     reader: Callable[[list[Path]], Dataset | None] | None = None,
     header: tuple[str, ...] = (),
 ) -> Source:
-    """Read the data that the recipe names.
+    """Read files, or a data set of the hub.
 
     Args:
-        held_out: the held-out parts, each with its possible names on the hub. The option of part P is P_file.
+        held_out: the held-out parts, each with its possible names on the hub.
         sample_by: for text files: returns line, paragraph or document. Without it text files are refused.
         reader: reads JSON and text files of a special form first; it returns None for any other file.
         header: names of the columns of .csv and .tsv files without a header.
@@ -75,37 +74,33 @@ def read_source(
     Raises:
         UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
     """
-    held_out = {PREDICT: ()} if getattr(recipe, "predict_file", None) else held_out or {"validation": HELD_OUT}
-    if recipe.dataset_name in EMBEDDED:
-        return Source(_used_parts(read_stdlib(recipe.dataset_name, recipe), recipe), "embedded", {})
-    options = {part: f"{part}_file" for part in ("train", *held_out)}
-    files = {part: find_files(option, getattr(recipe, option)) for part, option in options.items()
-             if getattr(recipe, option)}  # fmt: skip
+    held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
+    if data.dataset_name in EMBEDDED:
+        return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), "embedded", {})
+    files = {
+        part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
+    }
     if not files:
-        return Source(_used_parts(_from_hub(recipe, held_out), recipe), "hub", {})
+        return Source(_used_parts(_from_hub(data, held_out), data.trains), "hub", {})
     named = next(iter(files))
     kind = format_of(files[named])
     for part, paths in files.items():
         if format_of(paths) != kind:
             raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
-    plain = {part: plain_files(paths, kind, recipe, part == PREDICT) for part, paths in files.items()}
+    plain = {part: plain_files(paths, kind, data, part == PREDICT) for part, paths in files.items()}
     builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
         kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
     if builder == "csv":
         kwargs = {**kwargs, "names": list(header)} if header else kwargs
-        kwargs = with_delimiter(plain[named], kwargs, recipe.separator)
-    parts = {part: _load(builder, part, paths, kind, recipe, kwargs, reader) for part, paths in plain.items()}
-    return Source(_lowercase_columns(parts, recipe), kind, files)
+        kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
+    parts = {part: _load(builder, part, paths, kind, data.hub_cache, kwargs, reader) for part, paths in plain.items()}
+    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, kind, files)
 
 
-def _lowercase_columns(parts: dict[str, Dataset], recipe: SourceOptions) -> dict[str, Dataset]:
+def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, Dataset]:
     """The tables with lower-case column names, so that Text is found as text. Columns that an option names keep their
-    names, as do those of GLUE's original files."""
-    named = {name for option, value in recipe.to_dict().items() if option.endswith(("_column", "_columns")) and value
-             for name in ([value] if isinstance(value, str) else value)}  # fmt: skip
-    if getattr(recipe, "task_name", None):
-        return parts
+    names (as do those of GLUE's original files)."""
     for part, table in parts.items():
         lower = {name: name.strip().lower() for name in table.column_names if name not in named}
         new = [*lower.values(), *(name for name in table.column_names if name in named)]
@@ -116,12 +111,12 @@ def _lowercase_columns(parts: dict[str, Dataset], recipe: SourceOptions) -> dict
     return parts
 
 
-def _used_parts(parts: dict[str, Dataset], recipe) -> dict[str, Dataset]:
+def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
     """The parts, without training data if the launch does not train and held-out data exist."""
-    return parts if recipe.trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
+    return parts if trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
 
 
-def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs: dict, reader) -> Dataset:
+def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | None, kwargs: dict, reader) -> Dataset:
     try:
         for path in paths:
             check_size(path, kind)
@@ -134,7 +129,7 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
         if builder == "csv":
             for path in paths:
                 check_fields(path, kwargs)
-        load = partial(load_dataset, builder, data_files={part: names}, cache_dir=_cache_dir(recipe), **kwargs)
+        load = partial(load_dataset, builder, data_files={part: names}, cache_dir=cache and str(cache), **kwargs)
         try:
             loaded = load()
         except DatasetGenerationError:
@@ -148,25 +143,23 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, recipe, kwargs:
     return loaded[part]
 
 
-def not_utf8(recipe: SourceOptions, error: UnicodeDecodeError) -> Exception:
+def not_utf8(data: DataFiles, error: UnicodeDecodeError) -> Exception:
     """The error for text that is not UTF-8 (in JSON files it appears only when a text is decoded)."""
-    for option in ("train_file", "validation_file", "predict_file"):
-        patterns = getattr(recipe, option, None)
-        if patterns:
-            files = find_files(option, patterns)
-            user_error = unreadable(files, format_of(files), error)
-            if "UTF-8" in str(user_error):
-                return user_error
+    for part, patterns in data.patterns.items():
+        files = find_files(f"{part}_file", patterns)
+        user_error = unreadable(files, format_of(files), error)
+        if "UTF-8" in str(user_error):
+            return user_error
     return error
 
 
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 
-def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
-    name, config = recipe.dataset_name, recipe.dataset_config_name
+def _from_hub(data: DataFiles, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
+    name, config = data.dataset_name, data.dataset_config_name
     try:
-        dataset = load_dataset(name, config, cache_dir=_cache_dir(recipe))
+        dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         if config and Path(name).is_dir():
             known = get_dataset_config_names(name)
@@ -180,7 +173,7 @@ def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> di
             "Name a file with train_file, or run once with access to the hub"
         ) from None
     assert isinstance(dataset, DatasetDict)
-    known = {"train", *(name for names in held_out.values() if not recipe.trains for name in names)}
+    known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
     if not known & set(dataset):
         raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(dataset)}")
     names = {"train": ("train",), **held_out}
@@ -190,7 +183,7 @@ def _from_hub(recipe: SourceOptions, held_out: dict[str, tuple[str, ...]]) -> di
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def files_and_sizes(recipe) -> dict[str, str]:
+def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:
     """{option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
     named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
     files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
@@ -201,7 +194,3 @@ def files_and_sizes(recipe) -> dict[str, str]:
         digest = sha256(repr(sizes).encode()).hexdigest()[:8]
         summaries[option] = f"{len(sizes):,} of {sum(size for _, size in sizes):,} bytes (names and sizes: {digest})"
     return summaries
-
-
-def _cache_dir(recipe: SourceOptions) -> str | None:
-    return str(cache_root(recipe.cache_dir)) if recipe.cache_dir else None

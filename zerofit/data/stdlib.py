@@ -9,6 +9,7 @@ library of this Python.
 """
 
 import ast
+import dataclasses
 import platform
 import re
 import sysconfig
@@ -22,9 +23,7 @@ from typing import Any
 from datasets import Dataset, Features, Value
 
 from zerofit.data.tables import set_fingerprint
-from zerofit.data.token_tables import encode_table
-from zerofit.recipe.cache import cache_root, prepare_anew
-from zerofit.recipe.data_options import SourceOptions
+from zerofit.data.token_tables import TableCache, encode_table
 
 EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the two data sets
 NUM_PACKAGES = 12
@@ -38,7 +37,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
 
 
-def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
+def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
     """The training and the held-out part of one of EMBEDDED.
 
     Reading the library takes seconds; the result is cached.
@@ -53,7 +52,7 @@ def read_stdlib(name: str, recipe: SourceOptions) -> dict[str, Dataset]:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in entries] for column in TABLE}
 
-    entries = encode_table(table, parse_files, TABLE, (), cache_root(recipe.cache_dir), overwrite=prepare_anew(recipe))
+    entries = encode_table(table, parse_files, TABLE, (), dataclasses.replace(cache, workers=None))
     records = _docstrings(entries.to_list()) if name == "stdlib-docstrings" else _functions(entries.to_list())
     parts = _split(records)
     return {

@@ -2,16 +2,73 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 from datasets import Dataset, Features, List, Value
+from datasets.utils import disable_progress_bars
+from datasets.utils.logging import CRITICAL, set_verbosity
+from filelock import FileLock
 
-from zerofit.recipe.cache import made_by_this_launch
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import is_shared
 
 IDS = List(Value("int32"))  # a column of token ids
+
+
+@dataclass(frozen=True)
+class TableCache:
+    """Where prepared tables are stored, and how they are made.
+
+    Args:
+        workers: processes that tokenize; None: the tokenizer's own threads.
+        overwrite: whether this process may replace stored tables.
+    """
+
+    folder: Path
+    workers: int | None = None
+    overwrite: bool = False
+
+    @classmethod
+    def of(cls, folder: Path, workers: int | None, overwrite: bool) -> "TableCache":
+        """The same, where of several processes only one may overwrite.
+
+        On a local disk the first process of each machine replaces tables (see `made_by_this_launch`). On a shared file
+        system only rank 0 does, since other machines may have mapped a file that a second process would replace.
+        """
+        return cls(folder, workers, overwrite and (_rank() == 0 or not is_shared(folder)))
+
+
+def made_by_this_launch(files: Iterable[Path]) -> bool:
+    """Whether one of these files is newer than the launcher of this machine's processes, made by one of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    launch_time = psutil.Process(os.getppid()).create_time()
+    return any(file.stat().st_mtime >= launch_time for file in files)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def one_process_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a file lock: the first process does the work; the others wait, and then find the result in the cache.
+
+    A file lock and no collective: no process group exists yet, so none can time out, however long tokenizing takes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    set_verbosity(CRITICAL)  # what its errors log comes with the exception, which has our own message
+    if _rank() != 0 or not sys.stderr.isatty():
+        disable_progress_bars()
+    with FileLock(folder / "prepare.lock"):
+        yield
 
 
 def encode_table(
@@ -19,14 +76,12 @@ def encode_table(
     encode: Callable[[dict], dict],
     features: Features,
     key: tuple,
-    cache: Path,
-    workers: int | None = None,
-    overwrite: bool = False,
+    cache: TableCache,
     with_indices: bool = False,
 ) -> Dataset:
     """A new table, made by `encode` from batches of the old one's rows.
 
-    It is stored in a file under `cache`, named after everything that it depends on, and memory-mapped.
+    It is stored in a file of the cache, named after everything that it depends on, and memory-mapped.
 
     Args:
         key: what the result depends on beside the table, such as options and the tokenizer's fingerprint.
@@ -40,11 +95,11 @@ def encode_table(
         with_indices=with_indices,
         batched=True,
         batch_size=200,
-        num_proc=workers,
+        num_proc=cache.workers,
         remove_columns=dataset.column_names,
         features=features,
-        load_from_cache_file=not overwrite or made_by_this_launch(cache.glob(f"tokens-{name}*.arrow")),
-        cache_file_name=str(cache / f"tokens-{name}.arrow"),
+        load_from_cache_file=not cache.overwrite or made_by_this_launch(cache.folder.glob(f"tokens-{name}*.arrow")),
+        cache_file_name=str(cache.folder / f"tokens-{name}.arrow"),
         new_fingerprint=name,
         desc="Tokenising",
     )

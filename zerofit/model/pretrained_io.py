@@ -3,12 +3,11 @@
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from zerofit.model.configuration import from_hub_or_folder
 from zerofit.model.folders import has_tokenizer
-from zerofit.model.tokenizer import load_tokenizer
+from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import temporary_path
 
@@ -27,10 +26,9 @@ def read_tokenizer(option: str, name: str, config, trust_remote_code: bool = Fal
     """The tokenizer of a stored model; its folder may hold bare vocabulary files."""
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the files of the model's own into it")
-    options = SimpleNamespace(tokenizer_name=None, model_name_or_path=name, trust_remote_code=trust_remote_code)
     try:
-        return load_tokenizer(options, config)
-    except UserError as error:  # its message names the option of training
+        return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
+    except UserError as error:
         raise UserError(f"{option}: the tokenizer: {str(error).partition(': ')[2] or error}") from None
 
 

@@ -3,7 +3,11 @@
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 
 from zerofit.model.configuration import from_hub_or_folder, overrides_of
 from zerofit.model.families import family_of
@@ -17,24 +21,56 @@ PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
                "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """Which tokenizer to use.
+
+    Args:
+        name: a folder or a name of the hub, of the option `option`.
+        vocab_file, merge_file: GPT-2's two files, which override the name.
+        trained_size: tokens of one that is trained on the training texts; None: none is.
+        cache: where trained ones are kept.
+    """
+
+    option: str
+    name: str | None
+    trained_size: int | None = None
+    cache: Path = Path()
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, recipe: ModelOptions) -> "TokenizerOptions":
+        option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
+        return cls(
+            option,
+            getattr(recipe, option),
+            recipe.train_tokenizer_vocab_size,
+            cache_root(getattr(recipe, "cache_dir", None)),
+            getattr(recipe, "vocab_file", None),
+            getattr(recipe, "merge_file", None),
+            recipe.trust_remote_code,
+        )
+
+
 def get_tokenizer(
-    recipe: ModelOptions, config, texts: Callable[[], Iterable[str]], fingerprint: str, pairs: bool = False
+    options: TokenizerOptions, config, texts: Callable[[], Iterable[str]], fingerprint: str, pairs: bool = False
 ):
-    """The recipe's tokenizer: loaded, or trained on the training texts (train_tokenizer_vocab_size).
+    """The tokenizer: loaded, or trained on the training texts (train_tokenizer_vocab_size).
 
     Args:
         texts: returns the training texts; called only if a tokenizer is trained.
         fingerprint: of those texts.
         pairs: the task reads texts with special tokens and pairs of them (`[CLS] A [SEP] B [SEP]`), not plain text.
     """
-    if not recipe.train_tokenizer_vocab_size:
-        return load_tokenizer(recipe, config)
-    cache = cache_root(recipe.cache_dir)
-    return train_tokenizer(texts(), recipe.train_tokenizer_vocab_size, fingerprint, cache, pairs)
+    if not options.trained_size:
+        return load_tokenizer(options, config)
+    return train_tokenizer(texts(), options.trained_size, fingerprint, options.cache, pairs)
 
 
-def load_tokenizer(recipe: ModelOptions, config):
-    """The tokenizer that the recipe names, else the one of the pretrained weights.
+def load_tokenizer(options: TokenizerOptions, config):
+    """The tokenizer that is named, else the one of the pretrained weights.
 
     A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's
     class; a config.json beside them does, or else the model's configuration.
@@ -42,25 +78,23 @@ def load_tokenizer(recipe: ModelOptions, config):
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    if getattr(recipe, "vocab_file", None):
-        return tokenizer_from_vocabulary_files(recipe.vocab_file, recipe.merge_file)
-    option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
-    name = getattr(recipe, option)
+    if options.vocab_file:
+        return tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
+    option, name = options.option, options.name
     self_describing = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in self_describing)
     if bare and (files := find_vocabulary_files(Path(name))):
         return tokenizer_from_vocabulary_files(*files)
     if bare and (Path(name) / "config.json").exists():
         config = from_hub_or_folder(
-            option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
+            option, name, AutoConfig.from_pretrained, trust_remote_code=options.trust_remote_code
         )
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind:
-        options = family_of(config).bare_tokenizer_options
-        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **options)
+        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **family_of(config).bare_tokenizer_options)
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
-    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=recipe.trust_remote_code)
+    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=options.trust_remote_code)
 
 
 def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:
@@ -86,7 +120,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
         cache: the tokenizer is saved here, by `key` and `vocab_size`.
         pairs: add the special tokens `[CLS]` and `[SEP]` to texts and pairs.
     """
-    from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
     name = hashlib.sha256(f"bpe-1 {vocab_size} {key}{' pairs-2' if pairs else ''}".encode()).hexdigest()[:20]
@@ -111,8 +144,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
 
 def _pair_template(bpe):
     """`[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with 1 as the token type of B."""
-    from tokenizers.processors import TemplateProcessing
-
     tokens = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     return TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=tokens)
 
@@ -191,8 +222,6 @@ def end_with_eos(tokenizer) -> None:
 
     Encoder-decoder models are trained with this token, and the exported tokenizer then adds it, too.
     """
-    from tokenizers.processors import TemplateProcessing
-
     end, backend = tokenizer.eos_token, getattr(tokenizer, "backend_tokenizer", None)
     bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
     if bare and end is not None and backend is not None:

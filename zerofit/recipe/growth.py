@@ -37,10 +37,25 @@ def growth_problems(recipe, name: str, example: str) -> list[str]:
             f"grows, e.g. {example}"]  # fmt: skip
 
 
-def read_difficulty(text: str) -> tuple[str, int] | None:
-    """(field of the records, updates) of `FIELD@UPDATES`; None: it is no such text."""
+@dataclass(frozen=True)
+class Difficulty:
+    """What difficulty_warmup says.
+
+    Args:
+        field: a column of the records, or LENGTH.
+        updates: until all samples are mixed.
+        stated: the option, its value and what set it, for messages.
+    """
+
+    field: str
+    updates: int
+    stated: str
+
+
+def read_difficulty(text: str, source: str | None = None) -> Difficulty | None:
+    """The meaning of `FIELD@UPDATES`; None: it is no such text."""
     found = re.fullmatch(r"(.+)@([1-9]\d*)", text)
-    return found and (found[1], int(found[2]))
+    return found and Difficulty(found[1], int(found[2]), f"difficulty_warmup = {text} ({source})")
 
 
 def difficulty_problems(recipe) -> list[str]:

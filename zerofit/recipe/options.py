@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
-from zerofit.recipe.growth import difficulty_problems, growth_problems
+from zerofit.recipe.growth import Difficulty, difficulty_problems, growth_problems, read_difficulty
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
@@ -58,6 +58,12 @@ class BatchOptions(Recipe):
     dataloader_num_workers: int | None = option(
         None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
     )
+
+    @property
+    def difficulty(self) -> Difficulty | None:
+        """The meaning of difficulty_warmup; None without it, and without training."""
+        text = self.difficulty_warmup if self.trains else None
+        return None if text is None else read_difficulty(text, self.source("difficulty_warmup"))
 
     def problems(self) -> list[str]:
         return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)

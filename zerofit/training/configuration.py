@@ -109,9 +109,9 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
             check_layout(config, strategy)
     for option, default in LENGTHS[task].items():
         with problems.collected():
-            length = choose_length(recipe, option, config, default)
-            if option == "block_size":
-                growing_blocks(recipe, length, is_chat=False)
+            length = choose_length(option, getattr(recipe, option) or default, recipe.source(option), config)
+            if option == "block_size" and recipe.block_size_warmup and recipe.trains:
+                growing_blocks(recipe.block_size_warmup, recipe.source("block_size_warmup"), length, is_chat=False)
     with problems.collected():
         if template := getattr(recipe, "chat_template", None):
             named_template(template)

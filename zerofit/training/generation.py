@@ -58,9 +58,10 @@ def writing_settings(
     Args:
         ends: tokens at which writing ends, beside those of the model and its tokenizer.
     """
+    longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = sorted({token for token in [*own, tokenizer.eos_token_id, *ends] if token is not None})
-    return {"max_new_tokens": longest_answer(recipe, config), "do_sample": False, "num_beams": 1,
+    return {"max_new_tokens": longest, "do_sample": False, "num_beams": 1,
             "eos_token_id": ends or None, "pad_token_id": padding_token(tokenizer)}  # fmt: skip
 
 

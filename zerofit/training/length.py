@@ -49,5 +49,5 @@ class RunLength:
 
 def run_length(recipe: TrainingRecipe, num_samples: int, batches: BatchSizes) -> RunLength:
     """The length of the run in samples and updates."""
-    total = samples_of_run(recipe, num_samples, batches.consumed)
+    total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, num_samples, batches.consumed)
     return RunLength(num_samples, total, batches.num_updates(total), batches)

@@ -30,7 +30,6 @@ from zerofit.data.turns import (
 )
 from zerofit.model.chat import Message
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.tasks import ClmRecipe
 
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
 ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
@@ -44,6 +43,22 @@ ROLES = {
 ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 FIRST_RECORDS = 100  # that are looked at for turns with roles
+
+
+@dataclass(frozen=True)
+class FormOptions:
+    """What the options say about the form of records.
+
+    Args:
+        data_format: text, instruction, prompt, messages, or auto.
+        answered: whether records must have an answer.
+    """
+
+    data_format: str = "auto"
+    messages_column: str | None = None
+    text_column: str | None = None
+    system_prompt: str | None = None
+    answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -208,52 +223,52 @@ def _check_order(messages: list[Message], answered: bool = True) -> None:
 # -------------------------------------------------------------------------------------------------------- of a table
 
 
-def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
-    """The form of the records: that of the recipe, else by the names of the columns. None: plain text.
+def find_form(options: FormOptions, table: Dataset) -> Form | None:
+    """The form of the records: that of the options, else by the names of the columns. None: plain text.
 
     Raises:
-        UserError: the columns of the recipe's form do not exist.
+        UserError: the columns of that form do not exist.
     """
-    if recipe.data_format == "text" or recipe.text_column:
+    if options.data_format == "text" or options.text_column:
         return None
-    if recipe.messages_column and recipe.messages_column not in table.column_names:
+    if options.messages_column and options.messages_column not in table.column_names:
         raise UserError(
-            f"messages_column = {recipe.messages_column!r}: there is no such column; {columns_present(table)}"
+            f"messages_column = {options.messages_column!r}: there is no such column; {columns_present(table)}"
         )
-    if recipe.messages_column and not holds_lists(table.features[recipe.messages_column]):
+    if options.messages_column and not holds_lists(table.features[options.messages_column]):
         raise UserError(
-            f"messages_column = {recipe.messages_column!r} holds no list of turns; {columns_present(table)}"
+            f"messages_column = {options.messages_column!r} holds no list of turns; {columns_present(table)}"
         )
-    verdict = None if recipe.messages_column else refuse_preferences(table, "--messages_column")
-    kinds = KINDS if recipe.data_format == "auto" else (recipe.data_format,)
-    kinds = ("messages",) if recipe.messages_column else kinds
-    form = next(filter(None, (_form(kind, recipe, table) for kind in kinds)), None)
-    if form is None and recipe.data_format != "auto":
+    verdict = None if options.messages_column else refuse_preferences(table, "--messages_column")
+    kinds = KINDS if options.data_format == "auto" else (options.data_format,)
+    kinds = ("messages",) if options.messages_column else kinds
+    form = next(filter(None, (_form(kind, options, table) for kind in kinds)), None)
+    if form is None and options.data_format != "auto":
         expected = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
         expected |= {
             kind: f"the columns {' or '.join(QUESTIONS[kind])} and {' or '.join(ANSWERS[kind])}" for kind in ANSWERS
         }
         raise UserError(
-            f"data_format = {recipe.data_format}: it reads {expected[recipe.data_format]}; {columns_present(table)}"
+            f"data_format = {options.data_format}: it reads {expected[options.data_format]}; {columns_present(table)}"
         )
     return dataclasses.replace(form, verdict=verdict) if form else None
 
 
-def _form(kind: str, recipe: ClmRecipe, table: Dataset) -> Form | None:
+def _form(kind: str, options: FormOptions, table: Dataset) -> Form | None:
     names = table.column_names
-    extra = {"system": "system" if "system" in names else None, "system_prompt": recipe.system_prompt}
+    extra = {"system": "system" if "system" in names else None, "system_prompt": options.system_prompt}
     if kind == "messages":
         lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
         packed = [name for name in DIALOGUES if name in text_columns(table)]
         known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
-        forced = lists if recipe.data_format == "messages" else []
-        column = recipe.messages_column or next(iter((*known, *forced)), None)
+        forced = lists if options.data_format == "messages" else []
+        column = options.messages_column or next(iter((*known, *forced)), None)
         return Form(kind, column, **extra) if column else None
     if kind == "instruction" and (columns := question_answering_columns(table)):
         return Form(kind, *columns, **extra)
     answer = next((name for name in ANSWERS[kind] if name in names), None)
     question = next((name for name in QUESTIONS[kind] if name in names), None)
-    if recipe.predict_file:
+    if not options.answered:
         answer = None
     elif answer is None:
         return None

@@ -10,19 +10,18 @@ from datasets import Dataset, Features, Value
 from zerofit.data.chat.instructions import Form
 from zerofit.data.difficulty import score_column, scores_of
 from zerofit.data.lengths import report_data_loss
+from zerofit.data.options import DataOptions, PartOptions
 from zerofit.data.pack import Conversations, PackedConversations, SampleSet, TextData
 from zerofit.data.records import BadRecord, check_records, records_of
 from zerofit.data.sources import Source
 from zerofit.data.tables import first_records, hold_out
 from zerofit.data.token_row import Documents
-from zerofit.data.token_tables import IDS, encode_table, fingerprint
+from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.model import chat
 from zerofit.model.chat import BadTemplate, Template, install_template, missing_end_token, render
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
-from zerofit.recipe.cache import cache_root, prepare_anew
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.tasks import ClmRecipe
 
 TABLE = Features({"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
                   "is_cut": Value("bool")})  # fmt: skip
@@ -43,56 +42,75 @@ class _Part:
         return _Part(first_records(self.table, limit), self.numbers[:limit], self.where)
 
 
-def prepare_chat(recipe: ClmRecipe, config, source: Source, forms: dict[str, Form], block_size: int) -> TextData:
+@dataclass(frozen=True)
+class ChatSettings:
+    """How conversations become samples.
+
+    Args:
+        template: chat_template.
+        packing: none: a row for each; else several in a block.
+    """
+
+    template: str | None
+    train_on_prompt: bool
+    packing: str
+    block_size: int
+
+
+def prepare_chat(
+    options: DataOptions, config, source: Source, forms: dict[str, Form], settings: ChatSettings
+) -> TextData:
     """Check, split, render, tokenise and pack conversations.
 
     Args:
+        config: the model's.
         forms: the form of the records of each part; they may differ.
 
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
     """
-    form = next(iter(forms.values()))
+    form, block_size = next(iter(forms.values())), settings.block_size
     notes = [form.describe]
     for part in source.parts:
-        notes += check_records(recipe, source, part, forms[part].messages, forms[part])
-    score = score_column(recipe, source.first)
-    parts = _split(recipe, source, forms, score)
+        notes += check_records(source, part, forms[part].messages, forms[part], options.rules, options.cache)
+    score = score_column(options.difficulty, source.first)
+    parts = _split(options.parts, source, forms, score)
     first_of = next(iter(parts))
     train = parts[first_of].table
-    tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
-    template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+    tokenizer = get_tokenizer(options.tokenizer, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
+    template = install_template(tokenizer, settings.template, "none" if form.plain else None)
     notes = [template.note, *notes, *missing_end_token(tokenizer, template)]
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
-        encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, recipe.train_on_prompt)
+        encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, settings.train_on_prompt)
         of_part = score if name == "train" else None
-        table = _encode(part, encoder, recipe, of_part)
-        notes += truncation_notes(recipe, config, table, name, block_size)
+        table = _encode(part, encoder, options.cache, of_part)
+        notes += truncation_notes(options.rules.allow_data_loss, config, table, name, block_size)
         sets[name] = Conversations(table, scores_of(table, of_part and SCORE))
     shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
-    packed = {name: _packed(held, recipe, block_size, filler) for name, held in sets.items()}
+    packed: dict[str, SampleSet] = dict(sets)
+    if settings.packing != "none":
+        packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 
 
-def _split(recipe: ClmRecipe, source: Source, forms: dict[str, Form], score: str | None) -> dict[str, _Part]:
+def _split(options: PartOptions, source: Source, forms: dict[str, Form], score: str | None) -> dict[str, _Part]:
     """The parts; a held-out one is split off by records if there is none; max_*_samples are applied."""
     columns = {name: list(form.columns) for name, form in forms.items()}
     if score and score not in columns["train"]:
         columns["train"].append(score)
     parts = {name: _Part(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
              for name, table in source.parts.items()}  # fmt: skip
-    if "validation" not in parts and recipe.validation_split_percentage > 0:
+    if "validation" not in parts and options.held_out_fraction > 0:
         whole = parts["train"]
-        sides = hold_out(Dataset.from_dict({"record": whole.numbers}), recipe.validation_split_percentage / 100)
+        sides = hold_out(Dataset.from_dict({"record": whole.numbers}), options.held_out_fraction)
         for name, side in zip(PARTS, sides):
             numbers = np.array(side["record"][:])
             parts[name] = _Part(whole.table.select(numbers), numbers, whole.where)
-    if not recipe.trains:
+    if not options.trains:
         parts.pop("train", None)
-    limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
-    return {name: part.first(limits[name]) for name, part in parts.items()}
+    return {name: part.first(options.limit(name)) for name, part in parts.items()}
 
 
 def _texts(table: Dataset, form: Form):
@@ -103,10 +121,6 @@ def _texts(table: Dataset, form: Form):
                 yield from (message["content"] for message in form.messages(record))
             except BadRecord:
                 continue
-
-
-def _packed(conversations: Conversations, recipe: ClmRecipe, block_size: int, filler: int) -> SampleSet:
-    return conversations if recipe.packing == "none" else PackedConversations(conversations, block_size, filler)
 
 
 # --------------------------------------------------------------------------------------------------------- token ids
@@ -169,7 +183,7 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
 
 
-def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe, score: str | None = None) -> Dataset:
+def _encode(part: _Part, encoder: ChatEncoder, cache: TableCache, score: str | None = None) -> Dataset:
     def encode(batch: dict, indices: list[int]) -> dict:
         rendered, scores = [], []
         for index, record in zip(indices, records_of(batch)):
@@ -181,14 +195,13 @@ def _encode(part: _Part, encoder: ChatEncoder, recipe: ClmRecipe, score: str | N
         return {**encoder.encode(rendered), **({SCORE: scores} if score else {})}
 
     features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
-    return encode_table(part.table, encode, features, (*encoder.key, score), cache_root(recipe.cache_dir),
-                        recipe.preprocessing_num_workers, prepare_anew(recipe), with_indices=True)  # fmt: skip
+    return encode_table(part.table, encode, features, (*encoder.key, score), cache, with_indices=True)
 
 
 # ------------------------------------------------------------------------------------------------ notes
 
 
-def truncation_notes(recipe: ClmRecipe, config, table: Dataset, part: str, block_size: int) -> list[str]:
+def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, block_size: int) -> list[str]:
     """What there is to say about answers beyond block_size. Raises UserError if none is left, or too few."""
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
     skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
@@ -205,7 +218,7 @@ def truncation_notes(recipe: ClmRecipe, config, table: Dataset, part: str, block
         (skipped, f"{of} are skipped: their answer lies beyond {beyond}"),
         (cut, f"{of} have their answer cut at {beyond}"),
     ):
-        notes += report_data_loss(recipe, lost, len(table), what, lengths, "block_size", config)
+        notes += report_data_loss(allow_data_loss, lost, len(table), what, lengths, "block_size", config)
     return notes
 
 

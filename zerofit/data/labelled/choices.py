@@ -14,7 +14,8 @@ from datasets import Dataset
 
 from zerofit.data.labelled.labels import NO_LABEL, Labels
 from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts
-from zerofit.data.lengths import choose_length, report_data_loss
+from zerofit.data.lengths import report_data_loss
+from zerofit.data.options import DataOptions
 from zerofit.data.pack import Sample
 from zerofit.data.records import BadRecord, check_records, records_of
 from zerofit.data.sources import Source
@@ -23,7 +24,6 @@ from zerofit.data.tokenized import TokenizedDataset
 from zerofit.data.turns import blank, holds_lists
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.tasks import ClsRecipe
 
 NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+)")
 LISTS = ("choices", "options", "endings")
@@ -33,6 +33,15 @@ CONTEXTS = (  # the columns of a question, by default
     ("context",),
 )  # fmt: skip
 ANSWERS = ("label", "answerkey", "answer", "labels", "gold")
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """The columns that options name; empty, or None, where they name none."""
+
+    texts: tuple[str, ...] = ()
+    label: str | None = None
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,21 +99,21 @@ class Choices:
             return -1
 
 
-def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
+def find_choices(named: LabelColumns, table: Dataset) -> Choices | None:
     """The columns of multiple choice; None for other records.
 
     Raises:
         UserError: `choice_columns` names columns that are not there, or no column of the question or label is found.
     """
     present = table.column_names
-    choices = tuple(recipe.choice_columns or ()) or _known_choices(table)
-    if not choices or (recipe.text_columns and not recipe.choice_columns):
+    choices = named.choices or _known_choices(table)
+    if not choices or (named.texts and not named.choices):
         return None
     texts = set(text_columns(table)) - set(choices)
-    context = tuple(recipe.text_columns or next((names for names in CONTEXTS if set(names) <= texts), ()))
-    label = recipe.label_column or next((name for name in ANSWERS if name in present and name not in choices), None)
+    context = tuple(named.texts or next((names for names in CONTEXTS if set(names) <= texts), ()))
+    label = named.label or next((name for name in ANSWERS if name in present and name not in choices), None)
     missing = [name for name in (*choices, *context, label) if name and name not in present]
-    if not recipe.choice_columns and not (context and label):
+    if not named.choices and not (context and label):
         return None  # it may be another kind of data
     if missing or not (context and label) or (len(choices) == 1 and not _is_list(table, choices[0])):
         what = f"there is no column {missing[0]!r}" if missing else (
@@ -167,44 +176,38 @@ class ChoiceRows:
 
 
 def prepare_choices(
-    recipe: ClsRecipe, config, source: Source, held_out: tuple[str, ...], choices: Choices
+    options: DataOptions, config, source: Source, held_out: tuple[str, ...], choices: Choices, length: int
 ) -> ExampleData:
     """Check, split and tokenise, as prepare_examples does.
 
     Raises:
-        UserError: a column is missing, a record cannot be used; an adapter is asked for.
+        UserError: a column is missing, or a record cannot be used.
     """
-    if recipe.lora:
-        raise UserError(
-            "lora = true: the data is multiple choice, for which there are no adapters. Remove --lora, or name a "
-            "text and a label with --text_columns and --label_column"
-        )
     notes = [f"data      question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}, "
              f"label {choices.label}"]  # fmt: skip
     parts = {}
     for name, table in source.parts.items():
         if missing := [column for column in choices.columns if column not in table.column_names]:
             raise UserError(f"{source.where(name)} has no column {', '.join(missing)}; {columns_present(table)}")
-        notes += check_records(recipe, source, name, choices.read, choices)
+        notes += check_records(source, name, choices.read, choices, options.rules, options.cache)
         table = table.select_columns(choices.columns)
         parts[name] = table.select([index for index, record in enumerate(table) if _is_good(choices, record)])
-    if "validation" not in parts and recipe.validation_split_percentage > 0:
-        sides = hold_out(parts["train"], recipe.validation_split_percentage / 100)
+    if "validation" not in parts and options.parts.held_out_fraction > 0:
+        sides = hold_out(parts["train"], options.parts.held_out_fraction)
         parts = {**parts, **dict(zip(("train", "validation"), sides))}
-    if not recipe.trains:
+    if not options.parts.trains:
         parts.pop("train", None)
-    parts = {
-        name: first_records(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
-        for name, part in parts.items()
-    }
+    parts = {name: first_records(part, options.parts.limit(name)) for name, part in parts.items()}
     train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, choices), train._fingerprint, pairs=True)
-    length, sets = choose_length(recipe, "max_length", config), {}
+    tokenizer = get_tokenizer(
+        options.tokenizer, config, lambda: _texts(train, choices), train._fingerprint, pairs=True
+    )
+    sets = {}
     for name, part in parts.items():
-        rows = encode_texts(_pairs(part, choices), tokenizer, length, recipe)
+        rows = encode_texts(_pairs(part, choices), tokenizer, length, options.cache)
         what = f"{'training' if name == 'train' else 'held-out'} choices are cut at {length} tokens (max_length)"
         cut, lengths = int((rows.truncated > 0).sum()), rows.lengths + rows.truncated
-        notes += report_data_loss(recipe, cut, len(rows), what, lengths, "max_length", config, stops=False)
+        notes += report_data_loss(False, cut, len(rows), what, lengths, "max_length", config, stops=False)
         sizes, right = zip(*((len(texts), number) for texts, number in map(choices.read, part)))
         sets[name] = ChoiceRows(rows, np.array(sizes), np.array(right))
     max_choices = max(int(np.diff(samples.starts).max()) for samples in sets.values())
@@ -227,7 +230,7 @@ def _pairs(table: Dataset, choices: Choices) -> Dataset:
 
     def pairs(batch: dict) -> dict:
         texts = [pair for record in records_of(batch) for pair in choices.read(record)[0]]
-        return {"first": [one for one, _ in texts], "second": [two for _, two in texts]}
+        return {"first": [first for first, _ in texts], "second": [second for _, second in texts]}
 
     name = sha256(f"{table._fingerprint} {choices}".encode()).hexdigest()[:32]
     return table.map(pairs, batched=True, remove_columns=table.column_names, new_fingerprint=name, desc="Choices")

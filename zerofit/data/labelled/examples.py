@@ -9,15 +9,16 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from zerofit.data.difficulty import score_column, scores_of
 from zerofit.data.labelled import glue
-from zerofit.data.labelled.choices import find_choices, prepare_choices
+from zerofit.data.labelled.choices import LabelColumns, find_choices, prepare_choices
 from zerofit.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, rare_labels, trained_labels
 from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts
 from zerofit.data.lengths import choose_length, report_data_loss
+from zerofit.data.options import PREDICT, DataFiles, DataOptions
 from zerofit.data.records import bad_record
-from zerofit.data.sources import HELD_OUT, PREDICT, Source, read_source
+from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.tables import check_name, columns_present, first_records, hold_out, text_columns
+from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.model.tokenizer import get_tokenizer
-from zerofit.recipe.cache import one_process_at_a_time
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClsRecipe
 
@@ -47,61 +48,67 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     Raises:
         UserError: columns are not found, a text is empty, a label is missing or outside the label set.
     """
-    task = glue.TASKS.get(recipe.task_name or "")
+    task, options = glue.TASKS.get(recipe.task_name or ""), DataOptions.of(recipe)
+    length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
+    named = LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
     if recipe.predict_file:
-        return _prepare_unlabelled(recipe, config, task)
-    with one_process_at_a_time(recipe.cache_dir):
-        source, held_out = _read(recipe)
-        if task is None and (choices := find_choices(recipe, source.first)):
-            return prepare_choices(recipe, config, source, held_out, choices)
-        texts, label = _columns(recipe, source.first, task)
-        labels, parts, notes = _labelled(recipe, source, texts, label, task, config)
+        return _prepare_unlabelled(options, config, task, recipe.task_name, named, length)
+    with one_process_at_a_time(options.cache.folder):
+        source, held_out = _read(options.files, recipe.task_name)
+        if task is None and (choices := find_choices(named, source.first)):
+            if recipe.lora:
+                raise UserError(
+                    "lora = true: the data is multiple choice, for which there are no adapters. Remove --lora, or "
+                    "name a text and a label with --text_columns and --label_column"
+                )
+            return prepare_choices(options, config, source, held_out, choices, length)
+        texts, label = _columns(named, source.first, task, recipe.task_name)
+        labels, parts, notes = _labelled(options, source, texts, label, task, recipe.regression, config)
         notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
-        if "validation" not in parts and recipe.validation_split_percentage > 0:
-            parts = {**parts, **_split(parts["train"], recipe.validation_split_percentage / 100)}
+        if "validation" not in parts and options.parts.held_out_fraction > 0:
+            parts = {**parts, **_split(parts["train"], options.parts.held_out_fraction)}
         if not recipe.trains:
             parts.pop("train", None)
-        parts = {
-            name: _first(part, recipe.max_train_samples if name == "train" else recipe.max_eval_samples)
+        parts = {name: _first(part, options.parts.limit(name)) for name, part in parts.items()}
+        train = next(iter(parts.values())).texts
+        tokenizer = get_tokenizer(options.tokenizer, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
+        rows = {
+            name: encode_texts(part.texts, tokenizer, length, options.cache, part.labels)
             for name, part in parts.items()
         }
-        train = next(iter(parts.values())).texts
-        tokenizer = get_tokenizer(recipe, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
-        length = choose_length(recipe, "max_length", config)
-        rows = {name: encode_texts(part.texts, tokenizer, length, recipe, part.labels) for name, part in parts.items()}
         for name, part in parts.items():
             rows[name].scores = part.scores
     for name, part in rows.items():
         what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
         cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
-        notes += report_data_loss(recipe, cut, len(part), what, lengths, "max_length", config, stops=False)
+        notes += report_data_loss(False, cut, len(part), what, lengths, "max_length", config, stops=False)
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
     return ExampleData(rows.get("train"), sets, labels, tokenizer, length, notes)
 
 
-def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -> ExampleData:
+def _prepare_unlabelled(
+    options: DataOptions, config, task: glue.GlueTask | None, task_name: str | None, named: LabelColumns, length: int
+) -> ExampleData:
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if any("MultipleChoice" in name for name in config.architectures or ()):
         raise UserError(
-            f"predict_file: {recipe.model_name_or_path!r} is a model of multiple choice, which cannot predict "
+            f"predict_file: {options.tokenizer.name!r} is a model of multiple choice, which cannot predict "
             "without labels. Use --evaluate_only"
         )
-    with one_process_at_a_time(recipe.cache_dir):
-        table = read_source(recipe, sample_by=lambda files: "line").parts[PREDICT]
-        if task and len(recipe.predict_file) > 1:
-            raise UserError(
-                f"predict_file = {' '.join(recipe.predict_file)}: a GLUE task's files are answered one by one"
-            )
-        texts, _ = _columns(recipe, table, task, labelled=False)
+    with one_process_at_a_time(options.cache.folder):
+        table = read_source(options.files, sample_by=lambda files: "line").parts[PREDICT]
+        files = options.files.patterns[PREDICT]
+        if task and len(files) > 1:
+            raise UserError(f"predict_file = {' '.join(files)}: a GLUE task's files are answered one by one")
+        texts, _ = _columns(named, table, task, task_name, labelled=False)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
         labels = in_model_order(labels, config)
         kind = np.float32 if labels.names is None else np.int64
         part = _Part(_only(table, texts), np.zeros(len(table), dtype=kind))
-        tokenizer = get_tokenizer(recipe, config, lambda: (), "")
-        length = choose_length(recipe, "max_length", config)
-        rows = encode_texts(part.texts, tokenizer, length, recipe, part.labels)
+        tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
+        rows = encode_texts(part.texts, tokenizer, length, options.cache, part.labels)
     notes = [f"data      texts {' and '.join(texts)}"]
     if empty := len(_bad_records(part, texts, "")):
         notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
@@ -109,41 +116,45 @@ def _prepare_unlabelled(recipe: ClsRecipe, config, task: glue.GlueTask | None) -
     return ExampleData(None, [held_out], labels, tokenizer, length, notes)
 
 
-def _read(recipe: ClsRecipe) -> tuple[Source, tuple[str, ...]]:
+def _read(files: DataFiles, task_name: str | None) -> tuple[Source, tuple[str, ...]]:
     """(the tables, the names of possible held-out parts)."""
     held_out = {"validation": HELD_OUT}
-    if recipe.task_name == "mnli":
+    if task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
-    source = read_source(recipe, held_out)
-    header = glue.TASKS[recipe.task_name].header if recipe.task_name and source.files else ()
+    source = read_source(files, held_out)
+    header = glue.TASKS[task_name].header if task_name and source.files else ()
     if header and not set(header) & set(source.first.column_names):
-        source = read_source(recipe, held_out, header=header)
+        source = read_source(files, held_out, header=header)
     return source, tuple(held_out)
 
 
 def _columns(
-    recipe: ClsRecipe, table: Dataset, task: glue.GlueTask | None, labelled: bool = True
+    named: LabelColumns,
+    table: Dataset,
+    task: glue.GlueTask | None,
+    task_name: str | None,
+    labelled: bool = True,
 ) -> tuple[tuple[str, ...], str | None]:
     """(the text columns, the label column if `labelled`)."""
     present, problems = set(table.column_names), []
-    texts = tuple(recipe.text_columns or ())
+    texts = named.texts
     if texts:
         problems += [f"text_columns: there is no column {name!r}" for name in texts if name not in present]
     else:
         known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
         known += [] if task else [(name,) for name in text_columns(table) if (name,) in TEXTS]
         known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits, read as numbers
-        texts = next((names for names in known if names and set(names) <= present - {recipe.label_column}), ())
-        words = [name for name in text_columns(table) if name not in (*LABELS, recipe.label_column)]
+        texts = next((names for names in known if names and set(names) <= present - {named.label}), ())
+        words = [name for name in text_columns(table) if name not in (*LABELS, named.label)]
         if not texts and not task and len(words) == 1:
             check_name(words[0], "text_columns")
             texts = (words[0],)
         if not texts:
             missing = "no column of text is found"
             if task:
-                missing = f"task_name = {recipe.task_name} reads {' and '.join(task.texts)}, which are not found"
+                missing = f"task_name = {task_name} reads {' and '.join(task.texts)}, which are not found"
             problems.append(f"{missing}. Name it (or two, of a pair) with --text_columns")
-    label = recipe.label_column
+    label = named.label
     if not labelled:
         label = None
     elif label and label not in present:
@@ -163,29 +174,37 @@ def _columns(
     return texts, label
 
 
-def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config):
+def _labelled(
+    options: DataOptions,
+    source: Source,
+    texts: tuple[str, ...],
+    label: str,
+    task: glue.GlueTask | None,
+    regression: bool | None,
+    config,
+) -> tuple[Labels, dict[str, _Part], list[str]]:
     """(labels, parts without bad records, notes for the log)."""
     train = source.first
     feature = train.features[label]
     where = {name: source.where(name) for name in source.parts}
     class_names = task.labels if task else tuple(getattr(feature, "names", ()) or ()) or None
-    if not recipe.trains:
+    if not options.parts.trains:
         is_number = bool(task) and task.labels is None
         labels, class_names = trained_labels(config, class_names, train[label][:], is_number)
     elif task is not None:
         labels = Labels(task.labels)
     else:
-        labels = find_labels(train[label][:], where["train"], feature, recipe.regression)
+        labels = find_labels(train[label][:], where["train"], feature, regression)
     labels = replace(in_model_order(labels, config), number=label)
     parts, notes = {}, []
     for name, table in source.parts.items():
         if missing := [column for column in (*texts, label) if column not in table.column_names]:
             raise UserError(f"{where[name]} has no column {', '.join(missing)}; {columns_present(table)}")
         encoded = labels.encode(table[label][:], where[name], class_names)
-        scores = scores_of(table, score_column(recipe, table)) if name == "train" else None
+        scores = scores_of(table, score_column(options.difficulty, table)) if name == "train" else None
         part = _Part(_only(table, texts), encoded, scores)
         bad = _bad_records(part, texts, label)
-        if bad and not recipe.skip_bad_records:
+        if bad and not options.rules.skip_bad_records:
             index, what = min(bad.items())
             raise bad_record(where[name], index, what, bad.values())
         if len(bad) == len(table):
@@ -194,9 +213,9 @@ def _labelled(recipe: ClsRecipe, source: Source, texts, label: str, task, config
             part = part.select(np.setdiff1d(np.arange(len(table)), list(bad)))
             kinds = "; ".join(f"{count:,}: {what}" for what, count in Counter(bad.values()).items())
             what = f"records of {where[name]} are skipped: {kinds}"
-            notes += report_data_loss(recipe, len(bad), len(table), what)
+            notes += report_data_loss(options.rules.allow_data_loss, len(bad), len(table), what)
         parts[name] = part
-    return labels, parts, notes + (rare_labels(labels, parts["train"].labels) if recipe.trains else [])
+    return labels, parts, notes + (rare_labels(labels, parts["train"].labels) if options.parts.trains else [])
 
 
 def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:

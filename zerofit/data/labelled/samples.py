@@ -9,11 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.pack import SampleSet
-from zerofit.data.token_tables import IDS, encode_table, fingerprint
+from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.data.tokenized import TokenizedDataset
 from zerofit.model.tokenizer import padding_values
-from zerofit.recipe.cache import cache_root, prepare_anew
-from zerofit.recipe.tasks import ClsRecipe
 
 
 class LabelledSamples(SampleSet, Protocol):
@@ -50,7 +48,7 @@ class ExampleData:
 
 
 def encode_texts(
-    texts: Dataset, tokenizer, length: int, recipe: ClsRecipe, labels: np.ndarray | None = None
+    texts: Dataset, tokenizer, length: int, cache: TableCache, labels: np.ndarray | None = None
 ) -> TokenizedDataset:
     """Token ids of the text or the pair, the longer text is truncated first if both do not fit."""
     columns = tuple(padding_values(tokenizer))
@@ -70,7 +68,5 @@ def encode_texts(
         return {**rows, "truncated": truncated}
 
     features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
-    anew = prepare_anew(recipe)
-    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns),
-                         cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, anew)  # fmt: skip
+    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns), cache)
     return TokenizedDataset(table, columns, labels)

@@ -20,10 +20,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from zerofit.data.megatron.corpus import INDICES, Corpus, megatron
+from zerofit.data.megatron.corpus import Corpus, megatron
 from zerofit.data.pack import DatasetStats, Sample
+from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.model.loss import IGNORE
-from zerofit.recipe.cache import cache_root, one_process_at_a_time
 from zerofit.recipe.causal_options import RESETS
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import is_there, put_in_place
@@ -173,7 +173,7 @@ class _TokenizerStub:
 
 
 def build(
-    blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, recipe
+    blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
     """(training, held-out) samples. The first process makes their index; all processes map it into memory.
 
@@ -182,20 +182,20 @@ def build(
         num_held_out: 0: none.
         rows: tokens of the tokenizer.
         eod: the token at the end of a document.
-        recipe: with CorpusOptions.
+        resets: those of RESETS that are set.
+        root: the folder of indices.
 
     Raises:
         UserError: the index cannot be written.
     """
-    root = Path(recipe.data_cache_path or cache_root(recipe.cache_dir) / INDICES).expanduser()
     sizes = (num_samples, num_held_out)
-    flags = {name: getattr(recipe, name) for name in RESETS}
+    flags = {name: name in resets for name in RESETS}
     ends = _TokenizerStub(rows, eod)
     folder = root / _name(blend, sizes, eod)
     try:
         if not is_there(folder):
             root.mkdir(parents=True, exist_ok=True)
-            with one_process_at_a_time(str(root)):
+            with one_process_at_a_time(root):
                 if not is_there(folder):  # complete or absent: a killed run leaves no partial index
                     partial = folder.with_name(f"{folder.name}.partial-{platform.node()}")
                     shutil.rmtree(partial, ignore_errors=True)
@@ -208,10 +208,10 @@ def build(
         raise UserError(
             f"the index of the samples cannot be written to {root}: {why}. Name another folder with --data_cache_path"
         ) from None
-    resets = (recipe.reset_position_ids, recipe.reset_attention_mask)
+    restarts = (flags["reset_position_ids"], flags["reset_attention_mask"])
     counts = (len(datasets[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (
-        CorpusSamples(dataset, count, blend.block_size, rows, eod, resets) if dataset is not None else None
+        CorpusSamples(dataset, count, blend.block_size, rows, eod, restarts) if dataset is not None else None
         for dataset, count in zip(datasets, counts)
     )
     return train, held_out

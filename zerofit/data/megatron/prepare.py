@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
-from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
-from zerofit.data.megatron.corpus import Corpus, open_corpus, tokenizer_fingerprint
+from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, samples_of_run
 from zerofit.data.pack import TextData
-from zerofit.model.tokenizer import load_tokenizer, producible_tokens
+from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, producible_tokens
+from zerofit.recipe.cache import cache_root
 from zerofit.recipe.causal_options import RESETS
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
@@ -16,7 +17,7 @@ from zerofit.recipe.tasks import ClmRecipe
 LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
 
 
-def prepare_corpora(recipe: ClmRecipe, config, consumed: Callable[[int], int]) -> TextData:
+def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callable[[int], int]) -> TextData:
     """Open the corpora that the recipe names, and make the samples of the run.
 
     Args:
@@ -25,19 +26,20 @@ def prepare_corpora(recipe: ClmRecipe, config, consumed: Callable[[int], int]) -
     Raises:
         UserError: a corpus is missing or damaged, was made with another tokenizer, or a part of it is empty.
     """
-    block_size = choose_length(recipe, "block_size", config, DEFAULT_BLOCK_SIZE)
-    given = recipe.blend
+    given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
     check_named_once(corpora)
     weights = None if given[0][0] is None else [weight for weight, _ in given]
-    tokenizer = load_tokenizer(recipe, config)
+    tokenizer = load_tokenizer(TokenizerOptions.of(recipe), config)
     rows = producible_tokens(tokenizer)
     notes = check_tokenizer(corpora, tokenizer, rows)
-    eod = end_of_document(recipe, corpora, tokenizer)
+    eod = end_of_document(resets, corpora, tokenizer)
     blend = Blend(corpora, weights, recipe.split, block_size, recipe.seed)
     blend.check()
     per_epoch = blend.samples_per_epoch(TRAINING)
-    total = samples_of_run(recipe, per_epoch, consumed) if recipe.trains else 0
+    total = 0
+    if recipe.trains:
+        total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, per_epoch, consumed)
     held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
     if not (held_out or recipe.trains):
         raise UserError(
@@ -48,11 +50,14 @@ def prepare_corpora(recipe: ClmRecipe, config, consumed: Callable[[int], int]) -
             f"note      with these weights evaluation can have {held_out:,} of {blend.samples_per_epoch(HELD_OUT):,} "
             "samples, or some would be repeated"
         )
-    train, validation = build(blend, total, min(held_out, recipe.max_eval_samples or held_out), rows, eod, recipe)
+    root = Path(recipe.data_cache_path).expanduser() if recipe.data_cache_path else None
+    root = root or cache_root(recipe.cache_dir) / INDICES
+    held_out = min(held_out, recipe.max_eval_samples or held_out)
+    train, validation = build(blend, total, held_out, rows, eod, resets, root)
     order = FixedOrder(len(train)) if recipe.trains else None
     return TextData(
         train, validation, tokenizer, block_size,
-        notes=notes, kind=kind(recipe, block_size), order=order, samples_per_epoch=per_epoch,
+        notes=notes, kind=kind(recipe.split, resets, block_size), order=order, samples_per_epoch=per_epoch,
         report=report(blend, total, validation),
     )  # fmt: skip
 
@@ -68,10 +73,10 @@ def check_named_once(corpora: list[Corpus]) -> None:
             )
 
 
-def kind(recipe: ClmRecipe, block_size: int) -> str:
+def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
     """How samples are made of documents, as a sentence for the log."""
-    resets = "".join(f", {name}" for name in RESETS if getattr(recipe, name))
-    return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {recipe.split}{resets}; samples of one pass:"
+    options = "".join(f", {name}" for name in resets)
+    return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {split}{options}; samples of one pass:"
 
 
 def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
@@ -112,7 +117,7 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
     return notes
 
 
-def end_of_document(recipe: ClmRecipe, corpora: list[Corpus], tokenizer) -> int:
+def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer) -> int:
     """The id at the end of each document: that of the corpora, else the tokenizer's end-of-text token; -1 if there is
     none.
 
@@ -127,11 +132,10 @@ def end_of_document(recipe: ClmRecipe, corpora: list[Corpus], tokenizer) -> int:
         )
     if eods:
         return eods.pop()
-    unused = [name for name in RESETS if getattr(recipe, name)]
-    if unused:
+    if resets:
         raise UserError(
-            f"{', '.join(unused)}: no effect, since no token ends the documents of {corpora[0].prefix}. Prepare the "
-            f"corpus with --append_eod, or remove the option{'s' * (len(unused) > 1)}"
+            f"{', '.join(resets)}: no effect, since no token ends the documents of {corpora[0].prefix}. Prepare the "
+            f"corpus with --append_eod, or remove the option{'s' * (len(resets) > 1)}"
         )
     return -1
 

@@ -41,6 +41,19 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class PairColumns:
+    """The columns that options name."""
+
+    dialogue_column: str | None = None
+    source_column: str | None = None
+    target_column: str | None = None
+
+    @classmethod
+    def of(cls, recipe: PairOptions) -> "PairColumns":
+        return cls(recipe.dialogue_column, recipe.source_column, recipe.target_column)
+
+
+@dataclass(frozen=True)
 class Columns:
     """The columns of the pairs: a conversation with or without its reply, or a source and a target.
 
@@ -124,37 +137,37 @@ class Columns:
         return [Pair(texts[:place], texts[place]) for place in places]
 
 
-def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
-    """The columns that the recipe names, else those of known names, else the only two columns of text.
+def find_columns(named: PairColumns, table: Dataset) -> Columns:
+    """The columns that options name, else those of known names, else the only two columns of text.
 
     Raises:
         UserError: a column does not exist, or none is found; the message lists the columns.
     """
     present = table.column_names
     for option in ("dialogue_column", "source_column", "target_column"):
-        name = getattr(recipe, option)
+        name = getattr(named, option)
         if name and name not in present:
             raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(table)}")
     texts = text_columns(table)
     lists = [name for name in present if name not in texts and holds_lists(table.features[name])]
-    dialogue = recipe.dialogue_column
+    dialogue = named.dialogue_column
     if dialogue and dialogue not in lists:
         raise UserError(f"dialogue_column = {dialogue!r} holds no list of turns; {columns_present(table)}")
     for option in ("source_column", "target_column"):
-        name = getattr(recipe, option)
+        name = getattr(named, option)
         if name and name not in texts:
             raise UserError(f"{option} = {name!r} holds no text; {columns_present(table)}")
     verdict = None
-    if not recipe.source_column:
+    if not named.source_column:
         verdict = refuse_preferences(table, "--source_column and --target_column")
-    if not dialogue and not recipe.source_column:
+    if not dialogue and not named.source_column:
         dialogue = next((name for name in DIALOGUES if name in lists), None)
     if dialogue:
-        reply = recipe.target_column or next((name for name in REPLIES if name in texts), None)
+        reply = named.target_column or next((name for name in REPLIES if name in texts), None)
         return Columns(dialogue, None, reply, verdict=verdict)
-    if recipe.source_column and recipe.target_column:
-        return Columns(None, recipe.source_column, recipe.target_column)
-    if not recipe.source_column and not recipe.target_column:
+    if named.source_column and named.target_column:
+        return Columns(None, named.source_column, named.target_column)
+    if not named.source_column and not named.target_column:
         if columns := question_answering_columns(table):
             return Columns(None, *columns)
         for source, target in SOURCES_AND_TARGETS:
@@ -163,18 +176,18 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
             if source in texts and target in texts:
                 return Columns(None, source, target, verdict=verdict)
     if len(texts) == 2:
-        for name in () if recipe.source_column or recipe.target_column else texts:
+        for name in () if named.source_column or named.target_column else texts:
             check_name(name, "source_column and --target_column")
-        source = recipe.source_column or next(name for name in texts if name != recipe.target_column)
-        return Columns(None, source, recipe.target_column or next(name for name in texts if name != source))
+        source = named.source_column or next(name for name in texts if name != named.target_column)
+        return Columns(None, source, named.target_column or next(name for name in texts if name != source))
     raise UserError(
         "no conversation and no source and target are found: name --dialogue_column, or --source_column and "
         f"--target_column; {columns_present(table)}"
     )
 
 
-def find_sources(recipe: PairOptions, table: Dataset) -> Columns:
-    """The column of the sources of predict_file: that of the recipe, else one with a known name, else the only column
+def find_sources(named: PairColumns, table: Dataset) -> Columns:
+    """The column of the sources of predict_file: that of an option, else one with a known name, else the only column
     of text.
 
     Raises:
@@ -182,18 +195,18 @@ def find_sources(recipe: PairOptions, table: Dataset) -> Columns:
     """
     texts, present = text_columns(table), table.column_names
     for option, known in (("dialogue_column", present), ("source_column", texts)):
-        name = getattr(recipe, option)
+        name = getattr(named, option)
         if name and name not in known:
             raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(table)}")
     lists = [name for name in present if holds_lists(table.features[name])]
-    dialogue = recipe.dialogue_column or next((name for name in DIALOGUES if name in lists), None)
-    if dialogue and not recipe.source_column:
+    dialogue = named.dialogue_column or next((name for name in DIALOGUES if name in lists), None)
+    if dialogue and not named.source_column:
         return Columns(dialogue, None, None)
-    if {"question", "context"} <= set(texts) and not recipe.source_column:
+    if {"question", "context"} <= set(texts) and not named.source_column:
         return Columns(None, "question", None, "context")
     known = [source for source, _ in SOURCES_AND_TARGETS if source in texts]
-    source = recipe.source_column or (texts[0] if len(texts) == 1 else next(iter(known), None))
-    if source is None or (source == "input" and "instruction" in texts and not recipe.source_column):
+    source = named.source_column or (texts[0] if len(texts) == 1 else next(iter(known), None))
+    if source is None or (source == "input" and "instruction" in texts and not named.source_column):
         raise UserError(
             "no conversation and no source is found: name --dialogue_column or --source_column; "
             f"{columns_present(table)}"

@@ -8,16 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.difficulty import score_column, scores_of
 from zerofit.data.lengths import choose_length, report_data_loss
-from zerofit.data.pairs.columns import Columns, Pair, find_columns
+from zerofit.data.options import DataOptions
+from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_conversation_files
 from zerofit.data.records import BadRecord, check_records, records_of
 from zerofit.data.sources import read_source
 from zerofit.data.tables import columns_present, first_records, hold_out
-from zerofit.data.token_tables import IDS, encode_table, fingerprint
+from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint, one_process_at_a_time
 from zerofit.data.tokenized import TokenizedDataset
 from zerofit.model.families import family_of
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
-from zerofit.recipe.cache import cache_root, one_process_at_a_time, prepare_anew
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
@@ -74,42 +74,40 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     Raises:
         UserError: columns are not found, a text is empty, a reply has no history.
     """
-    with one_process_at_a_time(recipe.cache_dir):
-        source = read_source(recipe, reader=read_conversation_files)
+    options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
+    with one_process_at_a_time(options.cache.folder):
+        source = read_source(options.files, reader=read_conversation_files)
         source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-        columns = find_columns(recipe, source.first)
+        columns = find_columns(PairColumns.of(recipe), source.first)
         notes = [f"data      {columns.describe}"]
         for part, table in source.parts.items():
             if missing := [name for name in columns.names if name not in table.column_names]:
                 raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
-            notes += check_records(recipe, source, part, columns.pairs, columns)
-        score = score_column(recipe, source.first)
+            notes += check_records(source, part, columns.pairs, columns, options.rules, options.cache)
+        score = score_column(options.difficulty, source.first)
         parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
         if score:
             parts["train"] = source.parts["train"].select_columns(list(dict.fromkeys((*columns.names, score))))
-        if "validation" not in parts and recipe.validation_split_percentage > 0:
-            train, held_out = hold_out(parts["train"], recipe.validation_split_percentage / 100)
+        if "validation" not in parts and options.parts.held_out_fraction > 0:
+            train, held_out = hold_out(parts["train"], options.parts.held_out_fraction)
             parts = {"train": train, "validation": held_out}
         if not recipe.trains:
             parts.pop("train", None)
         train = next(iter(parts.values()))
-        tokenizer = get_tokenizer(recipe, config, lambda: _texts(train, columns), train._fingerprint, pairs=True)
-        widths = (
-            choose_length(recipe, "max_source_length", config),
-            choose_length(recipe, "max_target_length", config),
+        tokenizer = get_tokenizer(
+            options.tokenizer, config, lambda: _texts(train, columns), train._fingerprint, pairs=True
         )
         separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
         form = SourceFormat(recipe.source_prefix, separator, widths[0])
         encoder = PairEncoder(tokenizer, form, widths[1])
         tables = {
-            name: _encode(part, columns, encoder, recipe, score if name == "train" else None)
+            name: _encode(part, columns, encoder, options.cache, score if name == "train" else None)
             for name, part in parts.items()
         }
     tokenizer.init_kwargs[FORMAT] = asdict(form)
-    limits = {"train": recipe.max_train_samples, "validation": recipe.max_eval_samples}
-    tables = {name: first_records(table, limits[name]) for name, table in tables.items()}
+    tables = {name: first_records(table, options.parts.limit(name)) for name, table in tables.items()}
     for name, table in tables.items():
-        notes += truncation_notes(recipe, config, columns, table, name, widths)
+        notes += truncation_notes(options.rules.allow_data_loss, config, columns, table, name, widths)
     train, validation = tables.get("train"), None
     if "validation" in tables:
         table = tables["validation"]
@@ -119,6 +117,15 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     if score:
         samples.scores = scores_of(train, SCORE)
     return PairData(samples, validation, tokenizer, widths, notes)
+
+
+def chosen_widths(recipe: Seq2SeqRecipe, config) -> tuple[int, int]:
+    """The longest source and target, in tokens."""
+    source, target = (
+        choose_length(option, getattr(recipe, option), recipe.source(option), config)
+        for option in ("max_source_length", "max_target_length")
+    )
+    return source, target
 
 
 def split_translation_columns(table: Dataset) -> Dataset:
@@ -135,7 +142,7 @@ def split_translation_columns(table: Dataset) -> Dataset:
 
 
 def truncation_notes(
-    recipe, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]
+    allow_data_loss: bool, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]
 ) -> list[str]:
     """Notes about truncated texts; of a conversation the latest turns are kept, which is intended. Raises UserError if
     most targets are truncated."""
@@ -147,7 +154,8 @@ def truncation_notes(
         option, lengths = f"max_{side}_length", numbers[f"{side}_tokens"]
         what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
         lost = int((lengths > width).sum())
-        notes += report_data_loss(recipe, lost, len(table), what, lengths, option, config, stops=side == "target")
+        stops = side == "target"
+        notes += report_data_loss(allow_data_loss, lost, len(table), what, lengths, option, config, stops=stops)
     return notes
 
 
@@ -262,7 +270,7 @@ def _texts(table: Dataset, columns: Columns):
 
 
 def _encode(
-    table: Dataset, columns: Columns, encoder: PairEncoder, recipe: Seq2SeqRecipe, score: str | None = None
+    table: Dataset, columns: Columns, encoder: PairEncoder, cache: TableCache, score: str | None = None
 ) -> Dataset:
     def encode(batch: dict) -> dict:
         pairs, scores = [], []
@@ -276,5 +284,4 @@ def _encode(
         return {**encoder.encode(pairs), **({SCORE: scores} if score else {})}
 
     features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
-    return encode_table(table, encode, features, (*encoder.key, columns, score), cache_root(recipe.cache_dir),
-                        recipe.preprocessing_num_workers, prepare_anew(recipe))  # fmt: skip
+    return encode_table(table, encode, features, (*encoder.key, columns, score), cache)

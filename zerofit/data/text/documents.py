@@ -7,6 +7,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from zerofit.data.encodings import open_bytes
+from zerofit.data.options import DataFiles, PartOptions
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import (
     check_name,
@@ -19,9 +20,7 @@ from zerofit.data.tables import (
 )
 from zerofit.data.token_row import NO_TEXT
 from zerofit.model.families.gpt2 import END_OF_TEXT
-from zerofit.recipe.causal_options import TextOptions
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.tasks import ClmRecipe
 
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
 
@@ -35,13 +34,11 @@ class Records:
     unit: str
 
 
-def load_texts(recipe: ClmRecipe) -> Records:
-    """The texts that the recipe names: `read_records` and `take_texts`, one after the other."""
-    return take_texts(recipe, *read_records(recipe))
+def read_records(data: DataFiles, separator: str | None, packing: str) -> tuple[Source, str]:
+    """(the data, the unit of a record).
 
-
-def read_records(recipe: ClmRecipe) -> tuple[Source, str]:
-    """(the data that the recipe names, the unit of a record).
+    Args:
+        separator: document_separator.
 
     Raises:
         UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
@@ -49,36 +46,40 @@ def read_records(recipe: ClmRecipe) -> tuple[Source, str]:
     units: list[str] = []
 
     def sample_by(files: list[Path]) -> str:
-        units.append(_text_unit(recipe, files))
+        units.append(_text_unit(separator, packing, files))
         return units[0] if units[0] in ("line", "paragraph") else "document"
 
-    source = read_source(recipe, sample_by=sample_by)
+    source = read_source(data, sample_by=sample_by)
     return source, units[0] if units else "row" if source.kind == "hub" else "record"
 
 
-def take_texts(recipe: ClmRecipe, source: Source, unit: str) -> Records:
+def take_texts(source: Source, unit: str, column: str | None, separator: str | None, options: PartOptions) -> Records:
     """The column of text; a held-out part is split off if there is none; max_train_samples is applied.
+
+    Args:
+        column: text_column.
+        separator: document_separator.
 
     Raises:
         UserError: there is no such column; a split is empty.
     """
-    parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
+    parts = {name: _only_text(part, text_column(part, column)) for name, part in source.parts.items()}
     if unit == "mark":
-        parts = {name: _cut_at_mark(part, recipe.document_separator or END_OF_TEXT) for name, part in parts.items()}
+        parts = {name: _cut_at_mark(part, separator or END_OF_TEXT) for name, part in parts.items()}
     train, validation = parts.get("train"), parts.get("validation")
-    if validation is None and recipe.validation_split_percentage > 0:
-        train, validation = split_off(train, recipe.validation_split_percentage / 100)
-    train = first_records(train, recipe.max_train_samples) if recipe.trains else None
+    if validation is None and options.held_out_fraction > 0:
+        train, validation = split_off(train, options.held_out_fraction)
+    train = first_records(train, options.max_train_samples) if options.trains else None
     return Records(train, validation, unit)
 
 
-def _text_unit(recipe: TextOptions, files: list[Path]) -> str:
+def _text_unit(separator: str | None, packing: str, files: list[Path]) -> str:
     """The unit of documents in these text files: line, paragraph, file or mark."""
-    if recipe.document_separator in ("line", "paragraph", "file"):
-        return recipe.document_separator
-    if recipe.document_separator or _contains(files[0], END_OF_TEXT):
+    if separator in ("line", "paragraph", "file"):
+        return separator
+    if separator or _contains(files[0], END_OF_TEXT):
         return "mark"
-    return "line" if recipe.packing == "none" else "file"
+    return "line" if packing == "none" else "file"
 
 
 def _contains(path: Path, mark: str) -> bool:

@@ -151,7 +151,7 @@ class Examination:
 
         from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
         from zerofit.estimate.read_model import read_planned_model
-        from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
+        from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
         from zerofit.training.configuration import check_model
 
         recipe = self.recipe.draft()
@@ -162,7 +162,7 @@ class Examination:
         with self._collected():
             self.planned = read_planned_model(recipe, self.task, num_devices() > 0)
         if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
-            check_vocabulary(config, load_tokenizer(recipe, config), recipe)
+            check_vocabulary(config, load_tokenizer(TokenizerOptions.of(recipe), config), recipe)
 
     def _needs(self, launch: Launch) -> Needs:
         """What the launch asks of this machine."""

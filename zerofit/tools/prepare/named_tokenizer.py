@@ -4,11 +4,10 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 from zerofit.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
 from zerofit.model.folders import model_folder
-from zerofit.model.tokenizer import load_tokenizer
+from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.tools.meta_tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
 
@@ -93,8 +92,4 @@ def _of_tiktoken(file: Path):
 
 
 def _load(option: str, name: str, config, trust_remote_code: bool):
-    options = SimpleNamespace(tokenizer_name=name, model_name_or_path=None, trust_remote_code=trust_remote_code)
-    try:
-        return load_tokenizer(options, config)
-    except UserError as error:
-        raise UserError(str(error).replace("tokenizer_name = ", f"{option} = ", 1)) from None
+    return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
